@@ -83,8 +83,8 @@ pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
     check(sources, problems, &ProcessEnv::of_process())
 }
 
-/// Reads and validates a configuration file for an embedded supervisor, as [`load`] does. Keys that configure
-/// sockets are rejected, because an embedded supervisor has none.
+/// Reads and validates a configuration file for an embedded supervisor. Unlike [`load`], this function rejects keys that
+/// configure sockets, because an embedded supervisor has none.
 ///
 /// # Errors
 ///
@@ -94,9 +94,9 @@ pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
     check(sources, problems, &ProcessEnv { is_embedded: true, ..ProcessEnv::of_process() })
 }
 
-/// Returns the path of the configuration file for a supervisor whose command line does not specify one. The path is the
-/// value of `BULKHEAD_CONFIG`, or `/etc/bulkhead/workers.toml` for root, or `bulkhead/workers.toml` in the user's
-/// configuration folder (`XDG_CONFIG_HOME`, or `~/.config`). Returns `None` if the user has no such folder.
+/// Returns the default path of the configuration file, which is used if the command line does not specify a path. The
+/// path is the value of `BULKHEAD_CONFIG`, or `/etc/bulkhead/workers.toml` for root, or `bulkhead/workers.toml` in the
+/// user's configuration folder (`XDG_CONFIG_HOME`, or `~/.config`). Returns `None` if the user has no such folder.
 pub fn default_path() -> Option<PathBuf> {
     default_path_in(rustix::process::geteuid().is_root(), |name| std::env::var_os(name))
 }

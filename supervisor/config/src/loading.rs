@@ -110,7 +110,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
     }
 }
 
-/// Parses all files and reports syntax errors. Returns the document of the main file first.
+/// Parses all files and reports syntax errors. The first document in the result is that of the main file.
 pub(super) fn parse<'s>(sources: &'s Sources, problems: &mut Problems) -> Vec<DeTable<'s>> {
     let files = std::iter::once(sources.main()).chain(sources.fragments());
     files.map(|source| parse_one(source, problems)).collect()
@@ -172,8 +172,8 @@ fn add_bulkheads<'s>(sources: &Sources, all: &mut DeTable<'s>, more: DeTable<'s>
     }
 }
 
-/// Reports a key in a `conf.d` file whose type prevents it from being merged with the same key in another file. A wrong
-/// type in the other file is reported when the document is read.
+/// Reports a key in a `conf.d` file that cannot be merged with the same key in another file, because the key is unknown
+/// or its value has the wrong type. A wrong type in the other file is reported later, when the merged document is read.
 fn report_unmergeable(name: &str, value: &DeValue<'_>, span: Range<usize>, problems: &mut Problems) {
     let found = values::type_name(value);
     match (name, value) {
@@ -194,7 +194,7 @@ fn report_unmergeable(name: &str, value: &DeValue<'_>, span: Range<usize>, probl
     }
 }
 
-/// Parses one file. Positions in the result refer to the whole configuration.
+/// Parses one file. Positions in the result are offsets into the whole configuration rather than into the file.
 fn parse_one<'s>(source: &'s Source, problems: &mut Problems) -> DeTable<'s> {
     let (document, errors) = DeTable::parse_recoverable(source.text());
     let mut found = Problems::default();
@@ -282,8 +282,7 @@ fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     Err((message, format!("run `chown root {path}` and `chmod go-w {path}`")))
 }
 
-/// Describes which users, other than root and the supervisor's user, can modify a file. Returns `None` if there are
-/// none.
+/// Describes which users can modify a file. Returns `None` if only root and the supervisor's user can.
 fn who_can_change(found: &Metadata) -> Option<String> {
     let (own_user, own_group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let (mode, uid, gid) = (found.mode() & 0o7777, found.uid(), found.gid());
@@ -303,8 +302,8 @@ struct InvalidText {
     /// Offset of the first byte that is not UTF-8.
     at: usize,
     byte: u8,
-    /// The file's text, with invalid UTF-8 replaced. The text before `at` is unchanged, so that positions in it are
-    /// correct.
+    /// Text of the file, with invalid UTF-8 replaced. Everything before `at` is unchanged, so positions in that part
+    /// are correct.
     lossy: String,
 }
 
@@ -319,7 +318,8 @@ impl InvalidText {
     }
 }
 
-/// Reads the text of a file, but at most one byte more than the maximum size.
+/// Reads the text of a file. Reads at most one byte beyond the maximum size, which is enough to detect a file that is
+/// too large.
 fn read_text(path: &Path, file: File) -> Result<Result<String, InvalidText>, (String, String)> {
     let mut bytes = Vec::new();
     let read = file.take(defaults::FILE_BYTES_MAX + 1).read_to_end(&mut bytes);

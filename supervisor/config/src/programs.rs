@@ -17,8 +17,8 @@ pub(super) fn resolve(folder: &Path, path: &str) -> PathBuf {
     folder.join(path).components().collect()
 }
 
-/// Resolves `argv[0]`. A name with a `/` is a path relative to the folder of the configuration file; any
-/// other name is looked up in `search_path`.
+/// Resolves the name of a program. A name that contains `/` is a path relative to the folder of the configuration file.
+/// Any other name is looked up in `search_path`.
 pub(super) fn program(
     label: &str,
     name: &str,
@@ -56,7 +56,7 @@ fn runs(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| found.is_file()) && may(path, Access::EXEC_OK).is_ok()
 }
 
-/// Checks access with the effective user ID, because that ID will be used to access the file.
+/// Checks access for the effective user ID, which will also be used to open the file.
 fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
     accessat(CWD, path, access, AtFlags::EACCESS)
 }
@@ -120,7 +120,8 @@ pub(super) fn present(label: &str, path: &Path, folder: &Path) -> Result<(), Val
     look_up(label, "file or directory", path, folder).map(drop)
 }
 
-/// Checks that a file or folder exists and can be modified. Devices can be written to on any file system.
+/// Checks that a file or folder exists and is not on a read-only file system. Devices are exempt, because they can be
+/// written to on any file system.
 pub(super) fn writable(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
     let found = look_up(label, "file or directory", path, folder)?;
     let is_on_disk = found.is_file() || found.is_dir();
@@ -188,8 +189,8 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), ValueError> {
     Ok(())
 }
 
-/// Returns true if both paths refer to the same file, after resolving symbolic links in the folders. The file does not
-/// have to exist.
+/// Returns true if both paths refer to the same file once the symbolic links in their folders are resolved. The file
+/// itself does not have to exist.
 pub(super) fn is_same_file(a: &Path, b: &Path) -> bool {
     let folder = |path: &Path| path.parent().and_then(|folder| fs::canonicalize(folder).ok());
     a == b || (a.file_name() == b.file_name() && folder(a).is_some() && folder(a) == folder(b))

@@ -14,8 +14,8 @@ use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::key::{self, Key, Kind};
 use super::values::{self, LabelledKey, ValueError};
 
-/// Kind of table that a value comes from. The kinds are ordered from the most general to the most specific. Violations
-/// of rules are reported at the value with the most specific origin.
+/// Kind of table that a value comes from, ordered from the most general to the most specific. If several values
+/// together violate a rule, the problem is reported at the value with the most specific origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Origin {
     /// The value is in `[defaults]`.
@@ -26,7 +26,7 @@ pub(super) enum Origin {
     Tenant,
 }
 
-/// A value in the file, and its position and origin.
+/// A value from the file, with its position and origin.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Given<T> {
     pub(super) value: T,
@@ -70,28 +70,30 @@ impl<T> Field<T> {
     }
 }
 
-/// Name of a key that is present in the file, and the position of its value. The position is `None` if the
-/// value is invalid.
+/// Name of a key that is present in the file, and the position of the key's value. The position is `None` if the value
+/// is invalid.
 pub(super) type PresentKey = (&'static str, Option<Range<usize>>);
 
-/// Strings of an array, with their positions: a program and its arguments, or names, words or paths.
+/// The strings in an array, each with its position. The array contains a program and its arguments, or a list of names,
+/// words or paths.
 pub(super) type Arguments = Vec<Given<String>>;
 
-/// Environment variables of a program, or the files that contain their values, by variable name.
+/// Environment variables of a program, by name. The strings are either the variables' values or the paths of files that
+/// contain the values.
 pub(super) type Environment = BTreeMap<String, Given<String>>;
 
 /// Reader for a single table. `schema` is the table's name in the schema, such as `bulkhead.NAME.restart`, and `title`
 /// is its name in the file, such as `bulkhead.thumbnail.restart`.
 pub(super) struct TableReader<'t, 'p> {
-    /// All keys of the schema.
+    /// All keys in the schema.
     keys: &'static [Key],
     schema: &'static str,
     title: String,
-    /// Prefix of key names in messages: empty, or the path of an inner table, such as `restart.`.
+    /// Prefix for key names in messages. Either empty or the path of an inner table, such as `restart.`.
     prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
-    /// Known keys of this table that the file probably misspells.
+    /// Known keys of this table that appear to be misspelled in the file.
     misspelt: Vec<&'static str>,
     problems: &'p mut Problems,
 }
@@ -111,7 +113,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             .with_unknown_keys_reported()
     }
 
-    /// Opens the given inner table.
+    /// Creates a reader for the inner table `table`, and reports all unknown keys in it.
     fn open_inside<'q>(
         &'q mut self,
         schema: &'static str,
@@ -149,8 +151,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.keys.iter().filter(move |key| key.table == schema).map(|key| key.name)
     }
 
-    /// Returns the field for a key that the table does not contain. The field is invalid, rather than absent, if a
-    /// misspelling of the key was reported.
+    /// Returns the field for a key that the table does not contain. If the key appears to be misspelled, the field is
+    /// invalid rather than absent.
     fn missing<T>(&self, name: &str) -> Field<T> {
         if self.misspelt.contains(&name) { Field::Invalid } else { Field::Absent }
     }
@@ -176,7 +178,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         if self.schema == key::ACCESS { key::heading(self.schema) } else { format!("[{}]", self.title) }
     }
 
-    /// Suggests the right table for a misplaced key, or the right name for a misspelt key.
+    /// Suggests the right table for a misplaced key, or the right name for a misspelled key.
     fn unknown_help(&self, name: &str, value: &DeValue<'_>) -> String {
         let here: Vec<&str> = self.key_names().collect();
         let synonym = key::SYNONYMS.iter().find(|(other, _)| self.schema == key::BULKHEAD && *other == name);
@@ -237,7 +239,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.read_partly(name, |_, key, value| read(key, value.get_ref()).map(Some))
     }
 
-    /// Reads a value with a function that reports and skips invalid parts, and returns `None` if no valid part remains.
+    /// Reads a value with the function `read`, which reports invalid parts and skips them. `read` returns `None` if no
+    /// valid part remains.
     fn read_partly<T>(
         &mut self,
         name: &str,
@@ -266,7 +269,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         Some(self.open_inside(schema, title, prefix, self.origin, table))
     }
 
-    /// Opens each table in an array of tables inside this one. Returns their values in file order.
+    /// Opens each table in the array of tables `name`, and passes the tables to `read` in file order.
     pub(super) fn each_table(
         &mut self,
         name: &str,
@@ -304,8 +307,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.open_inside(key::TENANT, title, prefix, Origin::Tenant, table)
     }
 
-    /// Returns the position of the name of the inner table `name`, if the table is present. Returns [`Field::Invalid`]
-    /// if the inner table contains an unknown key, because the author could have meant any key.
+    /// Returns the position of the inner table's name, if the table is present. Returns [`Field::Invalid`] if the table
+    /// contains an unknown key, because that key could be a misspelling of any other key.
     pub(super) fn presence(&self, name: &str, schema: &'static str) -> Field<()> {
         let Some((name, value)) = self.table.get_key_value(name) else { return Field::Absent };
         match value.get_ref() {
@@ -316,7 +319,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Returns an inner table whose keys are chosen by the author of the file.
+    /// Returns an inner table in which the author of the file chooses the names of the keys.
     pub(super) fn bare_table(&mut self, name: &str) -> Option<&'t DeTable<'t>> {
         let (key, value) = self.key_with_value(name)?;
         if let DeValue::Table(table) = value.get_ref() {

@@ -30,14 +30,14 @@ use super::{
     BulkheadConfig, Config, ProcessEnv, Program, Restart, SupervisorConfig, defaults, programs, units,
 };
 
-/// Minimum value of `max_pooled` in bytes, unless it is 0: the smallest memory file for payloads plus the smallest one
-/// for results.
+/// Minimum value of `max_pooled` in bytes, unless the value is 0. This is enough for one memory file of the smallest
+/// size for payloads and another for results.
 const POOLED_MIN: u64 = 512 * 1024;
 
 /// Maximum number of names to list in a message.
 const LISTED_MAX: usize = 10;
 
-/// Checks the rules of a configuration and collects problems.
+/// Checks the rules that involve several keys or the system, and collects the problems.
 pub(super) struct Checker<'c> {
     pub(super) sources: &'c Sources,
     pub(super) process_env: &'c ProcessEnv,
@@ -45,7 +45,7 @@ pub(super) struct Checker<'c> {
 }
 
 impl<'c> Checker<'c> {
-    /// Checks all rules of a configuration. The result is valid only if no problems were reported.
+    /// Checks a configuration against all rules. The result is valid only if no problems were reported.
     pub(super) fn check(&mut self, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
@@ -312,8 +312,8 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Reports an error unless exactly one of the given keys is set. If several are set, the error is reported at the
-    /// last one, otherwise at the heading.
+    /// Reports an error unless exactly one of the given keys is set. If several keys are set, the error is reported at
+    /// the last of them. If none is set, it is reported at the table's heading.
     fn check_one_of<const N: usize>(
         &mut self,
         heading: &Range<usize>,
@@ -340,7 +340,8 @@ impl<'c> Checker<'c> {
         found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }
 
-    /// Suggests a known name in place of an unknown bulkhead. `which` describes the known `names` in the message.
+    /// Returns the help for an unknown bulkhead name. Suggests the most similar of `names` or, if none is similar,
+    /// lists all of them.
     fn suggest_name(name: &str, names: &[&str], which: &str) -> String {
         match nearest(name, names.iter().copied()) {
             Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
@@ -391,7 +392,7 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Reports an error if the value `lower` is above the value `upper`. `literal` formats a value as TOML.
+    /// Reports an error if the value of `lower` exceeds that of `upper`. `literal` formats a value as TOML.
     fn ordered<T: PartialOrd>(
         &mut self,
         lower: (&str, &Resolved<T>),
@@ -495,7 +496,8 @@ impl<'c> Checker<'c> {
     }
 }
 
-/// Numbers of processes, jobs in flight and queued jobs for one set of workers, each with the name to use in messages.
+/// Limits on processes, jobs in flight and queued jobs for one set of workers, each with the name of its key for
+/// messages.
 struct Permits {
     processes: (String, Resolved<u32>),
     in_flight: (String, Resolved<u32>),
@@ -511,7 +513,7 @@ impl Permits {
         }
     }
 
-    /// Returns the numbers for an isolated tenant. Numbers that the tenant's table does not set are taken from the
+    /// Returns the limits for an isolated tenant. Limits that the tenant's table does not set are taken from the
     /// bulkhead.
     fn of_tenant(tenant: &RawTenant, raw: &RawBulkhead) -> Self {
         let bulkhead = Self::of_bulkhead(raw);

@@ -15,7 +15,7 @@ pub(super) struct Resolved<T> {
 }
 
 impl<T: Clone> Field<T> {
-    /// Returns the value, or `default_value` if the file contains no valid value, together with its source.
+    /// Returns the value and its source. The value is `default_value` if the file contains no valid value.
     pub(super) fn resolved(&self, default_value: T) -> Resolved<T> {
         let source = match self {
             Self::Given(Given { span, origin, .. }) => {
@@ -54,19 +54,19 @@ impl<T> Resolved<T> {
     }
 }
 
-/// Returns the position at which to report a contradiction between two values. Returns `None` if either is invalid or
-/// if neither is in the file.
+/// Returns the position at which to report that two values contradict each other. Returns `None` if either value is
+/// invalid or if neither is in the file.
 pub(super) fn report_position<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
     nearest(&[&a.source, &b.source])
 }
 
-/// Returns the position at which to report a contradiction between several values. Returns `None` if any of them is
+/// Returns the position at which to report that several values contradict each other. Returns `None` if any of them is
 /// invalid or if none is in the file.
 pub(super) fn report_position_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())
 }
 
-/// Returns the first of the positions with the most specific origin.
+/// Returns the position with the most specific origin, or the first of them if there are several.
 fn nearest(sources: &[&Field<()>]) -> Option<Range<usize>> {
     if sources.iter().any(|source| source.is_invalid()) {
         return None;

@@ -4,13 +4,13 @@
 use bulkhead_linux::rlimits::Resource;
 use serde::{Serialize, Serializer};
 
-/// A resource limit, as in setrlimit(2). The hard and soft limits are equal.
+/// A resource limit, as in setrlimit(2). The value is both the soft and the hard limit.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rlimit {
     /// The limited resource.
     #[serde(serialize_with = "serialize_name")]
     pub resource: Resource,
-    /// Maximum in the unit of the resource: bytes, seconds for `cpu`, microseconds for `rttime`, otherwise a
+    /// Maximum value. The unit depends on the resource: bytes, seconds for `cpu`, microseconds for `rttime`, or a
     /// count. `None` means unlimited.
     #[serde(serialize_with = "serialize_limit")]
     pub limit: Option<u64>,
@@ -27,7 +27,7 @@ fn serialize_limit<S: Serializer>(limit: &Option<u64>, serializer: S) -> Result<
     }
 }
 
-/// Value in the configuration file that means no limit.
+/// Value in the configuration file for a resource without a limit.
 pub(super) const UNLIMITED: &str = "unlimited";
 
 /// Unit of a resource limit.
@@ -44,7 +44,7 @@ pub(super) enum Measure {
 /// Declares the description and the unit of each resource, one row per resource.
 macro_rules! meanings {
     ($($(#[doc = $sentence:literal])+ $resource:ident = $measure:ident;)+) => {
-        /// Returns the unit of a limit on this resource, and the description for the documentation.
+        /// Returns the unit for a limit on this resource, and the resource's description for the documentation.
         pub(super) const fn meaning(resource: Resource) -> (Measure, &'static str) {
             match resource {
                 $(Resource::$resource => (Measure::$measure, concat!($($sentence),+).trim_ascii_start()),)+

@@ -7,16 +7,16 @@ use std::path::{Path, PathBuf};
 
 use super::defaults;
 
-/// A file of the configuration.
+/// A file that is part of a configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Source {
     /// Path to show in messages. For the main file, this is the path given by the caller.
     pub(super) path: PathBuf,
     /// Absolute path of the folder that relative paths in the file are resolved against.
     pub(super) folder: PathBuf,
-    /// Text without a byte order mark. `None` if the file cannot be read.
+    /// Text of the file, without a byte order mark. `None` if the file could not be read.
     pub(super) text: Option<String>,
-    /// Position of the file's first byte.
+    /// Position of the file's first byte in the whole configuration.
     pub(super) start: usize,
 }
 
@@ -36,11 +36,11 @@ impl Source {
     }
 }
 
-/// All files of a configuration.
+/// All files that make up a configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Sources {
     main: Source,
-    /// Files in `conf.d`, in name order.
+    /// Files in `conf.d`, sorted by name.
     fragments: Vec<Source>,
 }
 
@@ -50,12 +50,12 @@ impl Sources {
         Self { main: Source::new(path, folder.to_owned(), Some(text), 0), fragments: Vec::new() }
     }
 
-    /// Creates a configuration whose main file cannot be read.
+    /// Creates a configuration whose main file could not be read.
     pub(super) fn unreadable(path: &Path) -> Self {
         Self { main: Source::new(path, PathBuf::new(), None, 0), fragments: Vec::new() }
     }
 
-    /// Adds a file in `conf.d` and returns the position of its first byte.
+    /// Adds a file in `conf.d`. Returns the position of the file's first byte in the whole configuration.
     pub(super) fn add_fragment(&mut self, path: &Path, text: Option<&str>) -> usize {
         let last = self.fragments.last().unwrap_or(&self.main);
         // Skips one position, so that the position after the last byte belongs to the preceding file.

@@ -64,7 +64,7 @@ impl Config {
     }
 }
 
-/// Source of separate user IDs for workers.
+/// Source from which workers get separate user IDs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WorkerIds {
     /// There are no separate IDs. Workers run as the supervisor's user.
@@ -76,7 +76,7 @@ pub enum WorkerIds {
     Subordinate,
 }
 
-/// Builder for the lines of the summary.
+/// Builder for the lines of the configuration summary.
 #[derive(Default)]
 struct Lines {
     text: String,
@@ -93,7 +93,7 @@ impl Lines {
         self.line(format_args!("# {}", printable(&comment.to_string())));
     }
 
-    /// Writes a key and its value. If the key is not set, writes a comment about the behaviour in that case.
+    /// Writes a key and its value. If the key is not set, writes a comment that describes the resulting behaviour.
     fn entry(&mut self, KeyValue { key, value, without }: KeyValue) {
         match value.and_then(Written::toml) {
             Some(value) => self.set(key, value),
@@ -153,8 +153,8 @@ impl Lines {
         }
     }
 
-    /// Writes `[defaults]` with a `pressure` table if it applies to a bulkhead without a queue, because such a bulkhead
-    /// cannot set `pressure` in its own table.
+    /// Writes a `[defaults]` table with `pressure` if a bulkhead without a queue inherits this setting. The setting
+    /// cannot be written in the bulkhead's own table, where `pressure` needs a queue.
     fn defaults(&mut self, bulkheads: &[BulkheadConfig]) {
         let unsaid =
             |bulkhead: &&BulkheadConfig| bulkhead.max_queue == 0 && bulkhead.pressure != no_pressure();
@@ -197,8 +197,8 @@ impl Lines {
         }
     }
 
-    /// Adds comments about the user, and about the limit on `tmp`, whose size only the `strict` profile enforces at all
-    /// times.
+    /// Adds comments about the user that the workers run as, and about where `/tmp` is kept and when its size is
+    /// checked.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
             self.comment(worker_user(sandbox, self.ids));
@@ -213,8 +213,8 @@ impl Lines {
         }
     }
 
-    /// Adds comments with the resource limits set by the sandbox. They depend on the profile, so they are not written
-    /// as `rlimits`.
+    /// Adds comments with the resource limits that the sandbox sets. They are not written as `rlimits`, because they
+    /// depend on the profile.
     fn sandbox_rlimits(&mut self, bulkhead: &BulkheadConfig) {
         for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {
             let limit = limit.unwrap_or(u64::MAX);
@@ -258,7 +258,7 @@ impl Lines {
     }
 }
 
-/// Returns the default of `pressure`.
+/// Returns the default value of `pressure`.
 fn no_pressure() -> PressureConfig {
     let PressureKeys { warn, reject, .. } = PressureKeys::read(Field::Absent, None);
     PressureConfig { warn: warn.default, reject: reject.default }
@@ -346,7 +346,8 @@ impl Write for TenantsConfig {
     }
 }
 
-/// With the `none` profile, other keys would have no effect and are omitted.
+/// Writes the sandbox settings as an inline table. With the `none` profile, all other keys are omitted, because they
+/// would have no effect.
 impl Write for SandboxConfig {
     fn written(&self, _: Kind) -> Option<Written> {
         let Self { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = self;
@@ -373,7 +374,7 @@ fn network_access(network: &Network) -> String {
     }
 }
 
-/// Describes the user IDs that workers run with if `user = "auto"`.
+/// Describes the user IDs under which workers run if `user = "auto"`.
 fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
         (true, true) => "sandbox.user: auto; each worker has a separate user ID",

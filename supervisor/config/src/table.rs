@@ -19,7 +19,7 @@ use crate::resolved::Resolved;
 
 /// A type of value that can be read from the configuration file.
 pub(crate) trait Value: Clone {
-    /// Reads the value of the key `name` in an open table. Invalid values are reported.
+    /// Reads the value of the key `name` in an open table. Reports an invalid value.
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self>;
 
     /// Merges the value in a bulkhead's table with the value in `[defaults]`.
@@ -28,7 +28,7 @@ pub(crate) trait Value: Clone {
     }
 }
 
-/// A type of value that can be a key's default.
+/// A type whose values can be the default of a key.
 pub(crate) trait Scalar {
     fn default_value(&self, kind: Kind) -> DefaultValue;
 }
@@ -48,9 +48,9 @@ impl Written {
     }
 }
 
-/// A type of validated value that can be written as TOML or JSON.
+/// A type whose validated values can be written as TOML or JSON.
 pub(crate) trait Write {
-    /// Returns the formatted value, or `None` if the key is not written.
+    /// Returns the formatted value, or `None` if the key should be omitted.
     fn written(&self, kind: Kind) -> Option<Written>;
 }
 
@@ -87,7 +87,7 @@ impl<T: Clone> WithDefault<T> {
         self.field.value_or(self.default.clone())
     }
 
-    /// Returns the value in the file, or the default, together with its source.
+    /// Returns the value in the file or the default, and the source of the returned value.
     pub(crate) fn resolved(&self) -> Resolved<T> {
         self.field.resolved(self.default.clone())
     }
@@ -115,14 +115,14 @@ pub(crate) trait Table: Sized {
     /// Returns the keys of this table, followed by the keys of its inner tables.
     fn keys() -> Vec<Key>;
 
-    /// Reads the keys of a table. If the table is absent, all keys are absent.
+    /// Reads the keys of a table. If the table is missing from the file, all keys are absent.
     fn read(presence: Field<()>, table: Option<TableReader<'_, '_>>) -> Self;
 
     /// Merges this table with the table in `[defaults]`, key by key.
     fn merge(self, defaults: &Self) -> Self;
 }
 
-/// A table whose values need no rules beyond those in its rows.
+/// A table that is fully validated by checking each value on its own.
 pub(crate) trait ByRows {
     type Checked;
 
@@ -138,15 +138,15 @@ pub(crate) trait ByRows {
     }
 }
 
-/// An inner table of another table, or several inner tables whose names are chosen by the author of the file.
+/// A table inside another table, or several such tables whose names are chosen by the author of the file.
 pub(crate) trait NestedTable: Sized {
     /// Returns the keys of the inner table; see [`Table::keys`].
     fn nested_keys() -> Vec<Key>;
 
-    /// Reads the inner table `name` of the given table, which may be absent.
+    /// Reads the inner table `name`. The inner table can be absent, and so can the table that would contain it.
     fn read_nested(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
 
-    /// Merges the inner table with the table in `[defaults]`; see [`Table::merge`].
+    /// Merges the inner table with the one in `[defaults]`; see [`Table::merge`].
     fn merge_nested(self, defaults: &Self) -> Self;
 }
 
@@ -166,7 +166,7 @@ impl<T: Table> NestedTable for T {
     }
 }
 
-/// Reads a key. If the whole table is absent, so is the key.
+/// Reads a key. If the table itself is absent, returns an absent field.
 pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
     table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }
@@ -180,9 +180,9 @@ pub(crate) trait Section {
 /// A table key and its validated value.
 pub(crate) struct KeyValue {
     pub(crate) key: &'static str,
-    /// Formatted value of the key. `None` if the key is not set.
+    /// Formatted value of the key, or `None` if the key is not set.
     pub(crate) value: Option<Written>,
-    /// Description of the behaviour if the key is not set.
+    /// Description of what happens if the key is not set.
     pub(crate) without: &'static str,
 }
 
@@ -223,7 +223,7 @@ pub(crate) fn as_table_option<T: Section, S: Serializer>(
     }
 }
 
-/// Serializes a value from a vocabulary that is defined in `policy`.
+/// Serializes a value of an enum in `policy` as the corresponding word.
 pub(crate) fn as_word<T: Vocabulary, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(value.name())
 }

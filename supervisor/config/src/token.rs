@@ -26,8 +26,8 @@ impl Token {
         Self(blake3::hash(secret))
     }
 
-    /// Reads the token from a file that only its owner can modify. The error consists of a description and a suggested
-    /// correction.
+    /// Reads a token from a file that is writable only by the file's owner. An error consists of a description and a
+    /// suggested correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();
         let not_a_token = || {
@@ -48,8 +48,8 @@ impl Token {
         Ok(Self::new(token))
     }
 
-    /// Returns true if `secret` is the token. Compares hashes in constant time, which does not reveal the length of the
-    /// token.
+    /// Returns true if `secret` is the token's secret. Compares hashes in constant time, which does not reveal the
+    /// length of the token.
     pub fn is(&self, secret: &[u8]) -> bool {
         self.0 == blake3::hash(secret)
     }

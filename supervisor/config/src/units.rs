@@ -12,13 +12,13 @@ pub(super) enum UnitError {
     NoUnit,
     /// The unit is `M`, which could mean minutes or months.
     AmbiguousMonth,
-    /// The unit is a single letter. Contains the units to use instead, for powers of 1024 and for powers of 1000.
+    /// The unit is a single letter. The fields are the units to use instead, for powers of 1024 and for powers of 1000.
     AmbiguousPower(&'static str, &'static str),
     /// The value does not fit in 64 bits.
     TooLarge,
-    /// The value has a fraction of a nanosecond.
+    /// The value is not a whole number of nanoseconds.
     TooFine,
-    /// The text has some other error.
+    /// The text is malformed in some other way.
     Malformed,
 }
 
@@ -37,8 +37,9 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     })
 }
 
-/// Returns the cause of `humantime`'s `NumberOverflow` error: a number that is too large or has too many decimal
-/// places, or malformed text, because `humantime` does not check the rest of the text after an overflow.
+/// Returns the actual error for a text that `humantime` rejects with `NumberOverflow`. A number can be too large or
+/// have too many decimal places. The text can also be malformed, because `humantime` does not check it any further
+/// after an overflow.
 fn overflow(text: &str) -> UnitError {
     match without_fractions(text) {
         None => UnitError::Malformed,
@@ -47,7 +48,7 @@ fn overflow(text: &str) -> UnitError {
     }
 }
 
-/// Removes all fractions from the text of a duration. Returns `None` if the text does not match [the
+/// Removes the fractional part of each number in a duration. Returns `None` if the text does not match [the
 /// pattern](duration_pattern).
 fn without_fractions(text: &str) -> Option<String> {
     let of_number = |c: char| c.is_ascii_digit() || c.is_whitespace();
@@ -81,7 +82,7 @@ pub(super) fn duration_pattern() -> String {
     format!(r"\s*(?:[0-9][0-9\s]*(?:\.\s*[0-9][0-9\s]*)?(?:{DURATION_UNITS})\s*)+")
 }
 
-/// Units of sizes and the number of bytes in each. Single letters are not supported, because `256M` could mean 256 ×
+/// Units of size, with the number of bytes in each. Single letters are not supported, because `256M` could mean 256 ×
 /// 2²⁰ or 256 × 10⁶ bytes.
 const SIZE_UNITS: [(&str, u64); 10] = [
     ("", 1),
@@ -142,7 +143,7 @@ fn wrong_size_unit(unit: &str) -> UnitError {
     }
 }
 
-/// Formats a duration, such as `1m 30s`. `parse_duration` converts the result back to the same duration.
+/// Formats a duration in a form such as `1m 30s`. `parse_duration` converts the result back to the same duration.
 pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),

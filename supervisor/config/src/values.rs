@@ -30,10 +30,10 @@ impl ValueError {
 
 type ValueResult<T> = Result<T, ValueError>;
 
-/// A key in an open table, and its name in messages.
+/// A key in an open table, with the name that messages use for the key.
 pub(super) struct LabelledKey {
     pub(super) key: Key,
-    /// Name of the key relative to the bulkhead's or supervisor's table, such as `restart.backoff` or
+    /// Name of the key relative to the table of the bulkhead or supervisor, such as `restart.backoff` or
     /// `tenant.acme.max_queue`.
     pub(super) label: String,
 }
@@ -80,8 +80,8 @@ pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Returns the help for a string that is given in place of an array of arguments. The supervisor does not use a shell,
-/// so it does not split strings.
+/// Returns the help for a string that should be an array of arguments. The supervisor does not split strings, because
+/// it does not use a shell.
 pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
@@ -97,8 +97,7 @@ pub(super) fn split_help(name: &str, text: &str) -> String {
     )
 }
 
-/// Parses an integer. Values outside the range of `i128` are clamped, because they are out of range for every key
-/// anyway.
+/// Parses an integer. Numbers outside the range of `i128` are clamped, because no key accepts such numbers anyway.
 fn integer(number: &DeInteger<'_>) -> i128 {
     let saturated = if number.as_str().starts_with('-') { i128::MIN } else { i128::MAX };
     i128::from_str_radix(number.as_str(), number.radix()).unwrap_or(saturated)
@@ -129,8 +128,7 @@ pub(super) fn duration(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Du
     Ok(duration)
 }
 
-/// Returns the help for a duration that is out of range. For `queue_timeout`, explains how to achieve what a zero was
-/// probably meant to do.
+/// Returns the help for a duration that is out of range. For `queue_timeout`, explains what to write instead of zero.
 fn out_of_range_help(key: &LabelledKey) -> String {
     match key.name {
         "queue_timeout" => {
@@ -448,8 +446,8 @@ pub(super) fn check_word(label: &str, text: &str, words: &[&'static str]) -> Val
     Err(not_one_of(label, text, &text.to_lowercase().replace('-', "_"), words))
 }
 
-/// Returns the error for an unknown word. `intended` is the word in lower case, with hyphens or underscores as in the
-/// allowed words, and is used to find the most similar one.
+/// Returns the error for an unknown word. `intended` is the same word, written in the style of the allowed words. It is
+/// used to find the closest match.
 fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -> ValueError {
     let help = match nearest(intended, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
@@ -544,7 +542,8 @@ pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) 
     Ok(Some(number as u64))
 }
 
-/// Reads a time limit, given as a duration or as a number of units, and checks that it is at most `DURATION_MAX`.
+/// Reads a time limit, which can be a duration or a plain number in the resource's unit. Checks that the limit is at
+/// most `DURATION_MAX`.
 fn time_limit(key: &LabelledKey, value: &DeValue<'_>, unit_nanos: u128) -> ValueResult<i128> {
     let number = match value {
         DeValue::String(text) => whole_units(duration_text(key, text)?, unit_nanos),
@@ -591,8 +590,8 @@ fn zero_limit(value: &DeValue<'_>) -> ValueResult<Option<u64>> {
     }
 }
 
-/// Returns the error for a key whose declared kind does not match the function that reads it. This would be a bug in
-/// this crate, and a test reads every key.
+/// Returns the error for a key whose declared kind does not match the function that reads it. Such a mismatch is a bug
+/// in this crate. A test reads every key to detect it.
 pub(super) fn wrong_kind(key: &LabelledKey) -> ValueError {
     ValueError::new(
         format!("`{}` cannot be read by this version", key.label),

@@ -17,7 +17,7 @@ use bulkhead_api::Adaptive;
 pub(crate) use bulkhead_api::Observations;
 pub(crate) use observations::{ResourceUsage, observations};
 
-/// Minimum number of observed jobs, and minimum length of the observation, for advice to be reliable.
+/// Minimum number of jobs and minimum observation time for reliable advice.
 pub(crate) const SUFFICIENT_JOBS: u64 = 1000;
 pub(crate) const SUFFICIENT_TIME: Duration = Duration::from_secs(600);
 
@@ -27,7 +27,7 @@ pub(crate) const PROVISIONAL_JOBS: u64 = 100;
 /// Minimum observation time before a lower value is proposed.
 pub(crate) const LOWER_AFTER: Duration = Duration::from_secs(3600);
 
-/// Current settings of the bulkhead. If tenants are isolated, the numbers apply to each tenant.
+/// Current settings of the bulkhead. If tenants are isolated, each number applies to a single tenant.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) processes: u32,
@@ -83,7 +83,7 @@ impl Serialize for Setting {
     }
 }
 
-/// Advice on all limits of one bulkhead.
+/// Advice about all limits of one bulkhead.
 pub(crate) type Advice = bulkhead_api::Advice<Setting>;
 pub(crate) type Proposal = bulkhead_api::Proposal<Setting>;
 pub(crate) type Kept = bulkhead_api::Kept<Setting>;

@@ -35,7 +35,7 @@ mod watchdog;
 
 use admin_socket::CONNECTIONS_MAX;
 
-/// Returns the maximum number of descriptors that TCP clients use.
+/// Returns the maximum number of descriptors that TCP clients can use at the same time.
 pub fn tcp_descriptors(config: &SupervisorConfig) -> u64 {
     // Each job needs a connection to the data plane, which has two ends.
     const ADMIN: usize = CONNECTIONS_MAX
@@ -88,7 +88,7 @@ use reload::Reloads;
 /// Interval between memory checks of workers for which `recycle.rss` is set.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Interval between checks for suppressed events that have not been reported.
+/// Interval between checks for suppressed events whose number has not been reported yet.
 const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Pause between batches when reaping orphans.
@@ -101,16 +101,17 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(4);
 /// limited, because another process can hold the pipe open.
 const TAIL_READ_YIELDS_MAX: u32 = 64;
 
-/// Maximum number of bytes of standard error in a `worker_exited` event. A crash report contains more.
+/// Maximum number of bytes of standard error output to include in a `worker_exited` event. A crash report contains
+/// more.
 const EVENT_TAIL_BYTES: usize = 2 * 1024;
 
-/// Process in which the supervisor runs.
+/// Kind of process in which the supervisor runs.
 pub enum RunMode {
     /// A separate process. The supervisor handles signals, notifies the service manager and has sockets.
     Standalone {
         /// The bound admin socket.
         admin: UnixListener,
-        /// The jobs socket and the admin socket, whose files are checked periodically.
+        /// The jobs socket and the admin socket. The control plane checks periodically that their files still exist.
         sockets: Arc<Sockets>,
     },
     /// The application's process. The supervisor handles no signals, does not notify the service manager, and has no
@@ -120,7 +121,7 @@ pub enum RunMode {
 
 /// Arguments for starting the control plane.
 pub struct Options {
-    /// Process in which the supervisor runs.
+    /// Kind of process in which the supervisor runs.
     pub mode: RunMode,
     /// Sender of commands to the data plane.
     pub commands: CommandSender,
@@ -130,11 +131,11 @@ pub struct Options {
     pub counters: Arc<SharedCounters>,
     /// The active configuration, with everything that a reload needs.
     pub active_config: ActiveConfig,
-    /// Handle to the crash reports, and the thread that reads and writes them.
+    /// Handle for accessing crash reports, and handle to the thread that stores them.
     pub crashes: (Crashes, CrashThread),
     /// Options for starting symbolizers.
     pub symbolizer: SymbolizerOptions,
-    /// ID of the user who, besides root, can connect to the admin socket.
+    /// ID of the user who can connect to the admin socket, in addition to root.
     pub own_uid: u32,
     /// Configuration that is active at startup.
     pub config: Arc<Config>,
@@ -142,9 +143,9 @@ pub struct Options {
     pub http: Option<(TcpListener, Token)>,
     /// The bound TCP socket for jobs, if `jobs_http` is configured.
     pub jobs_http: Option<TcpListener>,
-    /// Sockets that the service manager owns.
+    /// For each listening socket, whether the service manager owns it.
     pub inherited: InheritedSockets,
-    /// Monitor of the essential threads.
+    /// Monitor for the essential threads. If one of them exits early, the supervisor shuts down.
     pub threads: ThreadMonitor,
     /// Options for upgrading this supervisor, and the state of the predecessor, if any.
     pub handover: HandoverOptions,
@@ -156,7 +157,7 @@ pub struct Options {
 
 type Shared = Arc<Control>;
 
-/// State that all parts of the control plane share.
+/// State shared by all parts of the control plane.
 pub(crate) struct Control {
     commands: CommandSender,
     events: Events,
@@ -172,7 +173,7 @@ pub(crate) struct Control {
     reloads: Reloads,
     readiness: readiness::Readiness,
     sockets: sockets::SocketFiles,
-    /// Sockets that the service manager owns.
+    /// For each listening socket, whether the service manager owns it.
     inherited: InheritedSockets,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
@@ -185,7 +186,7 @@ pub(crate) struct Control {
     handover: Handover,
     /// Cache of processes that are known not to be descendants of the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
-    /// Each unfinished HTTP request for a job holds a clone of this value.
+    /// Reference that every unfinished HTTP request for a job holds, so that these requests can be counted.
     job_requests: Arc<()>,
     /// Permits that limit the number of concurrent jobs submitted over the admin API.
     jobs: Arc<Semaphore>,
@@ -330,7 +331,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
 type Local = (tokio::net::UnixListener, u32);
 type Tcp = (tokio::net::TcpListener, tcp::RequestCheck);
 
-/// Listeners, and queues of connections for the main thread to serve.
+/// The listeners, each with the queue of connections that the main thread serves.
 struct Serving {
     local: (Option<Local>, Dispatcher<UnixStream>, Queue<UnixStream>),
     tcp: Option<(Tcp, Dispatcher<TcpStream>, Queue<TcpStream>)>,
@@ -447,8 +448,8 @@ impl Control {
         }
     }
 
-    /// Runs a task repeatedly, at a fixed interval, until the control plane shuts down. A task that is running at that
-    /// point is completed.
+    /// Runs a task repeatedly, at a fixed interval, until the control plane shuts down. A run in progress at that time
+    /// is completed.
     async fn every<T: Future<Output = ()>>(
         self: Arc<Self>,
         interval: Duration,
@@ -465,8 +466,8 @@ impl Control {
         }
     }
 
-    /// Reports each worker whose resident size exceeds `recycle.rss` to the data plane, which decides whether to
-    /// replace the worker.
+    /// Reports to the data plane each worker whose resident size exceeds `recycle.rss`. The data plane decides whether
+    /// to replace the worker.
     async fn check_memory(&self) {
         let limits = self.reloads.rss_limits();
         if limits.is_empty() {
@@ -512,8 +513,8 @@ impl Control {
         self.events.add(Event::new(Severity::Info, None, EventKind::Stopped {}));
     }
 
-    /// Adds the end of the worker's standard error output to a report. Reports about `exec` programs already contain
-    /// the output of the program.
+    /// Adds the end of the worker's standard error output to a crash report. Reports about `exec` programs already
+    /// contain the program's output.
     async fn add_stderr_tail(&self, report: &mut CrashReport) {
         if report.victim == Victim::Worker {
             report.stderr_tail = self.stderr_tail(report.pid).await;
@@ -540,8 +541,7 @@ impl Control {
         Some(snapshots)
     }
 
-    /// Requests a snapshot of one tenant's part of a bulkhead from the data plane. Adds the resource usage
-    /// from `/proc`.
+    /// Requests a snapshot of the part of a bulkhead that belongs to one tenant. Adds the resource usage from `/proc`.
     async fn tenant_snapshot(
         &self,
         bulkhead: &str,
@@ -570,7 +570,7 @@ fn tcp_listeners(
         .collect()
 }
 
-/// Returns the last `bytes_max` bytes of `text`, or slightly fewer, so as not to split a character.
+/// Returns the last `bytes_max` bytes of `text`, or slightly fewer if a character would otherwise be split.
 fn tail_of(text: &str, bytes_max: usize) -> &str {
     let mut start = text.len().saturating_sub(bytes_max);
     while !text.is_char_boundary(start) {
@@ -579,7 +579,7 @@ fn tail_of(text: &str, bytes_max: usize) -> &str {
     &text[start..]
 }
 
-/// Adds the resource usage of the workers, read from `/proc`.
+/// Adds the workers' resource usage, read from `/proc`, to a snapshot.
 fn add_usage(snapshot: &mut Snapshot) {
     for worker in &mut snapshot.workers {
         if let Some((rss_bytes, cpu_ms)) = worker.pid.and_then(process::usage) {
@@ -589,7 +589,7 @@ fn add_usage(snapshot: &mut Snapshot) {
     }
 }
 
-/// Periodically emits events that report suppressed events, until the control plane shuts down.
+/// Periodically emits events that report how many events were suppressed, until the control plane shuts down.
 async fn report_suppressed(control: Arc<Control>) {
     control.every(SUPPRESSED_INTERVAL, |control| async move { control.events.report_suppressed() }).await;
 }

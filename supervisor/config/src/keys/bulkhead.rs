@@ -25,7 +25,7 @@ use crate::rlimits::Rlimit;
 use crate::table::{as_table, as_table_option, as_word, section};
 
 section! {
-    /// Keys of `[bulkhead.NAME]` or `[defaults]`.
+    /// Keys of a bulkhead's table, `[bulkhead.NAME]`, and of `[defaults]`.
     BulkheadKeys => BulkheadConfig, BULKHEAD;
 
     /// Program built with the worker SDK, and its arguments.
@@ -114,7 +114,7 @@ section! {
     }
 }
 
-/// Settings of `[bulkhead.NAME]`, merged with `[defaults]`.
+/// Validated settings of one bulkhead, merged from `[bulkhead.NAME]` and `[defaults]`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct BulkheadConfig {
     /// Name of the bulkhead, which matches `[a-z0-9._-]{1,64}`.
@@ -123,10 +123,10 @@ pub struct BulkheadConfig {
     pub program: Program,
     /// Environment variables of the workers, sorted by name.
     pub env: Vec<(String, String)>,
-    /// Absolute paths of files that contain the values of further environment variables, sorted by variable name. The
-    /// files were valid when the configuration was read.
+    /// Absolute paths of files that contain the values of additional environment variables, sorted by variable name.
+    /// The files were valid when the configuration was read.
     pub env_files: Vec<(String, PathBuf)>,
-    /// Absolute path of the workers' working directory, which existed when the file was read.
+    /// Absolute path of the workers' working directory, which existed when the configuration was read.
     pub cwd: PathBuf,
     /// Number of worker processes, at least 1.
     pub processes: u32,
@@ -134,10 +134,11 @@ pub struct BulkheadConfig {
     pub max_in_flight: u32,
     /// Maximum number of queued jobs. Always 0 if `max_in_flight` is 0.
     pub max_queue: u32,
-    /// Maximum time that a job waits for a permit. `None` means until the deadline.
+    /// Maximum time that a job waits for a permit. `None` means that the job can wait until its deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub queue_timeout: Option<Duration>,
-    /// Maximum run time of an attempt, counted from its dispatch. `None` means until the deadline.
+    /// Maximum run time of an attempt, measured from its dispatch. `None` means that the attempt can run until the
+    /// job's deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub run_limit: Option<Duration>,
     /// Maximum time from the receipt of a job to its outcome, unless the client requests another value.
@@ -146,11 +147,11 @@ pub struct BulkheadConfig {
     /// Maximum deadline that a client can request, at least `deadline`.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline_max: Duration,
-    /// Time allowed for a worker to stop after a missed deadline before it is killed. Zero kills the worker
-    /// immediately.
+    /// Grace period for a worker that has missed a deadline, after which the worker is killed. Zero means that the
+    /// worker is killed immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub grace: Duration,
-    /// Amount of work, in expected run time, that is prefetched to a busy worker. Zero disables prefetching.
+    /// Amount of work, measured in expected run time, to prefetch to a busy worker. Zero disables prefetching.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub lookahead: Duration,
     /// Maximum size of a payload in bytes, at most the supervisor's `max_payload`.
@@ -169,13 +170,15 @@ pub struct BulkheadConfig {
     /// `max_queue` is 0.
     #[serde(serialize_with = "as_table")]
     pub pressure: Pressure,
-    /// True if `[bulkhead.NAME]` itself sets `pressure`, rather than `[defaults]`. The bulkhead must then have a queue.
+    /// True if `pressure` is set in the bulkhead's own table rather than in `[defaults]`. In that case, the bulkhead
+    /// must have a queue.
     #[serde(skip)]
     pub has_own_pressure: bool,
     /// Maximum rate at which jobs are admitted. `None` means no limit.
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,
-    /// Limits that apply to each tenant, or tenant isolation. `None` means that tenants have no limits of their own.
+    /// Limits that apply to each tenant, or settings for isolating tenants. `None` means that tenants share the workers
+    /// without limits of their own.
     pub tenants: Option<tenants::TenantsConfig>,
     /// Per-tenant settings, by tenant name. At most 1024 tenants.
     pub tenant: BTreeMap<String, tenants::TenantConfig>,
@@ -185,7 +188,7 @@ pub struct BulkheadConfig {
     /// Limits on retries of idempotent jobs whose worker crashed. `None` means that jobs are not retried.
     #[serde(serialize_with = "as_table_option")]
     pub retry: Option<RetryLimits>,
-    /// Limits of the quarantine for payloads that kill workers. `None` means no quarantine.
+    /// Settings of the quarantine for payloads that kill workers. `None` means no quarantine.
     #[serde(serialize_with = "as_table_option")]
     pub poison: Option<PoisonLimits>,
     /// Settings of the adaptive limit on concurrent jobs. `None` means no adaptive limit.
@@ -194,7 +197,7 @@ pub struct BulkheadConfig {
     /// Rules for restarting dead workers.
     #[serde(serialize_with = "as_table")]
     pub restart: Restart,
-    /// Time limits for starting workers, and how workers are started.
+    /// Settings for starting workers: time limits, method, and spares.
     #[serde(serialize_with = "as_table")]
     pub start: Start,
     /// Heartbeat settings for detecting unresponsive workers.
@@ -203,17 +206,18 @@ pub struct BulkheadConfig {
     /// Limits at which a worker is replaced even though it still works.
     #[serde(serialize_with = "as_table")]
     pub recycle: Recycle,
-    /// Resource limits of the workers, in the order of [`Resource::ALL`](crate::Resource::ALL). The hard and soft
-    /// limits are equal. `core` is always included and is always 0.
+    /// Resource limits of the workers, in the order of [`Resource::ALL`](crate::Resource::ALL). Each value is both the
+    /// soft and the hard limit. `core` is always included, with a limit of 0.
     pub rlimits: Vec<Rlimit>,
     /// Confinement of the workers.
     pub sandbox: confinement::SandboxConfig,
     /// Limits of each worker's control group. `None` means that workers have no control groups.
     pub cgroup: Option<confinement::CgroupConfig>,
-    /// Maximum time to wait for a program's output to end after the program has exited. `None` if `exec` is not set.
+    /// Maximum time to wait for a program's output to end after the program has exited. `None` if the workers do not
+    /// run an `exec` program.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub output_grace: Option<Duration>,
-    /// Meaning of a program's exit statuses. `None` if `exec` is not set.
+    /// Meaning of a program's exit statuses. `None` if the workers do not run an `exec` program.
     pub exit_status: Option<exec::ExitStatus>,
     /// Names of the files that hold a program's payload and result. `None` means that the program uses standard input
     /// and output.
@@ -226,9 +230,8 @@ impl BulkheadConfig {
         self.tenants.as_ref()?.isolation.as_ref()
     }
 
-    /// Returns the resource limits that the sandbox adds for resources without a limit in `rlimits`. The
-    /// limit on processes (`nproc`) applies only where the kernel counts processes separately for each
-    /// worker.
+    /// Returns the resource limits that the sandbox sets if the bulkhead's `rlimits` do not. The limit on processes
+    /// (`nproc`) applies only where the kernel counts processes separately for each worker.
     pub fn sandbox_rlimits(&self) -> Vec<Rlimit> {
         if self.sandbox.profile == Profile::None {
             return Vec::new();
@@ -243,7 +246,7 @@ impl BulkheadConfig {
 
     /// Returns the maximum number of worker processes that can exist at the same time, not counting spares.
     ///
-    /// If tenants are isolated, this is the sum over the `max_active` largest tenants.
+    /// If tenants are isolated, this is the total for the `max_active` tenants that have the most processes.
     pub fn workers_max(&self) -> u64 {
         let Some(isolation) = self.isolation() else { return u64::from(self.processes) };
         let own = self.tenant.values().filter_map(|tenant| tenant.processes);
@@ -260,13 +263,13 @@ impl BulkheadConfig {
     }
 }
 
-/// Program of a bulkhead. Paths are absolute, and the files existed when the configuration was read.
+/// Program that a bulkhead's workers run. Paths are absolute, and the files existed when the configuration was read.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Program {
     /// A program built with the worker SDK.
     Command {
-        /// Program and arguments, as written in the file.
+        /// Program and arguments, as written in the configuration file.
         argv: Vec<String>,
         /// Resolved path of `argv[0]`.
         path: PathBuf,
@@ -280,7 +283,7 @@ pub enum Program {
     },
     /// An unmodified program, run as a separate process for each job.
     Exec {
-        /// Program and arguments, as written in the file.
+        /// Program and arguments, as written in the configuration file.
         argv: Vec<String>,
         /// Resolved path of `argv[0]`.
         path: PathBuf,

@@ -57,7 +57,7 @@ table! {
 /// Settings in the `sandbox` table. If the profile is [`Profile::None`], all other fields are empty and unused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SandboxConfig {
-    /// Profile, which selects the layers of confinement.
+    /// Profile that selects the layers of confinement.
     pub profile: Profile,
     /// Network access of the workers.
     pub network: Network,
@@ -69,14 +69,15 @@ pub struct SandboxConfig {
     pub write: Vec<PathBuf>,
     /// Maximum size of each worker's private `/tmp` in bytes; 0 for none.
     pub tmp_bytes: u64,
-    /// User that the workers run as. `None` if the file does not set the key; see
+    /// User that the workers run as. `None` if the configuration does not set the key; see
     /// [`SandboxConfig::wants_own_ids`].
     pub user: Option<SandboxUser>,
-    /// System calls that are allowed in addition to those of the profile. None of them is in `deny`.
+    /// System calls that are allowed in addition to the profile's own. None of them is in `deny`.
     pub allow: Vec<String>,
     /// System calls that the profile allows but the configuration forbids.
     pub deny: Vec<String>,
-    /// Layers that workers can start without. All other layers of the profile are required.
+    /// Optional layers of confinement: workers start even if this machine does not support them. All other layers of
+    /// the profile are required.
     pub best_effort: Vec<Layer>,
 }
 
@@ -89,13 +90,13 @@ impl SandboxConfig {
 }
 
 vocabulary! {
-    /// Level of confinement of the workers. The levels are ordered from the loosest to the strictest.
+    /// Level of confinement for the workers, ordered from the loosest to the strictest.
     #[derive(Serialize)]
     #[serde(rename_all = "lowercase")]
     Profile {
-        /// No sandbox. Workers have only a separate session, no inherited descriptors, and their resource limits.
+        /// No sandbox. A worker still gets its own session and its resource limits, and inherits no descriptors.
         None = "none",
-        /// Layers that ordinary programs tolerate and that need neither root nor user namespaces.
+        /// Layers of confinement that ordinary programs tolerate. They need neither root nor user namespaces.
         Default = "default",
         /// All layers of confinement, with a seccomp filter that allows only the system calls needed for computation.
         Strict = "strict",
@@ -105,11 +106,11 @@ vocabulary! {
 /// Network access of workers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Network {
-    /// Workers can create no sockets except socket pairs.
+    /// Workers cannot create any sockets except socket pairs.
     None,
-    /// Only outgoing connections. Workers cannot accept connections.
+    /// Workers can open connections but cannot accept any.
     Connections {
-        /// TCP ports to which workers can connect, at any address. No port is 0 or occurs twice.
+        /// TCP ports to which workers can connect, at any address. No port is 0 or listed twice.
         tcp_ports: Vec<u16>,
         /// True if workers can use UDP, with any address and port.
         udp: bool,
@@ -137,23 +138,23 @@ impl Serialize for Network {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxUser {
-    /// A separate user ID for each worker, or one ID for the whole bulkhead if its workers can write
-    /// permanent files.
+    /// A separate user ID for each worker, or one ID for the whole bulkhead if its workers can write to permanent
+    /// files.
     Auto,
     /// The supervisor's own user.
     Shared,
-    /// A named user, who existed when the configuration was read.
+    /// A user specified by name, who existed when the configuration was read.
     Named(String),
 }
 
 impl SandboxUser {
-    /// Word in the configuration file for [`SandboxUser::Auto`].
+    /// Value of the `sandbox.user` key that selects [`SandboxUser::Auto`].
     pub const AUTO: &str = "auto";
 
-    /// Word in the configuration file for [`SandboxUser::Shared`].
+    /// Value of the `sandbox.user` key that selects [`SandboxUser::Shared`].
     pub const SHARED: &str = "shared";
 
-    /// Returns the value of the `sandbox.user` key in the configuration file.
+    /// Returns the value of the `sandbox.user` key that selects this user.
     pub fn name(&self) -> &str {
         match self {
             Self::Auto => Self::AUTO,

@@ -43,8 +43,8 @@ pub struct ExitStatus {
 /// working directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Files {
-    /// Name of the file that holds the payload. `None` means that the program reads standard input.
+    /// Name of the file that holds the payload. `None` means that the program reads the payload from standard input.
     pub input: Option<String>,
-    /// Name of the file that holds the result. `None` means that the result is the standard output.
+    /// Name of the file that holds the result. `None` means that the program writes the result to standard output.
     pub output: Option<String>,
 }

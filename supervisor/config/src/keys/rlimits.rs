@@ -64,7 +64,7 @@ impl NestedTable for RawRlimits {
 }
 
 impl RawRlimits {
-    /// Returns the limits that the file sets. Always includes `core`.
+    /// Returns the limits that the configuration sets. Always includes `core`.
     pub(crate) fn checked(&self) -> Vec<Rlimit> {
         let written = Resource::ALL.into_iter().zip(&self.0);
         written

@@ -87,29 +87,29 @@ section! {
     worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the IDs in `/etc/subuid`", such as "\"200000-200999\"", reload NeedsRestart;
 }
 
-/// Settings of `[supervisor]`: sockets, and limits that all bulkheads share.
+/// Validated settings of `[supervisor]`: the sockets, and the limits shared by all bulkheads.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SupervisorConfig {
-    /// Absolute path of the jobs socket, short enough to bind. Empty for an embedded supervisor.
+    /// Absolute path of the jobs socket, within the maximum length for socket paths. Empty for an embedded supervisor.
     pub socket: PathBuf,
-    /// File mode of the jobs socket, for example `0o600`. The default depends on whether the file contains
-    /// `[[access]]`.
+    /// File mode of the jobs socket, for example `0o600`. By default, all users can connect if `[[access]]` decides
+    /// which of them are accepted; otherwise, only the supervisor's user can.
     pub socket_mode: u32,
-    /// Mode with which the folder of the jobs socket is created if it does not exist: `0o755` if other users can
-    /// connect, otherwise `0o700`.
+    /// Mode given to the folder of the jobs socket if the supervisor creates it: `0o755` if other users can connect,
+    /// otherwise `0o700`.
     pub folder_mode: u32,
     /// Absolute path of the admin socket, different from `socket`. Empty for an embedded supervisor.
     pub admin: PathBuf,
-    /// Settings for serving the admin API over TCP. `None` means that it is not served over TCP.
+    /// Settings for serving the admin API over TCP. `None` means that the admin API is not served over TCP.
     pub http: Option<HttpConfig>,
-    /// Listening address for jobs over HTTP. `None` means that there is no such listener.
+    /// Address on which to listen for jobs over HTTP. `None` means that jobs are not accepted over HTTP.
     pub jobs_http: Option<SocketAddr>,
     /// Maximum number of connections to `jobs_http`.
     pub jobs_http_max: usize,
-    /// Time between the signal to stop and the drain.
+    /// Delay between the stop signal and the start of the drain. The supervisor still accepts jobs during this time.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub drain_notice: Duration,
-    /// Maximum time that the supervisor waits for jobs in flight when it stops. If zero, it stops immediately.
+    /// Maximum time that the supervisor waits for jobs in flight when it stops. Zero means that it does not wait.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub drain_timeout: Duration,
     /// Maximum number of connected clients.
@@ -129,12 +129,12 @@ pub struct SupervisorConfig {
     pub crash_payloads: bool,
     /// Absolute paths of folders with separate debug information.
     pub crash_symbols: Vec<PathBuf>,
-    /// Maximum number of tenants with a separate label in the metrics; see
+    /// Maximum number of tenants that get their own label in the metrics; see
     /// [`Config::labelled_tenants`](crate::Config::labelled_tenants).
     pub tenant_labels: usize,
-    /// User IDs for workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None` means the IDs in
-    /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS) if the supervisor can start workers as other users,
-    /// otherwise those in `/etc/subuid`.
+    /// Range of user IDs for workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None` means
+    /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS) if the supervisor can start workers as other users, and
+    /// otherwise the supervisor's IDs in `/etc/subuid`.
     pub worker_uids: Option<UidRange>,
 }
 
@@ -143,7 +143,6 @@ pub struct SupervisorConfig {
 pub struct HttpConfig {
     /// Address and port to listen on.
     pub address: SocketAddr,
-    /// Absolute path of the file with the token. The file contained a valid token when the configuration was
-    /// read.
+    /// Absolute path of the file that contains the token. The token was valid when the configuration was read.
     pub token_file: PathBuf,
 }

@@ -55,8 +55,8 @@ section! {
 }
 
 table! {
-    /// Keys of `[bulkhead.NAME.tenant.TENANT.rate_limit]`. There is no `per`, because it would have no
-    /// effect.
+    /// Keys of `[bulkhead.NAME.tenant.TENANT.rate_limit]`. There is no key `per`, because a tenant's rate limit always
+    /// applies to that tenant alone.
     TenantRateKeys, TENANT_RATE_LIMIT;
 
     /// Sustained rate of this tenant in jobs per second. Each job counts according to its cost.
@@ -65,8 +65,8 @@ table! {
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
 }
 
-/// Settings in the `tenants` table: limits for each tenant on shared workers, or isolation of tenants. At least one
-/// field is set. If `isolation` is set, the other fields are `None`.
+/// Settings in the `tenants` table. They either limit each tenant's share of the workers or isolate the tenants: if
+/// `isolation` is set, the other fields are `None`. At least one field is set.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TenantsConfig {
     /// Maximum number of jobs that each tenant can have in flight in the whole bulkhead, at least 1. `None` means no
@@ -89,16 +89,16 @@ pub struct IsolationConfig {
     pub idle: Duration,
 }
 
-/// Settings in `[bulkhead.NAME.tenant.TENANT]` for one tenant. Each field replaces the setting that applies to all
-/// tenants.
+/// Settings for one tenant, from `[bulkhead.NAME.tenant.TENANT]`. Each field that is set replaces the setting that
+/// applies to all tenants.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TenantConfig {
-    /// Maximum number of jobs of this tenant in flight, at least 1. If tenants are isolated, the limit
-    /// applies to each worker, otherwise to the whole bulkhead.
+    /// Maximum number of this tenant's jobs in flight, at least 1. If tenants are isolated, the limit applies to each
+    /// worker, otherwise to the whole bulkhead.
     pub max_in_flight: Option<u32>,
-    /// Maximum number of queued jobs of this tenant.
+    /// Maximum number of this tenant's jobs in the queue.
     pub max_queue: Option<u32>,
-    /// Number of worker processes of this tenant, at least 1. Always `None` if tenants share the workers.
+    /// Number of worker processes for this tenant, at least 1. Always `None` if tenants share the workers.
     pub processes: Option<u32>,
     /// Maximum rate at which this tenant's jobs are admitted.
     #[serde(serialize_with = "as_table_option")]
@@ -106,19 +106,19 @@ pub struct TenantConfig {
 }
 
 impl TenantConfig {
-    /// Returns the settings that apply to the tenant if tenants share the workers.
+    /// Returns those settings that have an effect if tenants share the workers.
     pub fn of_share(&self) -> TenantOverrides {
         let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
         TenantOverrides { max_in_flight, max_queue, rate_limit }
     }
 
-    /// Returns the settings that apply to the tenant if it is isolated, as changes to the bulkhead's settings.
+    /// Returns the settings for an isolated tenant, in the form of a change to the bulkhead's limits.
     pub fn of_workers(&self) -> LimitChange {
         let Self { processes, max_in_flight, max_queue, rate_limit } = *self;
         LimitChange { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
     }
 
-    /// Returns these settings, taking each absent setting from `others`.
+    /// Returns a copy of these settings in which each absent setting is taken from `others`.
     pub fn or(self, others: Self) -> Self {
         Self {
             max_in_flight: self.max_in_flight.or(others.max_in_flight),
@@ -129,7 +129,7 @@ impl TenantConfig {
     }
 }
 
-/// Name and keys of a tenant's table.
+/// Name of a tenant, and the keys in the tenant's table.
 pub(crate) struct RawTenant {
     pub(crate) name: String,
     pub(crate) keys: TenantKeys,
@@ -200,7 +200,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), ValueError> {
     values::no_nul(&format!("tenant.{}", shown_key(name)), name)
 }
 
-/// Reports a key in `tenant` that is not a tenant's table. The author most likely meant the key to apply to all
+/// Reports an entry in `tenant` that is not a tenant's table. The author most likely meant to set a key for all
 /// tenants.
 fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> ValueError {
     let help = match is_for_all {

@@ -9,8 +9,8 @@ use crate::key::Kind;
 use crate::values::{self, LabelledKey, ValueError};
 
 impl TableReader<'_, '_> {
-    /// Reads an array of strings: a program and its arguments, or names, words or paths. Invalid strings are reported
-    /// and skipped. The array may be empty, except for a program.
+    /// Reads an array that contains a program and its arguments, or a list of names, words or paths. Reports and skips
+    /// invalid strings. An empty array is an error only for a program.
     pub(crate) fn strings(&mut self, name: &str) -> Field<Arguments> {
         self.read_partly(name, |reader, key, value| {
             let array = match value.get_ref() {
@@ -80,7 +80,7 @@ fn not_an_array(key: &LabelledKey, text: &str) -> ValueError {
     ValueError::new(format!("`{}` must be an array of strings, not a string", key.label), help)
 }
 
-/// Returns the text of a value that would be a string if it were quoted.
+/// Returns the text of a value that should probably have been quoted.
 fn unquoted(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::Integer(number) => Some(number.to_string()),
@@ -90,7 +90,7 @@ fn unquoted(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Reads one string of an array. Only arguments of a program can be empty.
+/// Reads one string in an array. Rejects an empty string where a path, a word or the name of a program is expected.
 fn element_of(key: &LabelledKey, index: usize, value: &DeValue<'_>) -> Result<String, ValueError> {
     let label = format!("{}[{index}]", key.label);
     let example = || format!("write `{} = {}`", key.name, key.example());

@@ -14,8 +14,8 @@ use crate::{defaults, identities};
 /// Mode bits that let users other than the supervisor's user connect.
 const OTHERS_CAN_CONNECT: u32 = 0o022;
 
-/// Returns the modes of the jobs socket and of its folder. If there are access rules, the default modes let all users
-/// connect, because the rules decide which users are accepted.
+/// Returns the modes of the jobs socket and of the socket's folder. If there are access rules, the default modes let
+/// all users connect, because the rules decide which users are accepted.
 pub(super) fn modes(socket_mode: &WithDefault<u32>, has_access: bool) -> (u32, u32) {
     let default_value = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
     let socket_mode = socket_mode.value_or(default_value);
@@ -115,8 +115,8 @@ impl Checker<'_> {
         Some(strings(given))
     }
 
-    /// Reports an empty list, because it permits nothing. Accepts a list that is empty only because invalid elements,
-    /// which were meant to permit something, were removed.
+    /// Reports an empty list, because it permits nothing. Does not report a list whose elements were all invalid,
+    /// because these elements have already been reported.
     fn check_not_empty(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(

@@ -13,8 +13,8 @@ use crate::table::{ByRows as _, Table as _, WithDefault};
 use crate::units;
 use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
-/// Returns the message and help for an `overflow` key in a bulkhead without a queue, whether in a configuration file or
-/// in a live change.
+/// Returns the error message and help text for an `overflow` key in a bulkhead without a queue. The key can be in a
+/// configuration file or in a live change.
 pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (String, String) {
     (
         format!("`overflow` ({overflow}) needs a queue (`max_queue` is {queue})"),
@@ -22,7 +22,7 @@ pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (Str
     )
 }
 
-/// Returns the message and help for a `pressure` table in a bulkhead without a queue.
+/// Returns the error message and help text for a `pressure` table in a bulkhead without a queue.
 pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
     (
         format!("`pressure` needs a queue (`max_queue` is {queue})"),
@@ -57,8 +57,8 @@ impl Checker<'_> {
         overflow.value
     }
 
-    /// Checks that a bulkhead with `pressure` has a queue. `pressure` in `[defaults]` applies only to
-    /// bulkheads with a queue.
+    /// Checks that a bulkhead with its own `pressure` table has a queue. A `pressure` table in `[defaults]` applies
+    /// only to bulkheads with a queue.
     pub(super) fn pressure(&mut self, raw: &PressureKeys, queue: &Resolved<u32>) -> PressureConfig {
         if raw.is_own()
             && queue.value == 0
@@ -154,8 +154,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the burst size, which by default is the number of jobs that the rate allows in one second. It fits in 32
-/// bits, because `RATE_CEILING` limits both.
+/// Returns the burst size. By default, a burst is the number of jobs that the rate allows in one second. The result
+/// fits in 32 bits, because `RATE_CEILING` limits both the rate and the burst.
 pub(super) fn burst(burst: &Field<u32>, per_second: f64) -> u32 {
     burst.value_or(per_second.ceil() as u32)
 }

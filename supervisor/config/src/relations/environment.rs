@@ -14,7 +14,7 @@ use crate::{defaults, programs, units};
 /// Prefix of a value in `env_files` that names a credential of the supervisor's systemd unit.
 const CREDENTIAL: &str = "credential:";
 
-/// Returns the variables of a table, sorted by name.
+/// Returns the variables in a table, sorted by name.
 pub(super) fn texts(field: &Field<Environment>) -> Vec<(String, String)> {
     let variables = field.given().into_iter().flat_map(|given| &given.value);
     variables.map(|(name, given)| (name.clone(), given.value.clone())).collect()
@@ -22,8 +22,8 @@ pub(super) fn texts(field: &Field<Environment>) -> Vec<(String, String)> {
 
 impl Checker<'_> {
     /// Checks the total size of arguments and environment variables. The maximum leaves room below the kernel's limit
-    /// for variables that describe a job. If a variable's value comes from a file, only the variable's name and the
-    /// path count.
+    /// for variables that describe a job. For a variable whose value comes from a file, the name and the path of the
+    /// file are counted.
     pub(super) fn check_argument_bytes(&mut self, raw: &RawBulkhead) {
         let given = raw.command.given().or(raw.exec.given());
         let arguments: usize =
@@ -45,7 +45,7 @@ impl Checker<'_> {
     }
 
     /// Returns the files that contain the values of environment variables. Checks that each file is valid now, although
-    /// it is read again when a worker starts.
+    /// the file is read again each time a worker starts.
     pub(super) fn env_files(&mut self, raw: &RawBulkhead) -> Vec<(String, PathBuf)> {
         let Some(given) = raw.env_files.given() else { return Vec::new() };
         if given.value.len() > defaults::ENV_FILES_MAX {

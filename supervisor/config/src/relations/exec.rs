@@ -8,7 +8,8 @@ use crate::keys::bulkhead::{BulkheadConfig, Program};
 use crate::keys::exec::{ExitStatus, ExitStatusKeys};
 use crate::reader::{Field, Origin};
 
-/// Default lists of exit statuses, from `sysexits.h`: one with EX_USAGE and EX_DATAERR, and one with EX_TEMPFAIL.
+/// Default exit statuses, from `sysexits.h`. EX_USAGE and EX_DATAERR are the caller's fault. After EX_TEMPFAIL, the job
+/// can be retried.
 const CALLER: [u8; 2] = [64, 65];
 const RETRYABLE: [u8; 1] = [75];
 
@@ -106,7 +107,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a key in the bulkhead's own table that applies only to `exec`.
+    /// Reports a key in the bulkhead's own table that has no effect without `exec`.
     fn check_for_exec<T>(&mut self, raw: &RawBulkhead, key: &str, field: &Field<T>) {
         if let Some(given) = field.given().filter(|given| given.origin == Origin::Own) {
             self.problems.report(

@@ -22,8 +22,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the problem, if any, with `name` in the `fallback` key of bulkhead `own`. `before` contains the preceding
-/// names.
+/// Returns an error if `name` cannot be a fallback of the bulkhead `own`. `before` contains the names that precede it
+/// in the list.
 fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<ValueError> {
     if before.contains(&name.value) {
         return Some(ValueError::new(

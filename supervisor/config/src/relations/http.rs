@@ -36,7 +36,7 @@ impl Checker<'_> {
         Some(HttpConfig { address: address?, token_file: token_file?.path })
     }
 
-    /// Checks the jobs address, which must differ from the admin API address.
+    /// Returns the address of the jobs listener. Reports an error if it is the same as the address of the admin API.
     pub(super) fn jobs_http(&mut self, raw: &RawSupervisor) -> Option<SocketAddr> {
         let address = self.address("jobs_http", "0.0.0.0:9465", &raw.jobs_http)?;
         let http = raw.http.given().and_then(|given| given.value.parse::<SocketAddr>().ok());
@@ -66,7 +66,7 @@ impl Checker<'_> {
         self.ok_or_report(&given.span, address)
     }
 
-    /// Reads a token, or reports the problem with its file.
+    /// Reads a token from a file. Reports an error if the file does not contain a valid token.
     pub(super) fn token_file(&mut self, label: &str, given: &Given<String>) -> Option<TokenFile> {
         let path = programs::resolve(self.folder(&given.span), &given.value);
         let token = Token::read(&path)
@@ -74,8 +74,8 @@ impl Checker<'_> {
         self.ok_or_report(&given.span, token).map(|token| TokenFile { path, token })
     }
 
-    /// Checks that each token in `[[access]]` has a listener, that `jobs_http` has a token, and that the admin token
-    /// has no other use.
+    /// Checks that a listener is configured for each token in `[[access]]`, that `jobs_http` has at least one token,
+    /// and that no token has two roles.
     pub(super) fn check_tokens(
         &mut self,
         raw: &RawSupervisor,
@@ -98,7 +98,7 @@ impl Checker<'_> {
         self.check_token_uses(raw, entries, access);
     }
 
-    /// Checks the role of an entry, and that there is a listener for its token.
+    /// Checks that an `[[access]]` entry with a role has a token, and that a listener is configured for the token.
     fn check_role(&mut self, raw: &RawSupervisor, entry: &RawAccess) {
         let Some(file) = entry.token_file.given() else {
             if let Some(role) = entry.role.given() {
@@ -137,7 +137,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a token with two roles. The token in `http_token_file` cannot have any other role.
+    /// Reports a token that is used for two roles. The admin token in `http_token_file` cannot have any other role.
     fn check_token_uses(&mut self, raw: &RawSupervisor, entries: &[RawAccess], access: &[AccessConfig]) {
         let path = |given: &Given<String>| programs::resolve(self.folder(&given.span), &given.value);
         let admin_file: Option<PathBuf> = raw.http_token_file.given().map(path);

@@ -201,8 +201,8 @@ impl Checker<'_> {
         );
     }
 
-    /// Reports that there are too many worker processes, at the position of the tenant with the most processes. Called
-    /// if the bulkhead's own numbers are within the limits.
+    /// Reports too many worker processes at the `processes` key of the tenant that has the most processes. Called if
+    /// the bulkhead's own keys would stay within the limit.
     fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
         if raw.processes.is_invalid() || raw.tenants.max_active.is_invalid() {
             return;

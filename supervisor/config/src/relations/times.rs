@@ -9,7 +9,7 @@ use crate::reader::Origin;
 use crate::resolved::Resolved;
 use crate::units;
 
-/// Maximum duration of a job, and the name of the key that sets it.
+/// Longest time that a job can take, and the name of the key that sets this time.
 pub(super) struct LongestTime<'r>(&'static str, &'r Resolved<Duration>);
 
 impl Checker<'_> {
@@ -26,7 +26,7 @@ impl Checker<'_> {
         LongestTime("deadline_max", max)
     }
 
-    /// Checks `run_limit`. Ignores a value in `[defaults]` for bulkheads with a shorter deadline.
+    /// Checks `run_limit`. Ignores a value in `[defaults]` for bulkheads whose deadline is shorter.
     pub(super) fn run_limit(
         &mut self,
         raw: &RawBulkhead,
@@ -43,14 +43,16 @@ impl Checker<'_> {
         None
     }
 
-    /// Rejects an adaptive target above the maximum duration of a job, because the adaptive limit would never decrease.
+    /// Rejects an adaptive target above the longest time that a job can take, because with such a target the adaptive
+    /// limit would never decrease.
     pub(super) fn check_target(&mut self, raw: &RawBulkhead, &LongestTime(name, longest): &LongestTime<'_>) {
         let Some(given) = raw.adaptive.target.given() else { return };
         let target = raw.adaptive.target.resolved(given.value);
         self.ordered(("adaptive.target", &target), (name, longest), units::duration_literal);
     }
 
-    /// Checks `lookahead`, which `exec` does not support. Ignores a value in `[defaults]` for `exec` bulkheads.
+    /// Checks `lookahead`, which has no effect with `exec`. If the value is in `[defaults]`, bulkheads with `exec`
+    /// ignore it.
     pub(super) fn lookahead(&mut self, raw: &RawBulkhead, program: &Program) -> Duration {
         let lookahead = raw.lookahead.resolved();
         if !matches!(program, Program::Exec { .. }) {

@@ -75,7 +75,7 @@ macro_rules! table {
 }
 pub(crate) use table;
 
-/// Declares a table whose validated type has a field of the same name for each key and each inner table. With
+/// Declares a table whose validated type has a field for each key and each inner table, with the same name. With
 /// `by rows`, the macro also generates the conversion to the validated type. Otherwise, the conversion is in
 /// `relations`.
 macro_rules! section {

@@ -11,7 +11,7 @@ use crate::key::{DefaultValue, Kind};
 use crate::reader::{Arguments, Environment, Field, TableReader};
 use crate::{Layer, Network, Profile, Role, values};
 
-/// Implements the traits for vocabularies.
+/// Implements the table traits for enums whose values are written as words.
 macro_rules! word_types {
     ($($type:ty),+) => {$(
         impl Value for $type {
@@ -30,7 +30,7 @@ macro_rules! word_types {
 
 word_types!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer, Role);
 
-/// Implements the traits for types that have a single reading function and a single output format.
+/// Implements the table traits for types that are always read by the same function and written in the same format.
 macro_rules! scalar_types {
     ($($type:ty: $read:path, |$value:ident| $default_value:expr;)+) => {
         $(
@@ -107,7 +107,7 @@ impl Value for String {
     }
 }
 
-/// A string value of a key that has a default.
+/// A string key that has a default value.
 impl Value for Cow<'static, str> {
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.read_value(name, |key, value| values::text(key, value).map(Cow::Owned))
@@ -162,7 +162,8 @@ impl Value for Environment {
         table.environment(name)
     }
 
-    /// Merges a bulkhead's variables or files with those in `[defaults]`. The bulkhead's values take precedence.
+    /// Merges the environment variables of a bulkhead, or the files that contain their values, with those in
+    /// `[defaults]`. The bulkhead's own entries take precedence.
     fn merge(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         let mut merged = own.or(defaults);
         if let (Field::Given(merged), Some(defaults)) = (&mut merged, defaults.given()) {

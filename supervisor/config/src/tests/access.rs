@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns a file with a single access rule on line 3, followed by `lines`.
+/// Returns a file with a single access rule, whose heading is on line 3 and whose keys are `lines`.
 fn entry(lines: &str) -> String {
     bulkhead(&format!("[[access]]\n{lines}"))
 }

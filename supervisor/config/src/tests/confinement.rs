@@ -2,12 +2,13 @@
 
 use super::*;
 
-/// Returns a bulkhead with a sandbox on line 3. `entries` are further sandbox keys.
+/// Returns the configuration of a bulkhead with a `sandbox` table on line 3. `entries` are additional keys of this
+/// table.
 fn sandbox(entries: &str) -> String {
     bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }
 
-/// Returns the column that follows the text `sandbox = { profile = "default", ` and `more`.
+/// Returns the column at which the text after `sandbox = { profile = "default", ` and `more` starts.
 fn column(more: &str) -> usize {
     "sandbox = { profile = \"default\", ".len() + more.len() + 1
 }

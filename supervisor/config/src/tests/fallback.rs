@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns a file with the bulkhead `a`, whose `fallback` key is on line 3, and with the bulkheads in `others`.
+/// Returns a file that defines the bulkheads in `others`, and the bulkhead `a` with a `fallback` key on line 3.
 fn file(fallback: &str, others: &[&str]) -> String {
     let others: String =
         others.iter().map(|name| format!("[bulkhead.{name}]\nexec = [\"tool\"]\n")).collect();

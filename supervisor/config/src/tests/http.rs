@@ -64,7 +64,7 @@ fn token_file_must_be_private_and_hold_valid_token() {
     );
 }
 
-/// Returns a file with `jobs_http` on line 2, and an entry that starts on line 5.
+/// Returns a file that sets `jobs_http` on line 2, and whose only `[[access]]` entry starts on line 5.
 fn with_token(entry: &str) -> String {
     format!("[supervisor]\njobs_http = \"127.0.0.1:9465\"\n{}[[access]]\n{entry}\n", bulkhead(""))
 }

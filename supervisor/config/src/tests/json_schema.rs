@@ -39,9 +39,9 @@ fn complaints(text: &str) -> Option<Vec<String>> {
     )
 }
 
-/// Returns true if the parser rejected a value because of its shape, so that the schema must reject it too. Excludes
-/// decimal numbers, because in JSON 2.0 is the same as 2. Also excludes strings whose numbers are too large or have too
-/// many decimal places, which a pattern cannot check.
+/// Returns true if the schema must reject a value that the parser rejected. Excludes problems that a schema cannot
+/// express: decimal numbers, because JSON treats 2.0 as 2, and strings with numbers that are too large or have too many
+/// decimal places.
 fn is_of_shape(problem: &Problem) -> bool {
     let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
     let uncounted =
@@ -70,7 +70,8 @@ fn is_of_shape(problem: &Problem) -> bool {
     of_another_type || words.iter().any(|words| message.contains(words))
 }
 
-/// Compares what the parser and the schema say about a file.
+/// Checks that the schema accepts a file if the parser does, and rejects a file with a problem that a schema can
+/// express.
 #[track_caller]
 pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
     let Some(complaints) = complaints(text) else { return };

@@ -33,8 +33,8 @@ fn cases(least: u32) -> PropertyConfig {
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
 }
 
-/// A folder with the files named in the tested configurations, and an environment that does not depend on the user who
-/// runs the tests.
+/// A folder that contains the files named in the tested configurations, and an environment that does not depend on the
+/// user who runs the tests.
 struct Folder {
     dir: TempDir,
     process_env: ProcessEnv,
@@ -90,8 +90,8 @@ impl Folder {
         self.parse(text).unwrap_or_else(|errors| panic!("refused:\n{errors}"))
     }
 
-    /// Parses the summary of a configuration. Copies `has_own_pressure`, because the summary does not show where
-    /// `pressure` was set.
+    /// Parses the summary of a configuration. Copies `has_own_pressure` from the original, because the summary does not
+    /// show where `pressure` was set.
     #[track_caller]
     fn again(&self, config: &Config) -> Config {
         let mut again = self.accept(&config.summary());
@@ -109,7 +109,7 @@ impl Folder {
         }
     }
 
-    /// Checks that the text has exactly one problem, at this position and with this message and help.
+    /// Checks that the text has exactly one problem, with the given position, message and help.
     #[track_caller]
     fn reject_one(&self, text: &str, at: (usize, usize), message: &str, help: &str) {
         let problems = self.reject(text);
@@ -126,7 +126,7 @@ fn assert_problem(problem: &Problem, (line, column): (usize, usize), message: &s
     assert!(given.contains(help), "{problem:#?} should help with {help:?}");
 }
 
-/// Returns a minimal bulkhead with `lines` added from line 3 on.
+/// Returns the configuration of a minimal bulkhead, in which `lines` begin on line 3.
 fn bulkhead(lines: &str) -> String {
     format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
 }

@@ -14,7 +14,7 @@ fn relative_paths_are_resolved_against_configuration_file() {
     assert_eq!(config.bulkheads[0].cwd, folder.path("work"));
 }
 
-/// Also checks that folders, devices and non-executable files are rejected.
+/// Checks the error for a missing program, and that a folder, a device or a non-executable file is rejected.
 #[test]
 fn missing_program_error_shows_searched_path() {
     let folder = Folder::new();

@@ -19,7 +19,7 @@ fn answer(text: &str) {
     }
 }
 
-/// Generates pieces of TOML, so that random files are more often valid TOML.
+/// Generates pieces of TOML, which make it more likely that a random file is valid.
 fn token() -> impl Strategy<Value = String> {
     let words: Vec<String> = reference()
         .into_iter()

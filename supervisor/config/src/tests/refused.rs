@@ -320,7 +320,7 @@ fn with_key(table: &str, line: &str) -> String {
     }
 }
 
-/// Returns the name by which messages refer to a key.
+/// Returns the name used for a key in messages.
 fn label(table: &str, name: &str) -> String {
     match table.strip_prefix("bulkhead.NAME.") {
         Some(inner) => format!("{inner}.{name}"),

@@ -5,7 +5,7 @@ use super::*;
 const MAIN: &str =
     "[supervisor]\nsocket = \"s\"\n[defaults]\ndeadline = \"7s\"\n[bulkhead.a]\nexec = [\"cat\"]\n";
 
-/// Returns a bulkhead with this name.
+/// Returns the configuration of a bulkhead with this name.
 fn named(name: &str) -> String {
     format!("[bulkhead.{name}]\nexec = [\"cat\"]\n")
 }

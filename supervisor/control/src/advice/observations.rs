@@ -80,7 +80,7 @@ pub(super) fn missing(seen: &Observations) -> Option<String> {
     (!missing.is_empty()).then(|| format!("not enough observations{since}: {}", missing.join(", ")))
 }
 
-/// Returns true if there are enough observations to propose lowering a value.
+/// Returns true if there are enough observations to propose a lower value for a limit.
 pub(super) fn can_lower(seen: &Observations) -> bool {
     missing(seen).is_none() && seen.watched >= LOWER_AFTER
 }

@@ -12,14 +12,14 @@ use bulkhead_config::defaults::{
 };
 use bulkhead_config::{format_duration, format_size};
 
-/// If no permit was free for more than this share of the time, the observed concurrency reflects the limit rather than
-/// the demand.
+/// If all permits were in use for more than this share of the time, the observed concurrency reflects the limit rather
+/// than the demand.
 const AT_LIMIT_MAX: f64 = 0.01;
 
 /// If there were too few workers for more than this share of the time, the rules do not recommend a number of workers.
 const MISSING_WORKERS_MAX: f64 = 0.05;
 
-/// Fraction of all jobs above which the number of rejected or late jobs is significant.
+/// Fraction of all jobs above which the number of rejected or late jobs counts as significant.
 const MANY_JOBS_SHARE: f64 = 0.01;
 
 /// If jobs were in flight for less than this share of the time, the bulkhead counts as idle.
@@ -35,13 +35,13 @@ const MEMORY_SHARE: f64 = 0.8;
 /// Ratio of the p99 run time to the deadline above which the deadline counts as too short.
 const DEADLINE_NEAR: f64 = 0.8;
 
-/// Ratio of the deadline to the longest run time above which the deadline counts as too long, and the ratio that is
-/// proposed instead.
+/// Ratio of the deadline to the longest run time above which the deadline counts as too long. The second constant is
+/// the ratio that is proposed instead.
 const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;
 const DEADLINE_MIN: Duration = Duration::from_secs(1);
 
-/// Step in bytes to which proposed sizes are rounded.
+/// Granularity of proposed sizes, in bytes.
 const SIZE_STEP: u64 = 4 << 20;
 
 type Verdicts = (Vec<Proposal>, Vec<Kept>);
@@ -103,7 +103,7 @@ impl RecordVerdict for Verdicts {
 
 // Rules for the number of permits (`processes` × `max_in_flight`).
 
-/// The key to change in order to change the number of permits.
+/// The configuration key through which the advice changes the number of permits.
 struct SizingKey {
     key: &'static str,
     now: u64,
@@ -113,7 +113,8 @@ struct SizingKey {
 }
 
 impl SizingKey {
-    /// Selects the key `processes`, or the key `max_in_flight` if a single process runs several jobs at once.
+    /// Selects the key through which the advice changes the number of permits. This is `processes`, or `max_in_flight`
+    /// if a single process runs several jobs at once.
     fn of(settings: &Settings) -> Self {
         let (processes, in_flight) = (u64::from(settings.processes), u64::from(settings.max_in_flight));
         if processes == 1 && in_flight > 1 {
@@ -322,8 +323,8 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     verdicts.propose(key, now_set, Setting::Count(wanted), reason);
 }
 
-/// Returns the number of jobs that can wait and still run in time, computed with Little's law. Returns `None`
-/// if no job has run.
+/// Returns the number of queued jobs that can still run in time, computed with Little's law. Returns `None` if no job
+/// has run.
 fn useful_length(seen: &Observations, settings: &Settings, permits: u64) -> Option<u64> {
     let each = (seen.ran > 0).then_some(seen.run_mean_ms)?.max(1e-3);
     let places = wait_limit_ms(seen, settings) * permits as f64 / each;
@@ -346,8 +347,8 @@ fn describe_wait_limit(seen: &Observations, settings: &Settings) -> String {
     }
 }
 
-/// Proposes a value for `queue_timeout` if many jobs waited until their deadline passed. With a timeout, clients learn
-/// earlier that a job will not run.
+/// Proposes a value for `queue_timeout` if many jobs were still waiting when their deadline passed. With a timeout,
+/// clients learn earlier that a job will not run.
 fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let queued = seen.deadline_exceeded.queued;
     let run = Duration::from_secs_f64(seen.run_ms.p99 / 1e3);
@@ -450,7 +451,7 @@ fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdic
 
 // Formatting of numbers and units.
 
-/// Returns `count` plus 25 %.
+/// Returns `count` plus 25%.
 fn with_headroom(count: u64) -> u64 {
     count.saturating_mul(5).div_ceil(4)
 }
@@ -463,7 +464,7 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Returns the step, in milliseconds, to which a duration is rounded so that two significant digits remain.
+/// Returns the rounding step, in milliseconds, that keeps two significant digits of a duration.
 fn step_of(ms: u64) -> u64 {
     10_u64.pow(ms.max(1).ilog10().saturating_sub(1))
 }
@@ -506,7 +507,7 @@ fn size(bytes: u64) -> String {
     }
 }
 
-/// Formats reject reasons with the number of jobs for each.
+/// Formats reject reasons, each with the number of jobs that were rejected for this reason.
 fn reasons<'r>(counted: impl Iterator<Item = (&'r str, u64)>) -> String {
     counted.map(|(reason, count)| format!("{reason} {count}")).collect::<Vec<_>>().join(", ")
 }

@@ -28,7 +28,7 @@ fn settings() -> Settings {
     }
 }
 
-/// Returns two hours of observations for which the limits in [`settings`] are right.
+/// Returns observations from two hours in which the limits in [`settings`] were right.
 fn seen() -> Observations {
     Observations {
         watched: Duration::from_secs(7200),
@@ -49,7 +49,7 @@ fn seen() -> Observations {
     }
 }
 
-/// Returns observations of a load that is too high for the limits in [`settings`].
+/// Returns observations under a load that is too high for the limits in [`settings`].
 fn overloaded() -> Observations {
     Observations {
         concurrency: Marks { p50: 4, p99: 4, max: 4 },
@@ -85,7 +85,8 @@ fn advice_keeps_suitable_values_and_gives_reasons() {
     assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (peak: 4)"), "{advice:?}");
 }
 
-/// Also checks that more processes are proposed in monitor mode, in which the adaptive limit does not hold jobs back.
+/// The adaptive limit is the bottleneck in `enforce` mode. In `monitor` mode, it does not hold jobs back, so more
+/// processes are proposed.
 #[test]
 fn adaptive_limit_prevents_advice_for_more_processes() {
     let adaptive = bulkhead_api::Adaptive {
@@ -371,8 +372,7 @@ struct Load {
 }
 
 impl Load {
-    /// Returns the observations that would result from running a bulkhead with the limits in `settings` under this
-    /// load.
+    /// Returns the observations that would be made if this load ran in a bulkhead with the limits in `settings`.
     fn seen(&self, settings: &Settings) -> Observations {
         let limit = settings.permits();
         let below = |marks: Marks<u64>, most: u64| Marks {

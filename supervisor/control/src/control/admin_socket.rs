@@ -13,14 +13,14 @@ use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_plane::command::{Command, CommandSender};
 use bulkhead_plane::peer_check::{self, ClientRejection};
 
-/// Maximum number of rejected clients that can be sent the reason at the same time. Further rejected connections are
-/// closed without a response. Also the maximum number of queued reports about rejected connections.
+/// Maximum number of rejected clients to respond to at the same time. Further rejected connections are closed without a
+/// response. Also the maximum number of queued reports about rejected connections.
 const REJECTED_MAX: usize = 16;
 
-/// Maximum number of connections served at the same time. Further connections wait in the backlog.
+/// Maximum number of connections served at the same time. Further connections wait in the listener's backlog.
 pub(crate) const CONNECTIONS_MAX: usize = 384;
 
-/// Maximum total number of connections, including those of rejected clients that are being sent the reason.
+/// Maximum total number of connections, including those of rejected clients that are waiting for a response.
 pub(super) const ADMITTED_MAX: usize = CONNECTIONS_MAX + REJECTED_MAX;
 
 /// Accepts connections to the admin socket until the control plane shuts down.
@@ -55,7 +55,7 @@ pub(super) async fn accept_all(
 /// The listener of the admin socket. Limits the number of connections and checks each client.
 struct AdminListener {
     listener: UnixListener,
-    /// ID of the user who, besides root, can connect.
+    /// ID of the user who can connect to the admin socket, in addition to root.
     own_uid: u32,
     unrelated: Arc<UnrelatedProcesses>,
     commands: CommandSender,
@@ -65,8 +65,7 @@ struct AdminListener {
 }
 
 impl AdminListener {
-    /// Accepts connections until the task is cancelled. Switches to each new listener that replaces the
-    /// current one.
+    /// Accepts connections until the task is cancelled. If the listener is replaced, continues with the new one.
     async fn run(&mut self, control: &Control, next: &mut NextAdmin, dispatcher: &Dispatcher<UnixStream>) {
         let mut listening = control.handover.watch_listening();
         loop {
@@ -82,7 +81,7 @@ impl AdminListener {
         }
     }
 
-    /// Returns the ID of the user who has connected, or a rejection if the user has no access.
+    /// Returns the user ID of the client, or a rejection if this user has no access.
     fn check(&self, socket: &UnixStream) -> Result<u32, ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let (uid, own) = (peer.uid, self.own_uid);
@@ -94,8 +93,8 @@ impl AdminListener {
         Ok(uid)
     }
 
-    /// Reports a rejected client to the data plane. Returns the response and a permit to send the response, or `None`
-    /// if no permit is free.
+    /// Reports a rejected client to the data plane. Returns the rejection to send to the client, with a permit to send
+    /// it. Returns `None` if no permit is free.
     fn reject(&self, rejection: ClientRejection) -> Option<(Admission, OwnedSemaphorePermit)> {
         let permit = self.rejection_permits.clone().try_acquire_owned();
         let admission = Admission::rejected(&rejection.message);
@@ -106,7 +105,7 @@ impl AdminListener {
         Some((admission, permit.ok()?))
     }
 
-    /// Closes the listener. Passes on the connections in the backlog that the accept loop has not accepted yet.
+    /// Closes the listener, and passes on the connections that are still in its backlog.
     fn close(&self, dispatcher: &Dispatcher<UnixStream>) {
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;

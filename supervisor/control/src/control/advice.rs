@@ -21,16 +21,16 @@ use bulkhead_plane::windows::WindowPair;
 /// Interval between samples of the workers' resource usage.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Maximum number of workers to read per sample. If there are more, consecutive samples read different workers.
+/// Maximum number of workers to include in one sample. If there are more, successive samples cover different workers.
 const SAMPLED_WORKERS_MAX: usize = 512;
 
 /// Resource usage of the workers in the current and the previous hour.
 pub(super) struct UsageSamples {
     origin: Instant,
     by_bulkhead: HashMap<Arc<str>, WindowPair<ResourceUsage>>,
-    /// Last sample of each worker, by process ID.
+    /// Latest sample of each worker, by process ID.
     last_samples: HashMap<u32, ProcessSample>,
-    /// Index of the first worker to read in the next sample.
+    /// Index of the first worker to include in the next sample.
     next: usize,
 }
 
@@ -53,8 +53,7 @@ impl UsageSamples {
         Time::ZERO + self.origin.elapsed()
     }
 
-    /// Samples at most `SAMPLED_WORKERS_MAX` workers. Skips workers that have not worked since their last
-    /// sample.
+    /// Samples at most `SAMPLED_WORKERS_MAX` workers. Skips workers that have been idle since their last sample.
     fn sample(&mut self, processes: &[WorkerProcess]) {
         let present: HashSet<u32> = processes.iter().map(|process| process.pid).collect();
         self.last_samples.retain(|pid, _| present.contains(pid));
@@ -135,7 +134,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
     axum::Json(advise(name, observations(&observation, usage), &settings, &machine())).into_response()
 }
 
-/// Combines the settings in the file with the limits in effect, which an operator may have changed.
+/// Combines the configured settings with the limits in effect, which an operator may have changed.
 fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
     let bounds_memory = |resource| matches!(resource, Resource::As | Resource::Data);
     let has_rlimit =

@@ -137,7 +137,7 @@ async fn steer(control: &Control, name: String, action: SteerAction, action_name
 
 // Jobs.
 
-/// Default maximum number of jobs in one response.
+/// Maximum number of jobs in one response, unless the client requests another number.
 const JOBS_LISTED_DEFAULT: usize = 100;
 
 #[derive(Deserialize)]

@@ -19,9 +19,9 @@ pub(super) async fn show(State(control): State<Shared>) -> Response {
     }
 }
 
-/// Returns the configuration as JSON. Redacts the values of the workers' environment variables, shows only the paths of
-/// files that contain such values, and adds the resource limits that the sandbox sets. The token of the admin API is
-/// not part of the configuration.
+/// Returns the configuration as JSON, with the resource limits that the sandbox sets. The values of the workers'
+/// environment variables are redacted. For values that come from files, only the paths are shown. The token of the
+/// admin API is not part of the configuration.
 fn redacted(config: &Config) -> serde_json::Result<Value> {
     let mut value = serde_json::to_value(config)?;
     for (bulkhead, entry) in

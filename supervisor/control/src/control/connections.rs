@@ -28,15 +28,15 @@ pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time, at shutdown, for accepting the remaining connections and receiving their requests.
 pub(super) const LAST_ACCEPT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Maximum age, at shutdown, of a connection from which a request is still awaited. Longer than `LAST_ACCEPT_TIMEOUT`,
-/// because the client may not have had any processor time yet. Connections that a browser keeps in reserve are usually
-/// older.
+/// Age up to which a connection whose request has not arrived yet is kept open at shutdown. Longer than
+/// `LAST_ACCEPT_TIMEOUT`, because a new client may not have been scheduled yet. Connections that a browser opens in
+/// advance are usually older.
 const LAST_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Maximum time, at shutdown, for reading a request that has already arrived.
 const LAST_PEEK_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Maximum number of bytes of a request that are inspected to find the requested path.
+/// Number of bytes at the beginning of a request that are inspected to find the requested path.
 pub(super) const HEAD_BYTES: usize = 512;
 
 /// Returns true if a connection is waiting to be accepted. Only such connections delay shutdown.
@@ -50,11 +50,11 @@ pub(super) fn has_waiting(listener: impl AsFd) -> bool {
 pub(super) struct Admission {
     /// Reason for rejecting the connection, as a sentence. `None` if the connection is admitted.
     pub(super) rejection: Option<Arc<str>>,
-    /// ID of the user who sent the request. For TCP connections, whose user is unknown, the ID of the
-    /// supervisor's user.
+    /// ID of the user who sent the request. The user of a TCP connection is unknown, so the supervisor's own user ID is
+    /// used instead.
     pub(super) uid: u32,
     pub(super) progress: Arc<Progress>,
-    /// Connection to the data plane, for the jobs of a kept-alive connection. `None` if the connection is closed after
+    /// Session with the data plane for the jobs of a kept-alive connection. `None` if the connection is closed after
     /// the first response.
     pub(super) session: Option<SessionSlot>,
 }
@@ -79,7 +79,7 @@ impl Admission {
     }
 }
 
-/// An admitted connection, or a rejected one whose client will be sent the reason.
+/// A connection to serve. If it was rejected, the response contains the reason.
 pub(super) struct NewConnection<S> {
     socket: S,
     admission: Admission,
@@ -96,7 +96,7 @@ impl<S> NewConnection<S> {
 /// Channel to a thread that serves connections.
 type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 
-/// A listener's channels to the thread that serves it and to the low-priority reader thread.
+/// A listener's channels to the main thread and the low-priority reader thread, which serve the connections.
 pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     /// Channel to the low-priority reader thread. `None` if one thread serves all requests.
@@ -113,8 +113,8 @@ impl<S: Socket> Clone for Dispatcher<S> {
 }
 
 impl<S: Socket> Dispatcher<S> {
-    /// Passes a connection on as soon as the requested path is known. Runs as a separate task so that other connections
-    /// do not have to wait.
+    /// Passes a connection to a serving thread as soon as the requested path is known. Runs as a separate task so that
+    /// other connections do not have to wait.
     pub(super) fn dispatch(&self, connection: NewConnection<S>) {
         let mut dispatcher = self.clone();
         tokio::spawn(async move {
@@ -131,8 +131,8 @@ impl<S: Socket> Dispatcher<S> {
         });
     }
 
-    /// Waits for the beginning of a request. Returns the number of bytes that were peeked, or `None` if there were
-    /// none.
+    /// Waits for the beginning of a request. Returns the number of bytes that were peeked, or `None` if the client sent
+    /// nothing.
     pub(super) async fn peek_head(
         &mut self,
         socket: &S,
@@ -156,7 +156,8 @@ impl<S: Socket> Dispatcher<S> {
         if has_begun { last.await.ok()?.ok() } else { None }
     }
 
-    /// Passes a connection on to the thread that serves requests which begin with `head`.
+    /// Passes a connection to the thread that serves requests of this kind. The kind is determined from `head`, the
+    /// beginning of the request.
     pub(super) fn dispatch_to(&self, connection: NewConnection<S>, head: &[u8]) {
         let NewConnection { socket, admission, accepted, permit } = connection;
         let readers = self.readers.as_ref().filter(|_| paths::is_for_readers(head));
@@ -186,8 +187,8 @@ impl<S: Socket> Queue<S> {
     }
 }
 
-/// Creates a listener's channels and their receivers, for the serving thread and for the low-priority reader thread.
-/// Each connection holds one of `max` permits, so the channels never overflow.
+/// Creates two channels for a listener, with their receivers: one to the main thread and one to the low-priority reader
+/// thread. Each connection holds one of `max` permits, so the channels never overflow.
 pub(super) fn channels<S: Socket>(
     shutdown: watch::Receiver<bool>,
     max: usize,

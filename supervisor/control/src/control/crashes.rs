@@ -118,8 +118,8 @@ pub(super) async fn replay(
     ([(header::CONTENT_TYPE, JSON)], Body::from_stream(body)).into_response()
 }
 
-/// Returns the indices of the jobs to replay, in order. Selects the requested job. If no job was requested, selects the
-/// job that caused the crash or, if that job is unknown, all replayable jobs.
+/// Returns the indices of the jobs to replay, in order. If no job is requested, these are the job that caused the crash
+/// or, if that job is unknown, all replayable jobs.
 fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String> {
     let count = report.jobs.len();
     if count == 0 {

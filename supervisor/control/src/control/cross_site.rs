@@ -14,8 +14,8 @@ pub(super) fn changes_state(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// Returns the response that rejects a request from a page on another site. Returns `None` for other requests, and for
-/// links that a user follows.
+/// Returns a response that rejects a request from a page on another site, or `None` if the request is acceptable.
+/// Following a link from another site is acceptable.
 pub(super) fn rejection(request: &Request) -> Option<Response> {
     let (headers, is_change) = (request.headers(), changes_state(request.method()));
     let forbid = |why: &str| jobs::reject_request(request, RejectReason::Forbidden, why);

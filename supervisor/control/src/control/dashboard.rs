@@ -71,7 +71,7 @@ fn script() -> String {
     own.flat_map(|line| [line.strip_prefix("export ").unwrap_or(line), "\n"]).collect()
 }
 
-/// Returns the expression that allows an inline script or style in a content security policy.
+/// Returns the source expression that allows an inline script or style in a content security policy.
 fn source(text: &str) -> String {
     format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text)))
 }
@@ -112,8 +112,8 @@ mod tests {
         }
     }
 
-    /// Names must be unique because concatenated modules share one scope. Also checks that imports only refer
-    /// to earlier modules.
+    /// All modules share one scope once they are concatenated, so names must be unique. Also checks that a module
+    /// imports only from earlier modules.
     #[test]
     fn dashboard_modules_have_unique_names() {
         let mut names = BTreeSet::new();

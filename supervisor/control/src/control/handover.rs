@@ -20,18 +20,19 @@ use bulkhead_shared::codec::Message;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 
-/// Maximum time to wait for the other supervisor to exit, in addition to `drain_timeout`.
+/// Maximum time, in addition to `drain_timeout`, to wait for the other supervisor in an upgrade to exit.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
-/// Options for upgrading this supervisor, and the state of the predecessor, if any. Created by the program.
+/// Options for upgrades, such as the program to start as the successor, and the predecessor if this supervisor takes
+/// over from one.
 pub struct HandoverOptions {
-    /// Successor's program, or the reason why this supervisor cannot be upgraded.
+    /// Program to start as the successor, or the reason why this supervisor cannot be upgraded.
     pub program: Result<SuccessorProgram, String>,
-    /// The supervisor that this one takes over from.
+    /// Predecessor that this supervisor takes over from. `None` if it was not started as part of an upgrade.
     pub predecessor: Option<Predecessor>,
-    /// Soft resource limits that applied before this supervisor raised them, by resource number.
+    /// Soft resource limits that were in effect before this supervisor raised them, by resource number.
     pub soft_limits: Vec<(u32, u64)>,
-    /// Makes the main process of the service exit last.
+    /// Ensures that the main process of the service exits last.
     pub end: Arc<ProcessEnd>,
 }
 
@@ -44,31 +45,30 @@ pub struct SuccessorProgram {
     pub arguments: Vec<OsString>,
 }
 
-/// A supervisor that this one takes over from.
+/// The predecessor in an upgrade, from which this supervisor takes over.
 pub struct Predecessor {
-    /// The link to the predecessor.
+    /// Descriptor of the link over which the two supervisors exchange messages.
     pub link: OwnedFd,
     /// Process ID of the predecessor.
     pub pid: u32,
-    /// True if a failed bulkhead does not prevent the upgrade.
+    /// True if the upgrade continues even if a bulkhead has failed.
     pub is_forced: bool,
     /// Operators' decisions about bulkheads.
     pub bulkheads: Vec<BulkheadState>,
     /// Operators' decisions about tenants.
     pub tenants: Vec<TenantState>,
-    /// Becomes readable when the predecessor and its keepers have exited.
+    /// Descriptor that becomes readable when the predecessor and its keepers have exited.
     pub lifeline: OwnedFd,
-    /// This supervisor's end of the transfer socket.
+    /// This supervisor's end of the transfer socket, over which the data planes hand over connections and permits.
     pub transfer: OwnedFd,
     /// Listener of the jobs socket.
     pub jobs: UnixListener,
 }
 
-/// If this process is the main process of the service, delays its exit until the other supervisor in an upgrade has
-/// exited.
+/// Delays the exit of the service's main process until the other supervisor in an upgrade has exited.
 #[derive(Debug, Default)]
 pub struct ProcessEnd {
-    /// Becomes readable when the other supervisor has exited.
+    /// Descriptor that becomes readable when the other supervisor in an upgrade has exited.
     awaited: Mutex<Option<OwnedFd>>,
     has_failed: AtomicBool,
 }
@@ -82,13 +82,13 @@ impl ProcessEnd {
         *self.lock() = other;
     }
 
-    /// Makes this process exit with an error.
+    /// Records that this process must report an error when it exits.
     pub(super) fn fail(&self) {
         self.has_failed.store(true, Ordering::SeqCst);
     }
 
-    /// Waits for the other supervisor to exit, if this process must exit last. Returns false if this process must
-    /// report a failure to the service manager.
+    /// If this process must exit last, waits for the other supervisor in an upgrade to exit. Returns false if this
+    /// process must report a failure to the service manager.
     pub fn wait(&self, drain_timeout: Duration) -> bool {
         if let Some(other) = self.lock().take()
             && !wait_until_readable(&other, drain_timeout + END_TIMEOUT).unwrap_or(false)
@@ -99,9 +99,9 @@ impl ProcessEnd {
     }
 }
 
-/// Stop requests received so far. If a signal is sent to both supervisors, for example by a terminal or by a service
-/// manager with `KillMode=control-group`, each supervisor receives both the signal and a STOP message from the other.
-/// The two count as one request.
+/// Number of stop requests received so far. If a signal is sent to both supervisors in an upgrade, for example by a
+/// terminal or by a service manager with `KillMode=control-group`, each one receives the signal and also a STOP message
+/// from the other. These two count as one request.
 #[derive(Debug, Default)]
 struct StopRequests {
     signals: u32,
@@ -130,13 +130,13 @@ pub(super) struct Handover {
     stopping: watch::Sender<bool>,
     /// True if the service manager considers this process the main process.
     is_main: AtomicBool,
-    /// True from the beginning of an upgrade until the upgrade has failed.
+    /// True from the beginning of an upgrade. Set to false again if the upgrade fails.
     is_upgrading: AtomicBool,
     /// True while the predecessor is running.
     has_predecessor: AtomicBool,
     /// Notified when every bulkhead has started.
     pub(super) started: Notify,
-    /// Link to the other supervisor, once both are serving.
+    /// Link to the other supervisor in an upgrade, once both supervisors are serving.
     other: Mutex<Option<Arc<Link>>>,
     /// Stop requests received so far.
     stops: Mutex<StopRequests>,
@@ -170,7 +170,8 @@ impl Handover {
 
     // Listeners.
 
-    /// Returns true if this supervisor accepts connections. If not, the listeners belong to the other supervisor.
+    /// Returns true if this supervisor accepts connections. If it does not, the other supervisor in an upgrade owns the
+    /// listeners.
     pub(super) fn is_listening(&self) -> bool {
         *self.listening.borrow()
     }
@@ -205,8 +206,8 @@ impl Handover {
         self.is_upgrading.store(false, Ordering::SeqCst);
     }
 
-    /// Returns true from the beginning of an upgrade until it can no longer fail. During this time, operators' commands
-    /// are refused, because a predecessor that resumes serving would not know about them.
+    /// Returns true from the beginning of an upgrade until the upgrade can no longer fail. Operators' commands are
+    /// refused during this time, because their effects would be lost if the predecessor resumed serving.
     pub(super) fn is_upgrading(&self) -> bool {
         let can_fail = self.has_predecessor.load(Ordering::SeqCst) && !self.is_main();
         can_fail || self.is_upgrading.load(Ordering::SeqCst)
@@ -218,7 +219,7 @@ impl Handover {
 
     // Stopping.
 
-    /// Sets the link for notifying the other supervisor when this one stops.
+    /// Sets the link over which the other supervisor in an upgrade is notified when this one stops.
     pub(super) fn set_other(&self, link: Option<Arc<Link>>) {
         *self.other.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
@@ -230,8 +231,8 @@ impl Handover {
         stops.has_effect()
     }
 
-    /// Records a stop signal and notifies the other supervisor. Returns true if this supervisor must begin to stop, or
-    /// must stop immediately.
+    /// Records a stop signal and notifies the other supervisor in an upgrade. Returns true if the signal must start an
+    /// orderly stop or an immediate one.
     pub(super) fn signalled(&self) -> bool {
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -241,7 +242,8 @@ impl Handover {
         has_effect
     }
 
-    /// Records a STOP message. Returns true if this supervisor must begin to stop, or must stop immediately.
+    /// Records a STOP message from the other supervisor in an upgrade. Returns true if the message must start an
+    /// orderly stop or an immediate one.
     pub(super) fn stop_received(&self) -> bool {
         self.stop_requested(|stops| stops.messages += 1)
     }
@@ -257,11 +259,11 @@ impl Handover {
     }
 }
 
-/// The link to the other supervisor.
+/// Link to the other supervisor in an upgrade.
 #[derive(Debug)]
 pub(super) struct Link(AsyncFd<OwnedFd>);
 
-/// A received message and the descriptors that came with it.
+/// A message from the other supervisor in an upgrade.
 pub(super) struct Incoming {
     bytes: Vec<u8>,
     pub(super) kind: u8,
@@ -288,7 +290,7 @@ pub(super) fn register(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::new(descriptor)
 }
 
-/// Waits until a pidfd or pipe reports the exit of its process.
+/// Waits until a process has exited, as reported by a pidfd or by a pipe that the process holds open.
 pub(super) async fn wait_for_end(descriptor: &AsyncFd<OwnedFd>) {
     // An error means that this process's runtime is shutting down.
     if descriptor.readable().await.is_err() {
@@ -324,8 +326,8 @@ impl Link {
         if outbox.flush(self.0.get_ref())? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
 
-    /// Receives the next message of a kind that this version knows. Returns `None` if the other supervisor has exited.
-    /// The future can be dropped without losing a message.
+    /// Receives the next message, ignoring messages of kinds that this version does not know. Returns `None` if the
+    /// other supervisor has exited. The future can be dropped without losing a message.
     pub(super) async fn receive(&self) -> io::Result<Option<Incoming>> {
         let mut bytes = vec![0; MESSAGE_BYTES_MAX];
         loop {

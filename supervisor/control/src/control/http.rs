@@ -44,7 +44,7 @@ async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request,
     next.run(request).await
 }
 
-/// Limits the time for a request, unless its handler lifts the limit.
+/// Enforces the time limit for a request, unless the handler has disabled it.
 pub(super) async fn limit_time(
     ConnectInfo(admission): ConnectInfo<Admission>,
     request: Request,
@@ -59,15 +59,15 @@ pub(super) async fn limit_time(
     }
 }
 
-/// Adds the headers that all responses of the admin API have. One of them closes the connection after the response.
+/// Adds the headers common to all responses of the admin API, and closes the connection after the response.
 pub(super) async fn complete(request: Request, next: Next) -> Response {
     let is_job = jobs::bulkhead_of(&request).is_some();
     // Connections are not kept alive, because an idle connection would hold a permit.
     complete_with(request, next, is_job, || true).await
 }
 
-/// Completes responses. Errors from the router itself, such as an invalid query, become problem documents; retryable
-/// errors are given a `Retry-After` header. Responses to jobs say whether the job began.
+/// Completes a response. An error from the router itself, such as an invalid query, becomes a problem document. A
+/// retryable error gets a `Retry-After` header, and the response to a job says whether the job began.
 pub(super) async fn complete_with(
     request: Request,
     next: Next,
@@ -124,8 +124,8 @@ mod tests {
     use super::super::responses;
     use super::*;
 
-    /// Number of places in each file that respond with 503 or 429, whether by status, through a helper, or through a
-    /// reject reason. Before you add a place, check that no job can have begun there.
+    /// Number of places in each file where a request is answered with 503 or 429. Such a response means that no job has
+    /// begun, so check this before you add a place.
     const PLACES: &[(&str, usize)] = &[
         // The data plane did not reply to a request for counters or limits.
         ("advice.rs", 2),
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(found, listed, "left: the source; right: the list");
     }
 
-    /// Sends a request through [`complete`] to a handler.
+    /// Sends a request through [`complete`] to `handler` and returns the response.
     async fn completed<H: axum::handler::Handler<T, ()>, T: 'static>(path: &str, handler: H) -> Response {
         let router = Router::new().fallback_service(routing::any(handler)).layer(from_fn(complete));
         let request = Request::builder().method("POST").uri(path).body(Body::empty()).unwrap();

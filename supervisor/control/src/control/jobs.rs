@@ -33,13 +33,13 @@ use responses::{dropped, outcome_problem, result, upload_timed_out};
 use session::{Session, SessionSlot, read_outcome, submit_frame};
 use upload::{Announced, Length, Upload};
 
-/// Maximum number of concurrent jobs over HTTP. Further jobs over HTTP are rejected as `overloaded`.
+/// Maximum number of concurrent jobs over HTTP. Further jobs are rejected as `overloaded`.
 pub(super) const JOBS_MAX: usize = 128;
 
-/// Maximum time for receiving a payload. The data plane has the same time limit for receiving a frame.
+/// Maximum time to receive a payload over HTTP. The same time limit applies to frames that the data plane receives.
 const UPLOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time to wait for the data plane to close an earlier session.
+/// Maximum time to wait for the data plane to close an earlier session and release its permit.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -112,10 +112,10 @@ enum Failure {
     Draining,
 }
 
-/// The client that submits a job, and its session.
+/// The client that submits a job, and the session that belongs to the client's HTTP connection.
 struct Submitter {
     client: HttpClient,
-    /// Session of the HTTP connection. `None` if the connection is closed after the response.
+    /// Session that belongs to the HTTP connection. `None` if the connection is closed after the response.
     slot: Option<SessionSlot>,
 }
 
@@ -138,7 +138,7 @@ impl Submitter {
         Upload::new(&control.config(), (control.counters.clone(), spool), name, headers, body)
     }
 
-    /// Returns the session of the HTTP connection, or a permit to open one.
+    /// Returns the session that belongs to the HTTP connection, or a permit to open a new session.
     async fn session_or_permit(&self, control: &Control) -> Result<SessionOrPermit, Failure> {
         if let Some(session) = self.slot.as_ref().and_then(|slot| slot.take(&self.client)) {
             return Ok(SessionOrPermit::Session(session));

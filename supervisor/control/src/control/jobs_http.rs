@@ -28,14 +28,14 @@ use super::waiting::{HEALTH_MAX, ListenerRules, REFUSED_MAX, WaitingConnections}
 use super::{CLOSE_TIMEOUT, Shared, routes, tcp, tokens};
 use crate::observe::metrics::JobsHttpNumbers;
 
-/// Returns the maximum number of descriptors for `jobs_http` clients. Each served connection also needs a connection to
-/// the data plane, which has two ends.
+/// Returns the maximum number of descriptors that `jobs_http` clients can use. A connection to a client also needs a
+/// connection to the data plane, which uses two descriptors.
 pub(super) fn descriptors(config: &SupervisorConfig) -> u64 {
     let connections = config.jobs_http.map_or(0, |_| 4 * config.jobs_http_max + HEALTH_MAX + REFUSED_MAX);
     connections as u64
 }
 
-/// Counters of the listener, for the metrics.
+/// The listener's counters for the metrics.
 #[derive(Debug, Default)]
 pub(super) struct JobsHttpCounters {
     /// Connections that are being served. Empty if there is no listener.
@@ -65,7 +65,7 @@ impl JobsHttpCounters {
     }
 }
 
-/// Starts the thread, which serves connections until the control plane has shut down.
+/// Starts the thread that serves `jobs_http` connections until the control plane has shut down.
 pub(super) fn start(
     control: Shared,
     socket: TcpListener,
@@ -123,7 +123,7 @@ fn router(control: Shared) -> Router {
         .with_state(control)
 }
 
-/// Rejects jobs whose request does not contain the token of an `[[access]]` entry.
+/// Rejects a job if the request does not contain the token of an `[[access]]` entry.
 async fn identify(
     State(control): State<Shared>,
     ConnectInfo(admission): ConnectInfo<Admission>,
@@ -157,8 +157,8 @@ async fn identify(
     }
 }
 
-/// Completes a response. While the supervisor is stopping, and after it has handed over, each response closes its
-/// connection, so that the client sends its next request to another host or to the successor.
+/// Completes a response. While the supervisor is stopping, and after it has handed over to a successor, also closes the
+/// connection. The client then sends its next request to another host or to the successor.
 async fn complete(
     State(control): State<Shared>,
     ConnectInfo(admission): ConnectInfo<Admission>,

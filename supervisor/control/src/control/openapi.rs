@@ -24,9 +24,9 @@ pub(super) struct Route {
     /// Request headers that the handler of this route reads.
     pub(super) headers: &'static [Parameter],
     pub(super) body: Option<Content>,
-    /// Description of the successful response.
+    /// Status code of the successful response, and the possible contents of its body.
     pub(super) response: Success,
-    /// Status codes of problem documents that this route can return in addition to those in `PROBLEMS`.
+    /// Status codes with which this route can return a problem document, in addition to those in `PROBLEMS`.
     pub(super) problems: &'static [u16],
 }
 
@@ -43,14 +43,14 @@ pub(super) enum Schema {
     Boolean,
     OneOf(&'static [&'static str]),
     Object,
-    /// Schema of a document, generated from its type.
+    /// Schema of a JSON document, generated from the corresponding Rust type.
     Of(fn(&mut SchemaGenerator) -> schemars::Schema),
 }
 
 /// Name, schema and description of a query parameter or header.
 pub(super) struct Parameter(pub(super) &'static str, pub(super) Schema, pub(super) &'static str);
 
-/// Status codes of problem documents that every route can return: for an invalid request, a forbidden request, a
+/// Status codes with which every route can return a problem document: for an invalid request, a forbidden request, a
 /// timeout, and an unresponsive data plane.
 const PROBLEMS: &[u16] = &[400, 403, 408, 503];
 
@@ -196,7 +196,7 @@ fn status_description(status: u16) -> &'static str {
 }
 
 impl Schema {
-    /// Returns the schema of a value whose type is not a document.
+    /// Returns the schema of a value that is not a JSON document with its own type.
     fn plain(self) -> Value {
         match self {
             Self::Text => json!({"type": "string"}),

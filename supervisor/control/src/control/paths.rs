@@ -3,11 +3,10 @@
 /// Paths that can be requested over TCP without a token.
 pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
 
-/// Path for upgrades, which are refused over TCP.
+/// Path for starting an upgrade. Requests for this path over TCP are refused.
 pub(super) const UPGRADE_PATH: &str = "/v1/upgrade";
 
-/// Paths that are served by the low-priority reader thread. Clients poll these paths, or the responses are endless
-/// streams.
+/// Paths served by the low-priority reader thread, because clients poll them or their responses are endless streams.
 pub(super) const READER_PATHS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
 
 /// Returns true if the low-priority reader thread should serve a request that begins with `head`.

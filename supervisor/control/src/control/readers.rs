@@ -13,7 +13,8 @@ use bulkhead_plane::threads::{ThreadMonitor, panic_on_request};
 
 use super::{CLOSE_TIMEOUT, http, tcp, watch};
 
-/// Nice value of the thread. With a lower value, Linux would let the thread run long enough to increase job latency.
+/// Nice value of the low-priority reader thread. With a smaller value, Linux would let the thread run long enough to
+/// increase the latency of jobs.
 const NICE: i32 = 19;
 
 /// Queues of connections for the low-priority reader thread to serve.
@@ -22,7 +23,7 @@ pub(super) struct ReaderQueues {
     pub(super) tcp: Option<(Queue<TcpStream>, tcp::RequestCheck)>,
 }
 
-/// Starts the thread, which serves connections until the control plane shuts down.
+/// Starts the low-priority reader thread, which serves connections until the control plane shuts down.
 pub(super) fn start(
     control: Shared,
     reader_queues: ReaderQueues,

@@ -28,34 +28,34 @@ use bulkhead_plane::program;
 use bulkhead_plane::reload::{self, LiveDropped, Reload, SpecInputs, effective_config};
 use bulkhead_plane::scrape::ReloadCounts;
 
-/// Maximum time for reading the file and for checking the programs and folders named in it. Shorter than the time limit
-/// for a request.
+/// Maximum time to read the configuration file and check the programs and folders named in it. Shorter than the time
+/// limit for an HTTP request.
 const READ_TIMEOUT: Duration = Duration::from_secs(7);
 
-/// Maximum number of problems that an event lists. The HTTP response lists all problems.
+/// Maximum number of configuration problems to list in an event. The HTTP response lists all problems.
 const EVENT_PROBLEMS_MAX: usize = 10;
 
-/// The active configuration, and everything that is needed to resolve a new version of the file.
+/// The active configuration, and everything needed to read a new version of the configuration file.
 #[derive(Clone)]
 pub struct ActiveConfig {
-    /// The configuration that was loaded last, except that keys that require a restart keep the values they had when
-    /// the supervisor started.
+    /// The most recently loaded configuration. Keys whose changes require a restart still have the values from the
+    /// supervisor's start.
     pub config: Arc<Config>,
     /// Confinement layers and user IDs that are available on this machine.
     pub support: Arc<SandboxSupport>,
-    /// Limit on open files, from which the maximum number of clients is computed.
+    /// Limit on open files, which determines the maximum number of clients.
     pub open_files: OpenFiles,
-    /// ID of the supervisor's own user.
+    /// User ID of the supervisor itself.
     pub own_uid: u32,
     /// Names of the tenants that have a separate label in the metrics. They do not change while the
     /// supervisor runs.
     pub labels: Arc<[String]>,
 }
 
-/// State of reloads: the active configuration, requests, and the number of reloads.
+/// State of configuration reloads: the active configuration, pending requests, and counters.
 pub(super) struct Reloads {
     active_config: tokio::sync::Mutex<ActiveConfig>,
-    /// Permit for the single thread that reads the file.
+    /// Permit held by the thread that reads the file. There is only one such thread at a time.
     reader: Arc<Semaphore>,
     /// Notified on SIGHUP. Signals that arrive before the reload starts count as a single request.
     requested: Notify,
@@ -132,7 +132,7 @@ impl Reloads {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the user ID that all workers of a bulkhead share, for each bulkhead that has such an ID.
+    /// Returns the shared user ID of each bulkhead whose workers all run under the same ID.
     pub(super) async fn permanent_ids(&self) -> BTreeMap<String, u32> {
         let support = self.active_config.lock().await.support.clone();
         support.ids().map(|ids| ids.permanent()).unwrap_or_default()
@@ -287,9 +287,9 @@ fn add_dropped_live_changes(changes: &mut Changes, mut dropped: LiveDropped) {
     }
 }
 
-/// Reads the file and prepares the reload on a separate thread, because a disk can be slow and a network file system
-/// can hang forever. Waits for the thread only up to a time limit. Shutdown does not wait for the thread. While a
-/// thread hangs, no other is started.
+/// Reads the configuration file and prepares the reload on a separate thread, because a disk can be slow and a network
+/// file system can hang forever. The caller waits only for a limited time, and shutdown does not wait at all. While the
+/// thread hangs, no other thread is started.
 async fn prepare(reloads: &Reloads, active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
     let Ok(permit) = reloads.reader.clone().try_acquire_owned() else { return Err(ReloadError::ReadTimeout) };
     let active_config = active_config.clone();

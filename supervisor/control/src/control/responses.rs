@@ -43,8 +43,8 @@ fn document(status: StatusCode, detail: &str, mut fields: Map<String, Value>) ->
     json!(body).to_string()
 }
 
-/// Returns a problem document as a complete HTTP response, for a request that reaches no handler. The connection is
-/// closed after the response. No job began.
+/// Returns a problem document as a complete HTTP response, for a request that does not reach any handler. The response
+/// says that no job began, and closes the connection.
 pub(super) fn raw(status: StatusCode, detail: &str) -> Vec<u8> {
     let body = document(status, detail, Map::new());
     let (code, reason) = (status.as_u16(), status.canonical_reason().unwrap_or("Error"));

@@ -167,8 +167,8 @@ const JOB_HEADERS: &[Parameter] = &[
     Parameter("traceparent", Schema::Text, "W3C trace context, which is passed on to the worker."),
 ];
 
-/// This is not an `async` function, because the type of the future would depend on the table that contains the
-/// function.
+/// Handler for the OpenAPI document. Not an `async` function, because its future would have a type that depends on the
+/// table of routes, which contains this handler.
 fn show_document() -> Ready<Response> {
     ready(axum::Json(document(ROUTES)).into_response())
 }
@@ -178,7 +178,8 @@ pub(super) fn router() -> Router<Shared> {
     router_of(|_| true)
 }
 
-/// Builds the router of `jobs_http`, which serves health checks without `protect`, and jobs with it.
+/// Builds the router for `jobs_http`. The route for jobs is wrapped by `protect`, but the routes for health checks are
+/// not.
 pub(super) fn jobs_router(
     protect: impl FnOnce(MethodRouter<Shared>) -> MethodRouter<Shared>,
 ) -> Router<Shared> {

@@ -15,10 +15,10 @@ use crate::sockets::{BoundSocket, Sockets};
 use bulkhead_plane::command::{Command, Event};
 use bulkhead_plane::handover::inherited;
 
-/// Interval between checks that the files exist.
+/// Interval between checks that the socket files still exist.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Sockets whose files are checked, and a channel for the listener of a recreated admin socket.
+/// Sockets whose files are checked, and a channel that delivers the new listener when the admin socket is recreated.
 pub(super) struct SocketFiles {
     /// The sockets to check. `None` in an embedded supervisor, which has no sockets.
     sockets: Option<Arc<Sockets>>,
@@ -29,7 +29,7 @@ pub(super) struct SocketFiles {
     admin: Mutex<Option<OwnedFd>>,
 }
 
-/// Receiver of listeners that replace the admin socket's listener.
+/// Receiver for new listeners of the admin socket, each of which replaces the previous one.
 pub(super) struct NextAdmin(watch::Receiver<Option<Arc<std::os::unix::net::UnixListener>>>);
 
 impl NextAdmin {
@@ -53,15 +53,15 @@ impl SocketFiles {
         Self { sockets, next_admin: watch::Sender::new(None), missing: Mutex::default(), admin }
     }
 
-    /// Sets whether this supervisor serves the sockets.
+    /// Records whether this supervisor or the other one in an upgrade serves the sockets.
     pub(super) fn set_owner(&self, is_owner: bool) {
         for (_, bound) in self.each() {
             bound.lock().unwrap_or_else(PoisonError::into_inner).set_owner(is_owner);
         }
     }
 
-    /// Returns the locks of the sockets and the listener of the admin socket, for a successor. Each descriptor comes
-    /// with the name and path of its socket.
+    /// Returns the descriptors that a successor needs: the locks of both sockets and the listener of the admin socket.
+    /// Each descriptor comes with the socket's name and path.
     pub(super) fn descriptors(&self) -> io::Result<Vec<(&'static str, String, OwnedFd)>> {
         let locks = [inherited::JOBS_LOCK, inherited::ADMIN_LOCK];
         let mut found = Vec::new();
@@ -85,7 +85,8 @@ impl SocketFiles {
     }
 }
 
-/// Periodically checks that the files exist and reports removed files, until the control plane shuts down.
+/// Periodically checks that the socket files still exist, and reports files that were removed. Ends when the control
+/// plane shuts down.
 pub(super) async fn watch(control: Arc<Control>) {
     control.every(CHECK_INTERVAL, |control| async move { control.check_sockets() }).await;
 }

@@ -39,7 +39,8 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
     }
 }
 
-/// Stops the supervisor, after `drain_notice` on the first signal and immediately on the second.
+/// Stops the supervisor: after `drain_notice` when called for the first signal, and immediately when called for the
+/// second.
 fn stop(control: &Arc<Control>, notice: &mut Option<JoinHandle<()>>) -> Result<(), CommandSendError> {
     let duration = control.config().supervisor.drain_notice;
     if let Some(notice) = notice {
@@ -69,8 +70,8 @@ async fn drain_after(control: Arc<Control>, notice: Duration) {
 }
 
 impl Control {
-    /// Stops because the other supervisor in an upgrade is stopping. The first message starts an orderly stop; the
-    /// second stops the supervisor immediately.
+    /// Stops this supervisor because the other supervisor in an upgrade is stopping. The first message starts an
+    /// orderly stop; the second stops the supervisor immediately.
     pub(super) fn stop_with_other(self: &Arc<Self>) {
         if !self.handover.stop_received() {
             return;
@@ -81,7 +82,7 @@ impl Control {
         }
     }
 
-    /// Makes `/readyz` respond 503, and notifies the service manager.
+    /// Makes `/readyz` respond with 503, and notifies the service manager.
     pub(super) fn set_stopping(&self) {
         if !self.is_stopping.swap(true, Ordering::SeqCst) {
             self.notify_systemd(&[NotifyState::Stopping]);

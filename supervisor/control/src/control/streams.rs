@@ -20,10 +20,10 @@ use crate::observe::events::{Piece, Reader, rfc3339};
 /// forever.
 pub(super) const STREAMS_MAX: usize = 128;
 
-/// Default maximum number of events or lines in one response.
+/// Maximum number of events or lines in one response, unless the client requests another number.
 pub(super) const LIMIT_DEFAULT: usize = 4096;
 
-/// Time without data after which a keep-alive comment is sent on a stream.
+/// Time after which a keep-alive comment is sent on a stream that has had no data.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
 const KEEP_ALIVE_COMMENT: Bytes = Bytes::from_static(b":\n\n");
@@ -33,7 +33,7 @@ pub(super) fn too_many_streams() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, &detail)
 }
 
-/// Formats a server-sent event. `data` must be a single line.
+/// Formats a server-sent event. `data` must not contain a newline.
 pub(super) fn frame(kind: &str, data: &str) -> Bytes {
     debug_assert!(!data.contains('\n'));
     format!("event: {kind}\ndata: {data}\n\n").into()
@@ -52,7 +52,7 @@ pub(super) fn server_sent(frames: impl Stream<Item = Bytes> + Send + 'static) ->
     (headers, Body::from_stream(alive)).into_response()
 }
 
-/// Returns a stream of the reader's events that ends when the control plane shuts down.
+/// Returns a stream of the events that the reader receives. The stream ends when the control plane shuts down.
 pub(super) fn pieces(
     control: &Shared,
     reader: Reader,
@@ -70,8 +70,8 @@ pub(super) fn pieces(
     })
 }
 
-/// Returns a stream of the items in a broadcast channel that ends when the control plane shuts down. If the reader is
-/// too slow, the stream yields the number of missed items.
+/// Returns a stream of the items sent on a broadcast channel. If the receiver is too slow, the stream yields the number
+/// of items it has missed. The stream ends when the control plane shuts down.
 pub(super) fn live<T: Clone + Send + 'static>(
     control: &Shared,
     receiver: broadcast::Receiver<T>,
@@ -110,8 +110,8 @@ fn accepts_stream(accept: &str) -> bool {
     ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
 }
 
-/// Returns the ID of the last event that the client has received. Clients of server-sent events send this ID
-/// when they reconnect.
+/// Returns the ID of the last event that the client received. A client sends this ID when it reconnects to a stream of
+/// server-sent events.
 pub(super) fn last_event_id(headers: &HeaderMap) -> Option<u64> {
     headers.get("last-event-id")?.to_str().ok()?.parse().ok()
 }

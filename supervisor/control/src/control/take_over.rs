@@ -80,7 +80,7 @@ fn send(control: &Shared, command: HandoverCommand) -> Result<(), String> {
     control.commands.send(Command::Handover(Box::new(command))).map_err(|error| error.to_string())
 }
 
-/// Stops this supervisor, and makes the process exit with an error.
+/// Stops this supervisor after a failed takeover, and makes the process exit with an error.
 fn give_up(control: &Shared, why: &str) {
     tracing::error!("the upgrade failed: {why}");
     control.handover.end.fail();
@@ -94,7 +94,7 @@ async fn ended(link: &Link) {
     while let Ok(Some(_)) = link.receive().await {}
 }
 
-/// Returns an error if a bulkhead that was ready in the predecessor has no worker here.
+/// Returns an error if a bulkhead was ready in the predecessor but has no worker in this supervisor.
 async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), String> {
     let snapshots = control.snapshots(None).await.ok_or("the data plane is not responding")?;
     let has_failed = |state: &Word<BulkheadState>| {
@@ -117,7 +117,7 @@ async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), Stri
     }
 }
 
-/// Receives the predecessor's permits and takes over.
+/// Receives the predecessor's state and takes over.
 async fn take_over(control: &Shared, link: &Link, transfer: OwnedFd) -> io::Result<()> {
     let (mut held, mut quarantined) = (Vec::<Held>::new(), Vec::<Quarantined>::new());
     link.send(kind::READY, &Nothing {}, None).await?;

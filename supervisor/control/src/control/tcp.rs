@@ -40,12 +40,12 @@ const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkh
 pub(super) struct RequestCheck {
     /// The admin token, which grants all permissions.
     token: Token,
-    /// Listening address if it is a loopback address, otherwise `None`. If set, the `Host` header must name
-    /// this machine.
+    /// The address on which the supervisor listens, if it is a loopback address. In that case, the `Host` header must
+    /// name this machine.
     own: Option<IpAddr>,
 }
 
-/// Registers the listening socket with the current runtime and creates the check for its requests.
+/// Registers the listening socket with the current runtime, and creates the checks for its requests.
 pub(super) fn register(
     socket: std::net::TcpListener,
     token: Token,
@@ -69,8 +69,8 @@ pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatc
     accept_until_shutdown(control, (listener, control.inherited.http), waiting).await;
 }
 
-/// Accepts connections until the control plane shuts down. Connections are not checked, because each request must
-/// contain the token. `is_inherited` is true if the listener belongs to the service manager.
+/// Accepts connections until the control plane shuts down. Accepts them from any client, because each request must
+/// contain the token. `is_inherited` is true if the service manager owns the listener.
 pub(super) async fn accept_until_shutdown(
     control: &Control,
     (listener, is_inherited): (TcpListener, bool),

@@ -17,20 +17,21 @@ use super::Control;
 use bulkhead_keeper as keeper;
 use bulkhead_plane::command::Command;
 
-/// Minimum pause between two measurements.
+/// Minimum pause between two measurements of the temporary folders.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Minimum pause after a measurement, as a multiple of the duration of the measurement.
+/// Minimum pause after measuring the temporary folders, as a multiple of the time that the measurement took.
 const PAUSE_FACTOR: u32 = 10;
 
 /// Maximum number of entries to visit when measuring one temporary folder.
 const ENTRIES_MAX: u64 = 1 << 20;
 
-/// Minimum number of bytes counted for each entry, so that many small or empty entries also fill a folder.
+/// Minimum number of bytes counted for each entry of a temporary folder, so that a worker cannot evade the limit with
+/// many small or empty files.
 const ENTRY_BYTES: u64 = 4096;
 
-/// Maximum number of forked workers' folders in a template's folder that are measured separately. If there are more,
-/// all of them count towards the template's folder.
+/// Maximum number of forked workers whose folders, inside the template's folder, are measured separately. If there are
+/// more, all of these folders count towards the template's folder.
 const WORKERS_MAX: usize = 4096;
 
 /// Maximum nesting depth of folders. A temporary folder with deeper nesting counts as too large.
@@ -87,7 +88,8 @@ fn measure_all(control: &Control, min: u64, max: u64) {
     }
 }
 
-/// Returns the subfolders that are named like forked workers' folders. Returns an empty list if there are too many.
+/// Returns the subfolders whose names mark them as forked workers' folders. Returns an empty list if there are too
+/// many.
 fn forked_worker_folders(path: &Path) -> Vec<(u64, PathBuf)> {
     let Ok(top) = folder::open(rustix::fs::CWD, path, FOLDER_ACCESS) else { return Vec::new() };
     let Ok(entries) = Dir::read_from(&top) else { return Vec::new() };

@@ -14,7 +14,7 @@ use bulkhead_plane::counters::SpoolCounters;
 /// The current tokens, which a reload replaces.
 pub(super) struct TokenTable {
     tokens: RwLock<Tokens>,
-    /// Payloads of unknown length that are being received, by token number.
+    /// Counters for payloads of unknown length that are being received, by token ID.
     spools: Mutex<HashMap<u32, Arc<SpoolCounters>>>,
 }
 
@@ -41,7 +41,8 @@ impl TokenTable {
         self.tokens.read().unwrap_or_else(PoisonError::into_inner).find(secret).cloned()
     }
 
-    /// Returns the counters for a token's payloads of unknown length. Registers them with the data plane.
+    /// Returns the counters for payloads of unknown length that are sent with a token. Registers new counters with the
+    /// data plane.
     pub(super) fn spool(&self, token: u32, commands: &CommandSender) -> Arc<SpoolCounters> {
         let mut spools = self.spools.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(spool) = spools.get(&token) {
@@ -66,8 +67,8 @@ pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case("Bearer").then_some(rest.as_bytes())
 }
 
-/// Returns the secret in a request, if there is exactly one. The secret is a bearer token or a password, which is how
-/// browsers send the token. Any user name is accepted.
+/// Returns the secret in a request if there is exactly one. The secret can be a bearer token, or the password of a
+/// login with any user name, because browsers send a token as a password.
 pub(super) fn secret(headers: &HeaderMap) -> Option<Vec<u8>> {
     let (scheme, rest) = credentials(headers)?;
     if scheme.eq_ignore_ascii_case("Bearer") {
@@ -81,7 +82,7 @@ pub(super) fn secret(headers: &HeaderMap) -> Option<Vec<u8>> {
     Some(pair[colon + 1..].to_vec())
 }
 
-/// Returns the scheme and the credentials of the only `Authorization` header.
+/// Returns the scheme and the credentials of a request that has exactly one `Authorization` header.
 fn credentials(headers: &HeaderMap) -> Option<(&str, &str)> {
     let mut values = headers.get_all(header::AUTHORIZATION).iter();
     let (Some(value), None) = (values.next(), values.next()) else { return None };

@@ -61,14 +61,14 @@ const ACTIVE_TIMEOUT: Duration = Duration::from_secs(1);
 /// without a restart of the service.
 const PROBATION: Duration = Duration::from_secs(10);
 
-/// Interval between PINGs until the main process changes.
+/// Interval at which PINGs are sent to the new program until it becomes the main process.
 const PING_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Number of unanswered PINGs after which the new program counts as hung.
 const UNANSWERED_PINGS_MAX: u32 = 3;
 
-/// Maximum time to wait for the workers of a killed successor to exit. Together with `ACTIVE_TIMEOUT`, this is below
-/// the time limit for a client's hello, because no client's data is read in the meantime.
+/// Maximum time to wait for a killed successor's workers to exit. No client data is read in the meantime, so the sum of
+/// this time and `ACTIVE_TIMEOUT` must be below the time limit for a client's hello.
 const WORKERS_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Time limit for the service manager's confirmation.
@@ -77,13 +77,14 @@ const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time to wait for space in the command queue.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time, after the job's deadline, for the client of the last job over HTTP to read its response.
+/// Maximum time for clients to read the last responses to jobs over HTTP, in addition to the longest deadline that a
+/// job can have.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Interval between checks for whether the last HTTP request has been completed.
+/// Interval at which to check whether the last HTTP request is complete.
 const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Maximum number of steps reported to the client.
+/// Maximum number of upgrade steps that can be reported to the client.
 const STEPS_MAX: usize = 16;
 
 #[derive(Default, Deserialize)]
@@ -131,7 +132,7 @@ pub(super) fn on_signal(control: &Shared) {
     }
 }
 
-/// Begins an upgrade in a separate task. Returns the receiver of its steps.
+/// Begins an upgrade in a separate task. Returns a receiver for the steps of the upgrade.
 fn begin(control: &Shared, query: UpgradeQuery) -> Result<mpsc::Receiver<UpgradeStep>, Refusal> {
     use std::sync::atomic::Ordering::SeqCst;
     let impossible = |why: &str| Err(Refusal::Impossible(why.to_owned()));
@@ -169,7 +170,7 @@ fn begin(control: &Shared, query: UpgradeQuery) -> Result<mpsc::Receiver<Upgrade
     Ok(steps)
 }
 
-/// A step that has failed, and the reason.
+/// A failed step of an upgrade, and the reason for the failure.
 struct StepFailure(&'static str, String);
 
 fn failed(step: &'static str) -> impl Fn(io::Error) -> StepFailure {
@@ -180,7 +181,7 @@ struct Upgrade {
     control: Shared,
     program: super::handover::SuccessorProgram,
     is_forced: bool,
-    /// Channel to the client. `None` after the last step, which completes the response.
+    /// Channel for reporting steps to the client. `None` after the last step, which completes the response.
     steps: Mutex<Option<mpsc::Sender<UpgradeStep>>>,
 }
 
@@ -189,12 +190,12 @@ struct Successor {
     pid: u32,
     pidfd: AsyncFd<OwnedFd>,
     link: Arc<Link>,
-    /// Becomes readable when the program and its keepers have exited.
+    /// Descriptor that becomes readable when the new program and its keepers have exited.
     lifeline: Option<AsyncFd<OwnedFd>>,
     version: String,
 }
 
-/// Result of the period during which both programs run, before the main process changes.
+/// Result of the probation period, during which both programs run and the new one is not yet the main process.
 enum Probation {
     Passed,
     /// Both supervisors are stopping.
@@ -242,7 +243,7 @@ impl Upgrade {
         self.report(UpgradeStep { message: Some(message), ..last });
     }
 
-    /// Reports a step to the client, which may have disconnected.
+    /// Reports a step of the upgrade to the client. Does nothing if the client has disconnected.
     fn report(&self, step: UpgradeStep) {
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
         let is_last = matches!(&*step.step, "finished" | "failed" | "stopped");
@@ -260,7 +261,7 @@ impl Upgrade {
         }
     }
 
-    /// Hands over to a new program. After an error, the caller must kill the successor and resume serving.
+    /// Hands over to a new program. If this fails, the caller must kill the new program and resume serving.
     async fn hand_over<'s>(
         &self,
         started: &'s mut Option<Successor>,
@@ -387,7 +388,8 @@ impl Upgrade {
         })
     }
 
-    /// Receives HELLO. Returns the version of the program, and the maximum time that its bulkheads may need to start.
+    /// Receives HELLO from the successor. Returns the version of the new program, and the maximum time that its
+    /// bulkheads may need to start.
     async fn greet(&self, successor: &Successor) -> Result<(String, Duration), StepFailure> {
         let hello = successor.expect(&self.control, kind::HELLO, HELLO_TIMEOUT, "hello").await?;
         let Hello { oldest, newest, program, start_limit_ms } = hello.message().map_err(failed("hello"))?;
@@ -401,7 +403,7 @@ impl Upgrade {
         Ok((program.to_owned(), Duration::from_millis(start_limit_ms)))
     }
 
-    /// Sends the state and the descriptors. Returns this supervisor's end of the transfer socket.
+    /// Sends the state and the descriptors to the successor. Returns this supervisor's end of the transfer socket.
     async fn send_state(
         &self,
         successor: &Successor,
@@ -474,7 +476,8 @@ impl Upgrade {
         successor.link.send(kind::SWITCH, &switch, None).await
     }
 
-    /// Waits for a few seconds while both programs run. The new program's data plane must keep responding.
+    /// Waits for the end of the probation period, during which both programs run. Returns an error if the new program's
+    /// data plane stops responding.
     async fn probation(&self, successor: &Successor) -> Result<Probation, StepFailure> {
         let control = &self.control;
         let end = Instant::now() + PROBATION;
@@ -512,7 +515,7 @@ impl Upgrade {
         }
     }
 
-    /// Makes the new program the main process, and exits after the last job.
+    /// Makes the new program the main process. This process then exits after its last job.
     async fn leave(&self, successor: &Successor) {
         let control = &self.control;
         let handover = &control.handover;
@@ -575,12 +578,12 @@ impl Upgrade {
 }
 
 impl Successor {
-    /// Waits until the process has exited.
+    /// Waits until the new program has exited.
     async fn ended(&self) {
         wait_for_end(&self.pidfd).await;
     }
 
-    /// Kills the program and waits for its workers to exit.
+    /// Kills the new program and waits for its workers to exit.
     async fn kill(&self) {
         // Fails only if the process has already exited.
         let _ = pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL);
@@ -592,7 +595,8 @@ impl Successor {
         }
     }
 
-    /// Waits for a message of the kind `wanted`.
+    /// Waits for a message of the kind `wanted`. Returns an error if the new program reports a failure. Ignores all
+    /// other messages.
     async fn expect(
         &self,
         control: &Control,
@@ -665,5 +669,5 @@ async fn await_notification(path: &OsStr) -> io::Result<()> {
     }
 }
 
-/// Version of the messages exchanged during an upgrade, for the program's documentation.
+/// Version of the protocol that two supervisors use during an upgrade.
 pub const HANDOVER_VERSION: u16 = handover::VERSION;

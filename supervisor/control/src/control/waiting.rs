@@ -21,15 +21,15 @@ pub(crate) const WAITING_MAX: usize = 128;
 /// Maximum number of health checks served at the same time.
 pub(crate) const HEALTH_MAX: usize = 16;
 
-/// Maximum number of refused clients that can be sent the reason at the same time. Further refused connections are
-/// closed immediately.
+/// Maximum number of refused clients to respond to at the same time. Further refused connections are closed without a
+/// response.
 pub(crate) const REFUSED_MAX: usize = 256;
 
-/// Maximum time to wait for an idle connection to close and make room for another.
+/// Maximum time to wait for an idle connection to close so that another client can be served.
 const IDLE_CLOSE_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// Maximum time to wait for a refused client to close the connection, and the maximum number of bytes that are
-/// discarded in the meantime. Closing a socket with unread bytes resets the connection, and the client can lose the
+/// Maximum time to wait for a refused client to close the connection, and the maximum number of bytes to discard in the
+/// meantime. If a socket were closed with unread bytes, the connection would be reset, and the client could lose the
 /// response.
 const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
 const REFUSED_BYTES_MAX: u64 = 1024 * 1024;
@@ -40,10 +40,10 @@ pub(super) struct ListenerRules {
     pub(super) served_max: usize,
     /// Maximum number of waiting connections.
     pub(super) waiting_max: usize,
-    /// Connections that are kept alive; idle ones are closed to make room for others. `None` if each connection is
+    /// Kept-alive connections, of which idle ones are closed to make room for others. `None` if each connection is
     /// closed after one response.
     pub(super) kept_alive: Option<Arc<Active>>,
-    /// Explanation for clients that are refused.
+    /// Explanation sent to clients that are refused.
     pub(super) refusal: &'static str,
 }
 
@@ -101,7 +101,7 @@ impl<S: Socket> Listener<S> {
         self.dispatcher.dispatch_to(NewConnection::new(socket, admission, permit), &head[..count]);
     }
 
-    /// Sends a client the reason why it will not be served.
+    /// Sends a client the reason why it is refused.
     async fn refuse(&self, mut socket: S) {
         self.refused.fetch_add(1, Ordering::Relaxed);
         let Ok(_permit) = self.refused_permits.clone().try_acquire_owned() else { return };
@@ -124,7 +124,7 @@ struct Admitted {
     permit: OwnedSemaphorePermit,
 }
 
-/// Error for a client that did not send anything in time.
+/// Error returned if a client does not send anything in time.
 struct Silent;
 
 /// A guard that, when dropped, removes a connection from the list of waiting connections.

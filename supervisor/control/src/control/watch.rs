@@ -23,15 +23,15 @@ use crate::observe::events::rfc3339;
 /// Interval at which the states of the bulkheads are sent.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// State that all watchers share.
+/// State shared by all watchers.
 pub(super) struct Watch {
-    /// Server-sent event with the states of the bulkheads, formatted once for all watchers. `None` if there were no
-    /// watchers at the time.
+    /// Server-sent event that contains the states of the bulkheads, formatted once for all watchers. `None` while there
+    /// are no watchers.
     states: watch::Sender<Option<Bytes>>,
     /// Notified when a watcher joins.
     joined: Notify,
-    /// Start time of the supervisor. Watchers use it to detect a restart, after which event numbers begin at
-    /// 1 again.
+    /// Start time of the supervisor. A change tells watchers that the supervisor has been restarted and that event
+    /// numbers begin at 1 again.
     started: SystemTime,
 }
 
@@ -104,7 +104,7 @@ pub(super) async fn show(
     server_sent(stream::once(std::future::ready(hello(&control))).chain(coming))
 }
 
-/// Returns the first event of a stream, which identifies the supervisor.
+/// Returns the first event of a stream, which tells the watcher which supervisor it is connected to.
 fn hello(control: &Control) -> Bytes {
     let hello = json!({
         "version": env!("CARGO_PKG_VERSION"),

@@ -22,23 +22,26 @@ use bulkhead_plane::crash::REPORTS_WAITING_MAX;
 use bulkhead_plane::lock::{self, LockError};
 use bulkhead_plane::threads::ThreadMonitor;
 
-/// Capacity of the channel to the thread that stores the reports. Large enough for all reports that are waiting to be
-/// stored, and for concurrent requests from operators.
+/// Capacity of the channel to the thread that stores crash reports. There is room for all reports that can be waiting
+/// at the same time, and for concurrent requests from operators.
 const REQUESTS_MAX: usize = REPORTS_WAITING_MAX + 256;
 
-/// Maximum size of a report file, in bytes. Even a report with payloads of the maximum size is well below this limit.
+/// Maximum size of a crash report's file, in bytes. A report is much smaller even if its payloads have the maximum
+/// size.
 const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
 
-/// Approximate maximum total size, in bytes, of the reports kept in memory. The oldest reports are dropped first.
+/// Approximate maximum total size, in bytes, of the crash reports kept in memory. If this size is exceeded, the oldest
+/// reports are dropped.
 const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// Maximum number of entries to read when the folder is opened.
+/// Maximum number of directory entries to read when the folder for crash reports is opened.
 const FOLDER_ENTRIES_MAX: usize = 100_000;
 
-/// Maximum time to wait for a reply from the thread that stores the reports. After that, the client is asked to retry.
+/// Maximum time to wait for a reply from the thread that stores crash reports. After that, the client is asked to
+/// retry.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time to wait, at shutdown, for the remaining reports to be written.
+/// Maximum time, at shutdown, to wait for the remaining crash reports to be written.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Error for a folder that cannot be used for crash reports. The text continues a sentence that begins with "failed
@@ -66,10 +69,11 @@ pub enum ReadError {
 pub struct Store {
     folder: Option<CrashFolder>,
     keep: usize,
-    /// True if payloads are removed from reports before they are stored.
+    /// True if payloads are removed from crash reports before they are stored.
     drops_payloads: bool,
     reports: BTreeMap<CrashId, StoredReport>,
-    /// IDs of the reports in each group. Each group has its own maximum, so no group can evict reports from another.
+    /// IDs of the crash reports in each group. Each group has its own maximum, so a new report never evicts a report
+    /// from another group.
     groups: [BTreeSet<CrashId>; GROUPS],
     memory_bytes: usize,
     /// True if the last report could not be written. While this is true, further failures are not logged.
@@ -79,9 +83,9 @@ pub struct Store {
 /// Groups of reports. Each group has its own maximum number of stored reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Group {
-    /// A worker failed to start.
+    /// Reports about workers that failed to start.
     Start,
-    /// A job was still running at its deadline.
+    /// Reports about jobs that were still running at their deadline.
     Late,
     /// All other reports.
     Crash,
@@ -98,13 +102,13 @@ impl Group {
         }
     }
 
-    /// Returns the maximum number of reports. `keep` is the value of `crash_keep`.
+    /// Returns the maximum number of crash reports in this group. `keep` is the value of `crash_keep`.
     fn limit(self, keep: usize) -> usize {
         if self == Self::Late { keep.min(LATE_REPORTS_MAX) } else { keep }
     }
 }
 
-/// Maximum number of reports about late jobs.
+/// Maximum number of stored reports about jobs that missed their deadline.
 const LATE_REPORTS_MAX: usize = 20;
 
 #[derive(Debug)]
@@ -115,13 +119,13 @@ struct StoredReport {
 }
 
 impl Store {
-    /// Creates the store that the configuration describes.
+    /// Creates a store for crash reports according to the configuration.
     pub fn new(config: &SupervisorConfig) -> Result<Self, OpenError> {
         Self::with_lock(config, None)
     }
 
-    /// Creates the store like [`Store::new`]. `lock` is the lock held by the previous supervisor in an upgrade, which
-    /// also writes reports until it exits.
+    /// Creates a store for crash reports according to the configuration. `lock` is the lock inherited from the previous
+    /// supervisor in an upgrade, which also writes reports until it exits.
     pub fn with_lock(config: &SupervisorConfig, lock: Option<OwnedFd>) -> Result<Self, OpenError> {
         let store = Self::open_with(lock, config.crash_dir.as_deref(), config.crash_keep)?;
         Ok(Self { drops_payloads: !config.crash_payloads, ..store })
@@ -148,7 +152,7 @@ impl Store {
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
     }
 
-    /// Loads the last reports of the previous supervisor in an upgrade, which has exited.
+    /// Loads the last reports that the previous supervisor in an upgrade wrote before it exited.
     fn take_over(&mut self) {
         if let Some(folder) = &mut self.folder {
             folder.is_shared = false;
@@ -156,7 +160,7 @@ impl Store {
         self.load();
     }
 
-    /// Loads the reports of earlier supervisors from the folder.
+    /// Loads the reports that earlier supervisors left in the folder.
     fn load(&mut self) {
         let Some(folder) = &self.folder else { return };
         let (mut ids, mut skipped) = match folder.list() {
@@ -283,7 +287,7 @@ impl Store {
         self.reports.remove(&id)
     }
 
-    /// Drops the oldest report kept in memory, from the least important group that has one.
+    /// Drops the oldest report kept in memory. Takes it from the least important group that has reports in memory.
     fn drop_oldest_in_memory(&mut self) -> bool {
         let is_in_memory =
             |id: &&CrashId| self.reports.get(id).is_some_and(|stored| stored.in_memory.is_some());
@@ -330,12 +334,12 @@ fn report_size(report: &CrashReport) -> usize {
 
 // Folder for crash reports.
 
-/// A folder for crash reports, used only by this supervisor.
+/// A folder for crash reports, locked so that no other supervisor uses it.
 #[derive(Debug)]
 struct CrashFolder {
     path: PathBuf,
     lock: File,
-    /// True while another supervisor may also write to the folder.
+    /// True while the previous supervisor in an upgrade may still write to the folder.
     is_shared: bool,
 }
 
@@ -486,15 +490,15 @@ enum StoreRequest {
     SetNative(CrashId, NativeCrash),
     List(oneshot::Sender<Vec<Summary>>),
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
-    /// The previous supervisor in an upgrade has exited and left its last reports in the folder.
+    /// Loads the last reports of the previous supervisor in an upgrade, which has exited.
     TakeOver,
 }
 
-/// Sender of requests to the thread that stores the reports.
+/// Handle for sending requests to the thread that stores crash reports.
 #[derive(Clone, Debug)]
 pub struct Crashes(mpsc::Sender<StoreRequest>);
 
-/// Sender of backtraces to the thread that stores the reports. Does not keep the thread running.
+/// Sender of backtraces to the thread that stores crash reports. Holding this sender does not keep the thread running.
 #[derive(Clone, Debug)]
 pub struct NativeSender(mpsc::WeakSender<StoreRequest>);
 
@@ -536,7 +540,7 @@ pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, 
 }
 
 impl CrashThread {
-    /// Waits until all reports have been written. The wait is limited, because a disk can hang.
+    /// Waits until all reports have been written, but not longer than a time limit, because a disk can hang.
     pub fn finish(self) {
         // The call returns when the thread exits, because the channel is then closed.
         let _ = self.0.recv_timeout(FINISH_TIMEOUT);
@@ -544,29 +548,30 @@ impl CrashThread {
 }
 
 impl Crashes {
-    /// Stores a report. `permit` is held until the report has been stored. All later requests see the report.
+    /// Stores a report, and holds `permit` until this is done. All later requests see the report.
     pub fn add(&self, report: Box<CrashReport>, permit: OwnedSemaphorePermit) {
         if self.0.try_send(StoreRequest::Add { report, permit }).is_err() {
             tracing::error!("a crash report was dropped, because too many are waiting to be written");
         }
     }
 
-    /// Returns a sender for backtraces.
+    /// Returns a sender for adding backtraces to reports.
     pub fn native_sender(&self) -> NativeSender {
         NativeSender(self.0.downgrade())
     }
 
-    /// Returns summaries of all reports, oldest first. Returns `None` if the thread is too busy.
+    /// Returns summaries of all reports, from oldest to newest. Returns `None` if the thread that stores them is too
+    /// busy.
     pub async fn list(&self) -> Option<Vec<Summary>> {
         self.request(StoreRequest::List).await
     }
 
-    /// Returns the report with this ID, or `None` if the thread is too busy.
+    /// Returns the report with this ID. Returns `None` if the thread that stores reports is too busy.
     pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
         self.request(|reply| StoreRequest::Get(id, reply)).await
     }
 
-    /// Loads the last reports of the previous supervisor in an upgrade, which has exited.
+    /// Loads the last reports that the previous supervisor in an upgrade wrote before it exited.
     pub fn take_over(&self) {
         // If the thread is too busy, the supervisor loads the reports at its next start.
         let _ = self.0.try_send(StoreRequest::TakeOver);

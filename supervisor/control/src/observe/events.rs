@@ -14,7 +14,7 @@ use tokio::sync::{Notify, watch};
 use super::logging;
 use bulkhead_plane::command::Event;
 
-/// Maximum number of events in the ring.
+/// Maximum number of events kept in memory.
 pub const EVENTS_MAX: usize = 4096;
 
 /// Maximum number of log lines per second for each kind of event in each bulkhead. Further events are stored but not
@@ -26,7 +26,7 @@ const FREQUENT_BURST: u64 = 512;
 const FREQUENT_PER_SECOND: u64 = 10;
 
 /// Time, in seconds, after which a separate event reports the number of suppressed events. If another event of the same
-/// kind occurs earlier, that event reports the number.
+/// kind occurs earlier, the number is reported in that event instead.
 const UNREPORTED_SECONDS_MAX: u64 = 2;
 
 /// Delay before followers are woken, so that events in quick succession are delivered together.
@@ -40,9 +40,9 @@ const PIECE_EVENTS_MAX: usize = 64;
 pub struct Rendered {
     /// Sequence number of the event, starting at 1.
     seq: u64,
-    /// Name of the bulkhead that the event is about, if any.
+    /// Name of the bulkhead that the event concerns, if any.
     bulkhead: Option<Arc<str>>,
-    /// The event as a server-sent event, with the sequence number as its ID.
+    /// The event in the format of server-sent events, with the sequence number as its ID.
     frame: Bytes,
     /// Offset of the event's JSON object in `frame`.
     json: usize,
@@ -60,7 +60,7 @@ impl Rendered {
         &self.frame[self.json..self.frame.len() - 2]
     }
 
-    /// Returns the event as a server-sent event without a type.
+    /// Returns the event in the format of server-sent events, without an event type.
     pub fn frame(&self) -> &Bytes {
         &self.frame
     }
@@ -74,9 +74,9 @@ impl Rendered {
 #[derive(Debug)]
 pub struct Events {
     ring: Mutex<EventRing>,
-    /// Notified when there are events that readers have not yet been woken for.
+    /// Notified when there are events for which readers have not been woken up yet.
     new_events: Notify,
-    /// Sequence number of the newest event that readers have been woken for.
+    /// Sequence number of the newest event for which readers have been woken up.
     announced: watch::Sender<u64>,
 }
 
@@ -92,17 +92,16 @@ pub struct Reader {
     announced: watch::Receiver<u64>,
 }
 
-/// Events delivered to a reader together.
+/// A group of events that are delivered to a reader together.
 #[derive(Debug, Default)]
 pub struct Piece {
-    /// Number of events that were evicted before the reader received them. Includes events of other
-    /// bulkheads.
+    /// Number of events that were evicted before this reader received them, including events of other bulkheads.
     pub missed: u64,
     /// Delivered events, oldest first.
     pub events: Vec<Arc<Rendered>>,
 }
 
-/// Name of an event kind, and the bulkhead that the events are about.
+/// Name of a kind of event, and the bulkhead that the events concern.
 type FlowKey = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
@@ -112,12 +111,12 @@ struct EventRing {
     flows: HashMap<FlowKey, EventFlow>,
 }
 
-/// Events of one kind in one bulkhead.
+/// The events of one kind in one bulkhead.
 #[derive(Debug)]
 struct EventFlow {
-    /// Sequence numbers of those events that are still in the ring.
+    /// Sequence numbers of the events that are still in memory.
     kept: VecDeque<u64>,
-    /// Number of further events that the rate limit currently allows.
+    /// Number of events that the rate limit currently allows before events are suppressed.
     allowance: u64,
     /// Number of events suppressed since the last event that was not suppressed.
     suppressed: u64,
@@ -143,7 +142,7 @@ impl Events {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds an event to the ring and logs it. If there are too many events of this kind, the event is only counted.
+    /// Stores an event and logs it. If there are too many events of the same kind, the event is only counted.
     pub fn add(&self, mut event: Event) {
         let mut ring = self.lock();
         let Some(Admitted { suppressed, is_logged }) = ring.admit(&event) else { return };
@@ -163,13 +162,15 @@ impl Events {
         self.lock().seq
     }
 
-    /// Continues the numbering of another supervisor's events.
+    /// Makes the event numbers continue after `number`, the last number that the previous supervisor in an upgrade
+    /// used.
     pub fn continue_after(&self, number: u64) {
         let mut ring = self.lock();
         ring.seq = ring.seq.max(number);
     }
 
-    /// Emits an event for each kind that has unreported suppressed events and no recent event.
+    /// Emits an event for each kind of event that has unreported suppressed events, unless an event of that kind
+    /// occurred recently.
     pub fn report_suppressed(&self) {
         let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
@@ -178,8 +179,7 @@ impl Events {
         }
     }
 
-    /// Drops the rate limits of all bulkheads that are not in `bulkheads`. The events of these bulkheads stay
-    /// in the ring.
+    /// Removes the rate limits of all bulkheads that are not in `bulkheads`. Stored events of such a bulkhead are kept.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         let is_kept = |name: &str| bulkheads.contains(name);
         self.lock()
@@ -187,7 +187,7 @@ impl Events {
             .retain(|(_, name), flow| !flow.kept.is_empty() || name.as_deref().is_none_or(is_kept));
     }
 
-    /// Returns the newest events after the sequence number `since`, at most `limit`.
+    /// Returns the events after the sequence number `since`, but at most the newest `limit`.
     pub fn kept(&self, since: u64, bulkhead: Option<&str>, limit: usize) -> Vec<Arc<Rendered>> {
         let ring = self.lock();
         let mut kept: Vec<_> = ring.newest(since, bulkhead).take(limit).cloned().collect();
@@ -195,8 +195,8 @@ impl Events {
         kept
     }
 
-    /// Returns a reader that delivers the newest events after the sequence number `since`, at most `limit`, followed by
-    /// all later events. No events are left out or delivered twice.
+    /// Returns a reader that first delivers the events after the sequence number `since`, but at most the newest
+    /// `limit`. It then delivers all later events, without gaps or duplicates.
     pub fn reader(&self, since: u64, bulkhead: Option<String>, limit: usize) -> Reader {
         self.wake_readers();
         let ring = self.lock();
@@ -260,7 +260,7 @@ impl Reader {
         piece
     }
 
-    /// Skips evicted events up to `seq`. Returns the number of missed events.
+    /// Skips the events up to `seq`, which have been evicted. Returns the number of events that this reader missed.
     fn skip_to(&mut self, seq: u64) -> u64 {
         let missed = seq.saturating_sub(self.last_seq.max(self.joined));
         self.last_seq = self.last_seq.max(seq);
@@ -268,9 +268,9 @@ impl Reader {
     }
 }
 
-/// Result of the rate limit for an event that is not suppressed.
+/// Result of applying the rate limit to an event that is not suppressed.
 struct Admitted {
-    /// Number of events of this kind suppressed since the last event that was not suppressed.
+    /// Number of events of the same kind that were suppressed immediately before this event.
     suppressed: u64,
     is_logged: bool,
 }
@@ -301,13 +301,13 @@ impl EventRing {
         }
     }
 
-    /// Returns the events in the ring after the sequence number `since`, newest first.
+    /// Returns the events whose sequence numbers are above `since`, newest first.
     fn newest(&self, since: u64, bulkhead: Option<&str>) -> impl Iterator<Item = &Arc<Rendered>> {
         let after = since.saturating_add(1);
         self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))
     }
 
-    /// Evicts the oldest event of the flow with the most events in the ring.
+    /// Evicts the oldest event of the flow that has the most events in memory.
     fn evict_one(&mut self) {
         let weight =
             |flow: &&mut EventFlow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));
@@ -317,8 +317,8 @@ impl EventRing {
         }
     }
 
-    /// Returns the flows that have unreported suppressed events and have had no event for `UNREPORTED_SECONDS_MAX`,
-    /// with the number of suppressed events.
+    /// Returns the flows that have unreported suppressed events, with the number of these events. Omits flows that had
+    /// an event within the last `UNREPORTED_SECONDS_MAX`.
     fn take_unreported(&mut self, second: u64) -> Vec<(FlowKey, u64)> {
         for ((kind, bulkhead), flow) in &mut self.flows {
             if flow.second < second {
@@ -334,7 +334,7 @@ impl EventRing {
 }
 
 impl EventFlow {
-    /// Begins a new second, if the current one is over, and refills the allowance of the rate limit.
+    /// Begins a new second if the current second is over, and adds to the number of events that the rate limit allows.
     fn advance_to(&mut self, second: u64, key: (&'static str, Option<&str>)) {
         if second == self.second {
             return;
@@ -427,8 +427,8 @@ fn log_json(event: &Event) {
     logging::write_json(&level, "bulkhead", fields);
 }
 
-/// Returns the name of an event's field in a log line. If log lines already have a field with this name, a prefix is
-/// added.
+/// Returns the name to use for an event's field in a log line. Adds a prefix if every log line already has a field with
+/// this name.
 fn log_field_name(name: &str) -> String {
     if logging::LINE_FIELDS.contains(&name) { format!("event_{name}") } else { name.to_owned() }
 }
@@ -556,7 +556,7 @@ mod tests {
         counts
     }
 
-    /// Simulates a bulkhead whose workers die at a rate of 600 per second for ten minutes.
+    /// Simulates ten minutes in which the workers of one bulkhead die at a rate of 600 per second.
     #[test]
     fn event_storm_evicts_only_its_own_events() {
         let events = Events::default();

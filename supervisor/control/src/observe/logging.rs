@@ -14,7 +14,7 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Maximum number of lines in the channel. Further lines are dropped and counted.
+/// Maximum number of log lines waiting to be written. Further lines are dropped and counted.
 const LINES_MAX: usize = 4096;
 
 /// Maximum time to wait, at shutdown, for the remaining lines to be written.
@@ -22,7 +22,7 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-/// Number of lines in the channel that have not been written yet.
+/// Number of log lines that are waiting to be written.
 static UNWRITTEN: AtomicU64 = AtomicU64::new(0);
 
 /// Format of log lines.
@@ -40,7 +40,7 @@ static JSON_LINES: OnceLock<SyncSender<Vec<u8>>> = OnceLock::new();
 /// `tracing` target of log lines that contain workers' output.
 pub(crate) const WORKER_TARGET: &str = "worker";
 
-/// Selects the lines to log.
+/// Determines which lines are logged.
 #[derive(Clone, Copy, Debug)]
 pub struct LogFilter<'a> {
     /// A log level, or a filter with targets and levels.
@@ -180,8 +180,8 @@ impl Drop for LineWriter {
     }
 }
 
-/// Escapes characters in a log line that a terminal would interpret or not display. In the text format, control
-/// characters are kept, because they set colours, and text from workers has already been escaped.
+/// Escapes characters in a log line that a terminal would interpret or not display. Control characters are kept in the
+/// text format, where they set colours. Text from workers has already been escaped.
 fn escape_unseen(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
     let needs_escape = |c: char| text::is_unprintable(c) && (format == LogFormat::Json || !c.is_control());
     let whole = String::from_utf8_lossy(&line);

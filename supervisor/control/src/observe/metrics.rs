@@ -26,7 +26,7 @@ pub(crate) struct JobsHttpNumbers {
     pub(crate) unauthenticated: u64,
 }
 
-/// Input values from which the metrics are rendered.
+/// Values from which the metrics are rendered.
 struct MetricInputs<'m> {
     scrape: &'m Scrape,
     /// Counts of the `jobs_http` listener. `None` if there is no such listener.

@@ -16,8 +16,8 @@ use super::REQUEST_TIMEOUT;
 use super::progress::Progress;
 use crate::control::responses;
 
-/// Maximum time that a kept-alive connection waits for the next request. Longer than the time for which proxies keep
-/// unused connections open, so that the proxy closes them first.
+/// Maximum time that a kept-alive connection waits for the next request. Proxies usually close unused connections
+/// sooner, so the proxy rather than the supervisor closes such a connection.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
 
 /// Maximum time that a client can go without reading its response.
@@ -35,7 +35,7 @@ pub(super) struct Connection<S> {
     progress: Arc<Progress>,
     timer: Pin<Box<Sleep>>,
     phase: Phase,
-    /// Response that replaces hyper's own, and the number of response bytes already written.
+    /// Response to send in place of hyper's own response, and the number of its bytes already written.
     replacement: Option<(Vec<u8>, usize)>,
 }
 
@@ -45,7 +45,7 @@ enum Phase {
     Idle,
     /// Part of the request's head has arrived.
     Head,
-    /// The handler has the request, or the response is being sent. The handler limits the time for this.
+    /// The handler has the request, or the response is being sent. The handler enforces the time limit.
     Serving,
     /// There is data to send, but the client is not reading.
     Stalled,
@@ -55,8 +55,8 @@ enum Phase {
 }
 
 impl<S> Connection<S> {
-    /// Wraps an accepted socket. The time limit for the first request is shorter than for later requests, because any
-    /// client can connect.
+    /// Wraps an accepted socket. The first request has a shorter time limit than later requests, because any client can
+    /// connect.
     pub(super) fn new(socket: S, progress: Arc<Progress>, accepted: Instant) -> Self {
         let timer = Box::pin(tokio::time::sleep_until(accepted + REQUEST_TIMEOUT));
         Self { socket, progress, timer, phase: Phase::Head, replacement: None }
@@ -78,8 +78,8 @@ impl<S> Connection<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
-    /// Closes a connection whose request did not arrive in time. A client that has sent part of the request is told the
-    /// reason.
+    /// Closes a connection whose request did not arrive in time. If part of the request has arrived, the client is sent
+    /// an error first.
     fn time_out(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.timer.as_mut().poll(cx));
         if self.phase == Phase::Head {
@@ -90,7 +90,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
         Poll::Ready(Err(ErrorKind::TimedOut.into()))
     }
 
-    /// Writes the response that replaces hyper's own.
+    /// Writes the response that is sent in place of hyper's own response.
     fn write_replacement(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while let Some((bytes, written)) = &mut self.replacement {
             if *written == bytes.len() {
@@ -108,7 +108,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
         Poll::Ready(Ok(()))
     }
 
-    /// Returns `Pending`, or an error if the client has read nothing for too long.
+    /// Returns `Pending`, or an error if the client has left its response unread for too long.
     fn stall<T>(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
         if self.phase != Phase::Stalled {
             self.enter(Phase::Stalled, READ_TIMEOUT);
@@ -117,7 +117,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
     }
 }
 
-/// Returns the status of hyper's own response to a request that it cannot parse.
+/// Returns the status of the response that hyper generates for a request that it cannot parse.
 fn status_of(slices: &[IoSlice<'_>]) -> Option<StatusCode> {
     let line = slices.iter().find(|slice| !slice.is_empty())?;
     let code = line.strip_prefix(b"HTTP/1.1 ").or(line.strip_prefix(b"HTTP/1.0 "))?.get(..3)?;

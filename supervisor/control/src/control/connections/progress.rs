@@ -18,7 +18,7 @@ pub(in crate::control) struct Progress {
     waiting_since: AtomicU64,
     /// True if the general time limit does not apply because the handler enforces its own limits.
     has_no_time_limit: AtomicBool,
-    /// True if the response's body is complete. The last bytes may still have to be written.
+    /// True if the response's body is complete. Its last bytes may not have been written to the socket yet.
     is_answered: AtomicBool,
     /// True if the client has sent a valid token.
     is_identified: AtomicBool,
@@ -26,7 +26,7 @@ pub(in crate::control) struct Progress {
     is_closing: AtomicBool,
     /// Notified when `is_closing` becomes true.
     close: Notify,
-    /// Value to drop when the response to the current request is complete.
+    /// Reference that is dropped when the response to the current request is complete.
     held: Mutex<Option<Arc<()>>>,
 }
 
@@ -51,7 +51,7 @@ impl Progress {
         self.waiting_since.store(SERVING, Ordering::Relaxed);
     }
 
-    /// Holds a reference until the response to the current request is complete.
+    /// Keeps the reference `marker` until the response to the current request is complete.
     pub(in crate::control) fn hold(&self, marker: Arc<()>) {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(marker);
     }
@@ -61,8 +61,8 @@ impl Progress {
         self.is_answered.store(true, Ordering::Relaxed);
     }
 
-    /// Records that all output has been written. If the last request has been answered, the connection then waits for
-    /// the next request.
+    /// Records that all output has been written to the socket. If the response is complete, the connection starts to
+    /// wait for the next request.
     pub(super) fn flushed(&self) {
         if self.is_answered.swap(false, Ordering::Relaxed) {
             let since = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(SERVING - 1);
@@ -98,9 +98,8 @@ impl Progress {
         self.close.notified().await;
     }
 
-    /// Returns the position of this connection in the order in which idle connections are closed: first those of
-    /// clients without a valid token, then those that have been idle longest. Returns `None` if a request is being
-    /// served or the connection is closing.
+    /// Returns a sort key for closing idle connections: connections without a valid token come first, then the
+    /// longest-idle connections. Returns `None` if a request is being served or the connection is closing.
     fn idle_order(&self) -> Option<(bool, Instant)> {
         let waiting_since = self.waiting_since.load(Ordering::Relaxed);
         if waiting_since == SERVING || self.is_closing.load(Ordering::Relaxed) {

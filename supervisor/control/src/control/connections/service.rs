@@ -29,15 +29,15 @@ const HEAD_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of headers in a request.
 const HEADERS_MAX: usize = 100;
 
-/// Maximum time for a closing connection to receive a request that the client has already sent.
+/// Maximum time that a closing connection waits for a request that the client has already sent.
 const LAST_REQUEST_WAIT: Duration = Duration::from_millis(100);
 
-/// Maximum number of bytes of a request that are read and discarded to keep the connection alive, and the maximum time
-/// for doing so.
+/// Maximum number of unread request bytes to discard so that the connection can be kept alive, and the maximum time for
+/// doing so.
 const DISCARDED_BYTES_MAX: u64 = 64 * 1024;
 const DISCARD_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Maximum time to wait until a connection that has no request is closed.
+/// Maximum time to wait for an idle connection to finish a graceful shutdown.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Serves connections until the listener has closed, then waits for the connections that had already been admitted.
@@ -114,7 +114,8 @@ impl RequestBody {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Discards the rest of a small body so that the connection can be kept alive. Returns false if too much is left.
+    /// Discards the unread rest of a small body so that the connection can be kept alive. Returns false if the rest is
+    /// too large.
     async fn discard_rest(&self, expects_continue: bool) -> bool {
         let (is_complete, least) = {
             let body = self.lock();

@@ -19,7 +19,7 @@ pub(in crate::control) trait Socket:
 
     fn from_std_socket(socket: Self::Std) -> io::Result<Self>;
 
-    /// Waits for data, and reads it without removing it from the socket.
+    /// Waits for data and reads it without consuming it.
     fn peek(&self, bytes: &mut [u8]) -> impl Future<Output = io::Result<usize>> + Send;
 }
 

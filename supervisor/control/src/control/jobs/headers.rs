@@ -59,8 +59,8 @@ impl<'h> JobHeaders<'h> {
     }
 }
 
-/// Maximum deadline and run limit, in milliseconds, that are passed on. The data plane reduces them to the
-/// limits of the bulkhead.
+/// Maximum deadline and run limit, in milliseconds, that are passed on to the data plane. Longer values are reduced.
+/// The data plane then applies the bulkhead's own limits.
 const LIMIT_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
 
 fn millis(value: &str) -> Option<Duration> {

@@ -37,7 +37,7 @@ fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     }
 }
 
-/// Converts those outcome fields that are documented as headers into headers.
+/// Returns response headers for those fields of an outcome that are documented as headers.
 fn headers(fields: &Map<String, Value>) -> HeaderMap {
     let names = [
         ("bulkhead-outcome", "outcome"),
@@ -95,7 +95,7 @@ pub(super) async fn result(
     Ok(response)
 }
 
-/// Reads a result in chunks. The session can be reused after the last chunk.
+/// Reads a result in chunks. Once the last chunk has been read, the session can be used for another job.
 fn chunks(
     session: Session,
     slot: Option<SessionSlot>,
@@ -165,7 +165,7 @@ pub(in crate::control) fn reject_request(request: &Request, reason: RejectReason
     }
 }
 
-/// Returns the response for a job that was rejected without being sent to the data plane.
+/// Returns the response for a job that was rejected without involving the data plane.
 pub(in crate::control) fn rejected(name: &str, reason: RejectReason, message: String) -> Response {
     let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
     local_outcome_response(name, Verdict::Rejected { reason, message }, retry_after)
@@ -178,8 +178,8 @@ pub(super) fn upload_timed_out(name: &str) -> Response {
     outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &local_outcome(name, verdict, None), Vec::new(), None)
 }
 
-/// Returns the response for a job whose connection was closed by the data plane without an outcome, because the data
-/// plane has shut down or had no memory for the result.
+/// Returns the response for a job whose connection was closed by the data plane before it sent an outcome. The data
+/// plane does this if it shuts down or has no memory for the result.
 pub(super) fn dropped(name: &str) -> Response {
     let message = "the supervisor is stopping or out of memory; the job may have run".into();
     local_outcome_response(

@@ -31,22 +31,22 @@ const READ_BUFFER_BYTES: usize = 8 * 1024;
 
 pub(super) type Reader = BufReader<OwnedReadHalf>;
 
-/// A connection to the data plane without a job in progress.
+/// A connection to the data plane that is not processing a job.
 #[derive(Debug)]
 pub(in crate::control) struct Session {
     pub(super) reader: Reader,
     pub(super) writer: OwnedWriteHalf,
-    /// Number of the last request.
+    /// Number of the last request sent in this session.
     pub(super) number: u64,
     client: HttpClient,
 }
 
-/// The session of an HTTP connection, while no job uses it.
+/// Holds the session that belongs to an HTTP connection while no job is using it.
 #[derive(Clone, Debug, Default)]
 pub(in crate::control) struct SessionSlot(Arc<Mutex<Option<Session>>>);
 
 impl SessionSlot {
-    /// Takes the session if it has the permissions of `client` and is still open.
+    /// Takes the session if it is still open and was opened under the access rules that apply to `client`.
     pub(super) fn take(&self, client: &HttpClient) -> Option<Session> {
         let session = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         session.filter(|session| session.is_for(client) && session.is_quiet())
@@ -58,7 +58,7 @@ impl SessionSlot {
 }
 
 impl Session {
-    /// Opens a session. The data plane holds the permit until it has closed the session.
+    /// Opens a session. The data plane releases the permit when it has closed the session.
     pub(super) async fn open(
         commands: &CommandSender,
         permit: OwnedSemaphorePermit,
@@ -85,7 +85,7 @@ impl Session {
         }
     }
 
-    /// Returns true if the data plane has not closed the session.
+    /// Returns true if the session is still open and no data from the data plane is waiting to be read.
     fn is_quiet(&self) -> bool {
         let read = self.reader.get_ref().try_read(&mut [0]);
         self.reader.buffer().is_empty() && read.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)

@@ -17,8 +17,8 @@ use super::Failure;
 /// Size of the memory segments that hold a payload of unknown length, in bytes.
 const SEGMENT_BYTES: usize = 256 * 1024;
 
-/// Minimum size that is announced for a payload that is too large. Exceeds the maximum size of payloads that need no
-/// announcement, so that the data plane rejects the job before it receives any bytes of the payload.
+/// Minimum size to announce for a payload that is too large. If the announced size were smaller, the data plane would
+/// expect to receive the payload before it rejects the job.
 const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 
 /// An incoming payload.
@@ -36,13 +36,13 @@ pub(super) enum Length {
     Unknown,
 }
 
-/// Size of a payload in bytes, as announced to the data plane, and how the bytes will be sent.
+/// The payload size, in bytes, to announce to the data plane, and the way in which the payload will be sent.
 pub(super) enum Announced {
     /// The payload is passed on while it is being received.
     Streamed(u64),
     /// The complete payload is in memory.
     Spooled(u64),
-    /// The payload is too large and will not be sent. The data plane will reject the announced size.
+    /// The payload is too large and will not be sent. The data plane rejects a job that announces this size.
     TooLarge(u64),
 }
 
@@ -70,7 +70,7 @@ impl Upload {
         }
     }
 
-    /// Determines the size of the payload. For a payload in chunks, this requires receiving all chunks.
+    /// Determines the size of the payload. If the client sends the payload in chunks, receives all of them first.
     pub(super) async fn announce(&mut self) -> Result<Announced, Failure> {
         let max = self.max_bytes.unwrap_or(0);
         // If a reload has raised `max_payload` in the meantime, the data plane accepts this size, but no
@@ -101,7 +101,7 @@ impl Upload {
         Ok(Announced::Spooled(self.spool.bytes as u64))
     }
 
-    /// Sends the frame and the payload.
+    /// Sends the SUBMIT frame of a job, and then the payload unless it is too large.
     pub(super) async fn send(
         &mut self,
         mut frame: Vec<u8>,
@@ -135,7 +135,7 @@ impl Upload {
         Ok(())
     }
 
-    /// Receives the next bytes of a payload. `left` is the number of bytes that have not arrived yet.
+    /// Receives the next bytes of a payload. `left` is the number of bytes still to be received.
     async fn next_chunk(&mut self, left: &mut u64) -> Result<Bytes, Failure> {
         let chunk = next_chunk(&mut self.body).await?.ok_or(Failure::Broken)?;
         *left = left.checked_sub(chunk.len() as u64).ok_or(Failure::Broken)?;
@@ -151,12 +151,11 @@ async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Failure>
     }
 }
 
-/// A payload of unknown length that is kept in memory while it is being received. The bytes count towards
-/// `max_buffered`.
+/// A payload of unknown length, kept in memory while it is being received. Its size counts towards `max_buffered`.
 struct Spool {
     segments: Vec<Vec<u8>>,
     bytes: usize,
-    /// Number of bytes of this payload that the counters include.
+    /// Number of bytes of this payload that are currently included in the counters.
     charged: usize,
     counters: Arc<SharedCounters>,
     /// Counters for the user or token that is sending the payload.
@@ -200,8 +199,8 @@ impl Spool {
         Ok(())
     }
 
-    /// Returns an error if this payload must be dropped because the data plane needs the memory. Payloads are not
-    /// dropped if others have already released enough memory.
+    /// Returns an error if the data plane has asked for memory to be freed, in which case this payload must be dropped.
+    /// Does nothing once enough memory has been freed by dropping other payloads.
     fn check_memory_pressure(&self) -> Result<(), Failure> {
         let take = |unwanted: usize| (unwanted > 0).then(|| unwanted.saturating_sub(self.charged));
         let unwanted = &self.owner.bytes_to_free;
@@ -218,7 +217,8 @@ impl Spool {
         ))
     }
 
-    /// Returns all segments and stops counting their bytes, because the data plane now counts them.
+    /// Removes and returns all segments. Their bytes are no longer counted here, because the data plane now counts
+    /// them.
     fn take_segments(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
         self.release();
         std::mem::take(&mut self.segments).into_iter()

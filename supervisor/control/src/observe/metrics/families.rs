@@ -14,7 +14,7 @@ pub(super) struct Family {
     pub(super) source: SampleSource,
 }
 
-/// Source of a family's samples.
+/// Source of the samples in a metric family.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum SampleSource {
     /// One sample per bulkhead.
@@ -25,7 +25,7 @@ pub(super) enum SampleSource {
     Several(fn(&mut Page, &BulkheadNumbers)),
     /// Samples that do not belong to a bulkhead.
     Global(fn(&mut Page, &MetricInputs<'_>)),
-    /// One sample about the supervisor's process, read from `/proc`. Omitted if it is not available.
+    /// One sample about the supervisor's own process, read from `/proc`. Omitted if the value is not available.
     Process(fn(&OwnProcess) -> Option<f64>),
 }
 

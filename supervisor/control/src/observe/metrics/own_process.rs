@@ -6,13 +6,13 @@ use std::sync::OnceLock;
 use bulkhead_linux::process_tree::read_proc_file;
 use rustix::process::{Resource, getrlimit};
 
-/// Resource usage of the process, in the units of the metrics.
+/// Resource usage of the supervisor's process, in the units used by the metrics.
 pub(super) struct OwnProcess {
     pub(super) cpu_seconds: f64,
     pub(super) virtual_bytes: f64,
     pub(super) resident_bytes: f64,
     pub(super) threads: f64,
-    /// Time from the boot of the machine to the start of the process, in seconds.
+    /// Time between the boot of the machine and the start of the process, in seconds.
     started_after: f64,
 }
 
