@@ -236,7 +236,7 @@ impl Bulkheads {
         self.by_name.get(name).copied()
     }
 
-    /// Returns the bulkhead with this name, like [`Self::find`]. Faster if `name` is the name of the bulkhead `recent`.
+    /// Returns the same result as [`Self::find`], but faster if `name` is the name of the bulkhead `recent`.
     #[inline]
     pub(super) fn find_recent(&self, recent: Option<BulkheadIndex>, name: &str) -> Option<BulkheadIndex> {
         let is_again = |index: &BulkheadIndex| {

@@ -41,7 +41,7 @@ pub(super) struct Crashes {
     permits: Arc<Semaphore>,
     /// Crash state of each bulkhead in which there has been a crash.
     by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
-    /// Number of crashes for which there is no report and that no event has counted yet.
+    /// Number of crashes without a report that have not yet been included in an event.
     skipped: u64,
     /// PID of the process whose death is being handled, and ID of the crash report. Events about this death contain the
     /// ID.
@@ -79,7 +79,7 @@ struct ReportLimit {
     left: u32,
     /// Time at which the bucket was last refilled.
     filled_to: Time,
-    /// Number of crashes for which there is no report and that no event has counted yet.
+    /// Number of crashes without a report that have not yet been included in an event.
     skipped: u64,
     reported_at: Option<Time>,
 }
@@ -354,7 +354,7 @@ impl Crashes {
 
     // Crashes without a report.
 
-    /// Returns true if there are crashes without a report that no event has counted yet.
+    /// Returns true if there are crashes without a report that have not yet been included in an event.
     pub(super) fn needs_checks(&self) -> bool {
         self.skipped > 0
     }

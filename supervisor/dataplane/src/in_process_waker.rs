@@ -13,8 +13,8 @@ use super::slab::SessionId;
 struct ReadySet {
     /// Sessions whose clients have signaled activity on their connections.
     sessions: Vec<SessionId>,
-    /// Thread or task to wake. `None` while the data plane is awake, because it checks `sessions` before
-    /// sleeping.
+    /// Thread or task to wake. `None` while the data plane is awake, because the data plane checks `sessions` before it
+    /// goes to sleep.
     parked: Option<Parked>,
 }
 

@@ -516,7 +516,7 @@ impl DataPlane {
         heard
     }
 
-    /// Returns `Ready` if an in-process client has signalled activity, in which case
+    /// Returns `Ready` if an in-process client has signaled activity, in which case
     /// [`DataPlane::handle_in_process_clients`] is enough. Otherwise, the next signal wakes the task to which `context`
     /// belongs.
     pub fn poll_in_process_clients(&self, context: &mut Context<'_>) -> Readiness<()> {

@@ -317,12 +317,12 @@ impl Link {
         matches!(self.end, EndCause::TmpFull)
     }
 
-    /// Stores information about the worker's death, so that the death can be reported to policy later.
+    /// Stores the worker's death and resource usage, which are reported to policy later.
     pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Removes and returns the information about the worker's death that was stored to be reported later, if any.
+    /// Removes and returns the worker's death and resource usage, if they were stored to be reported later.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),

@@ -269,7 +269,7 @@ impl Memory {
         waiting.jobs += 1;
         let most = 2 * waiting.jobs + STALE_MAX;
         let stack = &mut waiting.stacks[usize::from(priority.code())];
-        // The cost of removing outdated entries is amortised, because at least as many entries have been added since
+        // The cost of removing outdated entries is amortized, because at least as many entries have been added since
         // the last removal.
         if stack.len() >= most {
             stack.retain(|&(compartment, job)| is_waiting(compartment, job));

@@ -33,7 +33,7 @@ macro_rules! indices {
     )*};
 }
 
-/// Implements `Deref` to the table in a type's `slab` field.
+/// Implements `Deref` so that a type dereferences to the table in its `slab` field.
 macro_rules! owns_slab {
     ($owner:ty, $index:ty, $entry:ty) => {
         impl std::ops::Deref for $owner {

@@ -22,11 +22,11 @@ const LINE_BYTES_MAX: usize = 8 * 1024;
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Maximum number of lines, and maximum number of bytes, that are logged immediately per bulkhead and second.
+/// Maximum number of lines, and maximum number of bytes, logged immediately for each bulkhead in one second.
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
-/// Maximum number of lines, and maximum number of bytes, that are logged with a delay per bulkhead and second. If more
+/// Maximum number of lines, and maximum number of bytes, logged with a delay for each bulkhead in one second. If more
 /// lines arrive than can be logged immediately, the last ones are kept and logged when the second ends or the process
 /// exits. All other lines are dropped and counted.
 const DELAYED_LINES_PER_SECOND: usize = 100;

@@ -71,8 +71,8 @@ impl Compartment {
 }
 
 impl Isolated {
-    /// Removes a tenant that has no more jobs from the waiting list, and returns it. The jobs can end while the tenant
-    /// is waiting if its clients disconnect.
+    /// Finds a waiting tenant that no longer has any jobs, removes the tenant from the waiting list, and returns it. A
+    /// waiting job can end because its client disconnects.
     fn take_idle_waiter(&mut self, compartments: &Compartments) -> Option<CompartmentIndex> {
         let at = self.waiting.iter().position(|index| compartments[*index].policy.has_no_jobs())?;
         self.waiting.remove(at)
