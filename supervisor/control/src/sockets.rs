@@ -18,7 +18,7 @@ use bulkhead_linux::scm_rights::refuse_descriptors;
 use bulkhead_plane::handover::inherited;
 use bulkhead_plane::lock::{self, LockError};
 
-/// Maximum number of connections in the backlog. The kernel lowers the value to its own maximum.
+/// Maximum number of connections in the backlog. The kernel may impose a lower limit.
 const BACKLOG_MAX: i32 = 4096;
 
 /// A bound Unix socket. Dropping it releases the lock, and removes the file unless the file belongs to the service
@@ -32,8 +32,8 @@ pub struct BoundSocket {
     identity: (u64, u64),
     listener: Option<UnixListener>,
     lock: File,
-    /// False while another supervisor serves the socket: before this supervisor has taken over, or after it has handed
-    /// over.
+    /// True if this supervisor serves the socket. False before taking over from another supervisor and after handing
+    /// over to one.
     is_owner: bool,
     /// True if the service manager has bound the socket.
     is_inherited: bool,
@@ -64,7 +64,7 @@ impl InheritedSockets {
         ]
     }
 
-    /// Returns the sockets with these names, which were passed on by the previous supervisor in an upgrade.
+    /// Returns the sockets that have these names, which the previous supervisor passes on during an upgrade.
     pub fn from_names(names: &[String]) -> Self {
         let mut sockets = Self::default();
         for (name, is_inherited) in sockets.each() {
@@ -73,7 +73,7 @@ impl InheritedSockets {
         sockets
     }
 
-    /// Returns the names of the sockets, for a successor.
+    /// Returns the names of the sockets, which are passed on to the successor during an upgrade.
     pub fn names(mut self) -> Vec<String> {
         let names = self.each().into_iter().filter(|(_, is_inherited)| **is_inherited);
         names.map(|(name, _)| name.to_owned()).collect()
@@ -119,7 +119,7 @@ impl BoundSocket {
         })
     }
 
-    /// Uses the socket of the previous supervisor in an upgrade, which is still serving the socket.
+    /// Takes over a socket that the previous supervisor is still serving during an upgrade.
     ///
     /// `is_inherited` is true if the service manager has bound the socket.
     pub fn take_over(
@@ -185,13 +185,13 @@ impl BoundSocket {
         &self.path
     }
 
-    /// Returns true if this socket's file still exists at its path.
+    /// Returns true if the file at the path is still the file of this socket.
     pub fn exists(&self) -> bool {
         identity(&self.path).is_ok_and(|found| found == self.identity)
     }
 
-    /// Binds the path again after the file was removed. Creates missing parent folders. The returned listener replaces
-    /// the previous one.
+    /// Binds a new socket at the same path after the file was removed. Creates missing parent folders. The returned
+    /// listener replaces the previous one.
     pub fn recreate(&mut self) -> Result<UnixListener, BindError> {
         let fail = |problem: String| BindError { path: self.path.clone(), problem };
         if self.is_inherited {
@@ -254,7 +254,8 @@ fn listen_at(path: &Path, mode: u32) -> Result<(UnixListener, (u64, u64)), Strin
 }
 
 /// Binds a socket at a temporary path, and moves the file to `path` once the socket is listening and has the right
-/// mode. Otherwise, clients that connect between `bind(2)` and `listen(2)` would be refused.
+/// mode. If the socket were bound at `path` directly, clients that connect between `bind(2)` and `listen(2)` would be
+/// refused.
 fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     let temporary = with_suffix(path, ".new");
     // If the temporary path is too long for a socket address, the socket is bound directly at `path`.
@@ -285,8 +286,8 @@ fn set_refusal(listener: &UnixListener) -> Result<(), String> {
     }
 }
 
-/// Binds a socket to which no client can connect yet. On Linux, the file is created with the mode that the socket has
-/// before `bind(2)`.
+/// Binds a socket whose file has no permissions, so that no client can connect yet. On Linux, the file gets the mode
+/// that the socket had before `bind(2)`.
 fn bind_without_permissions(path: &Path) -> io::Result<UnixListener> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -312,7 +313,7 @@ fn lock_path(socket: &Path) -> PathBuf {
 }
 
 /// Locks a socket's lock file. Only the supervisor that holds the lock may use the path. The lock file is never
-/// removed, because otherwise one supervisor could hold a lock on the removed file while another holds a lock on a new
+/// removed. Otherwise, another supervisor could lock a new file while this one still holds the lock on the removed
 /// file.
 fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
@@ -408,7 +409,7 @@ mod tests {
         }
     }
 
-    /// Also checks that another supervisor cannot replace a recreated socket.
+    /// The test also checks that a second supervisor cannot use the path of a recreated socket.
     #[test]
     fn removed_socket_is_recreated_unless_path_is_taken() {
         let folder = tempfile::tempdir().unwrap();
@@ -433,7 +434,8 @@ mod tests {
         assert!(!bound.exists() && bound.recreate().is_err());
     }
 
-    /// Also checks that a second supervisor cannot use the socket, and that the file is not recreated.
+    /// The test also checks that a second supervisor cannot use the socket, and that the file is not recreated if it is
+    /// removed.
     #[test]
     fn inherited_socket_keeps_its_file() {
         let folder = tempfile::tempdir().unwrap();

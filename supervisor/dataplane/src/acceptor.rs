@@ -14,7 +14,7 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Shortest delay in accepting connections that is reported as an event.
+/// Minimum delay in accepting connections that is reported as an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -26,8 +26,8 @@ pub(super) struct Acceptor {
     listener: Option<UnixListener>,
     /// True if there might be connections to accept.
     is_pending: bool,
-    /// True if the listener is not registered with the event loop, so that new connections do not wake the
-    /// data plane while the time budget is used up.
+    /// True if the listener is not registered with the event loop. The listener is deregistered while the time budget
+    /// is used up, so that new connections do not wake the data plane.
     is_deregistered: bool,
     /// True if accepting a connection has failed. Accepting must be retried, because the event loop reports
     /// waiting connections only once.
@@ -70,8 +70,8 @@ impl Acceptor {
         self.listener.as_ref().map(UnixListener::try_clone).transpose()
     }
 
-    /// Stops accepting connections. Another supervisor can accept the connections that are waiting on the same
-    /// listener.
+    /// Stops accepting connections. Connections that are waiting on the listener can be accepted by another supervisor
+    /// that shares the listener.
     pub(super) fn stop_listening(&mut self, poll: &Poll) {
         if let Some(listener) = self.listener.take() {
             let _ = poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
@@ -100,7 +100,7 @@ impl Acceptor {
         self.is_pending.then(|| self.budget.resume_at())
     }
 
-    /// Returns true if the time budget allows accepting a connection. Otherwise, deregisters the listener.
+    /// Returns true if there is enough time budget to accept a connection. If not, deregisters the listener.
     pub(super) fn can_accept(&mut self, poll: &Poll, now: Time) -> bool {
         let has_time = self.budget.has_time(now);
         if !has_time && !self.is_deregistered {
@@ -190,7 +190,8 @@ mod tests {
 
     use super::*;
 
-    /// The connection is reported once the time budget again allows accepting connections.
+    /// A connection can arrive after the last call to `accept(2)` but before the listener is registered again. The
+    /// event loop must still report this connection.
     #[test]
     fn reports_connection_that_arrives_before_registration() {
         let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();

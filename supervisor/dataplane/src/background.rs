@@ -17,12 +17,12 @@ use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
-/// Number of pending tasks above which no starvation checks are added. With this many tasks, the machine is overloaded,
-/// which already explains why workers are silent.
+/// Number of pending tasks at which no further starvation checks are added. With this many tasks, the machine is
+/// overloaded, which already explains why workers are silent.
 const LOOKS_WAITING_MAX: usize = 1024;
 
-/// Pause of the `memory-files` thread after each task, as a multiple of the task's duration. Prevents the
-/// creation of files from keeping a processor busy.
+/// Length of the pause after each task of the `memory-files` thread, as a multiple of the task's duration. The pauses
+/// prevent the creation of files from keeping a processor busy.
 const FILES_PAUSE: u32 = 1;
 
 /// Maximum time spent retrying a failed keeper start. The failure can be temporary, for example if the keeper was
@@ -37,15 +37,14 @@ enum Task {
     SweepKeeper {
         lost: Box<Keeper>,
     },
-    /// Starts the next keeper with the lost keeper's `launcher`, after a pause.
+    /// Starts the next keeper after a pause, using the `launcher` of the keeper that was lost.
     StartKeeper {
         pause: Duration,
         launcher: KeeperLauncher,
     },
     /// Records how long each thread of a worker has waited for a processor so far.
     Watch(Arc<Watch>),
-    /// Checks whether a thread of the worker has spent most of the time since `Watch` waiting for a
-    /// processor.
+    /// Checks whether a thread of the worker has spent at least half of the time since `Watch` waiting for a processor.
     Look {
         compartment: CompartmentIndex,
         worker: WorkerId,
@@ -79,7 +78,8 @@ pub(super) struct Background {
     threads: ThreadMonitor,
 }
 
-/// Marks the threads' exit as expected, because they exit together with the data plane, even after a panic.
+/// Marks the exit of the background threads as expected. The threads exit along with the data plane, even if the data
+/// plane panics.
 impl Drop for Background {
     fn drop(&mut self) {
         self.threads.begin_shutdown();
@@ -147,7 +147,7 @@ impl Background {
         Some(done)
     }
 
-    /// Waits for the keeper that is being started, and returns it. Used during shutdown.
+    /// Waits until the keeper that is being started is ready, and returns the keeper. Used during shutdown.
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
         let keeper = self.done.iter().find_map(|done| match done {
             Done::Keeper(keeper) => Some(keeper),
@@ -157,7 +157,7 @@ impl Background {
     }
 }
 
-/// Performs tasks. After each task, sleeps for `pause` times the task's duration.
+/// Starts a thread that performs tasks. After each task, the thread sleeps for `pause` times the task's duration.
 fn serve(
     name: &'static str,
     pause: u32,

@@ -16,7 +16,7 @@ pub(super) struct Buffers {
     /// Buffer for messages from a predecessor. Empty unless an upgrade is under way.
     pub(super) transfer: Vec<u8>,
     pub(super) actions: Vec<Action<Box<JobData>>>,
-    /// Records of finished jobs, available for reuse.
+    /// Records of finished jobs, kept so that their memory can be reused.
     records: Vec<Box<JobData>>,
 }
 
@@ -32,7 +32,7 @@ impl Buffers {
         }
     }
 
-    /// Keeps a record's memory for reuse.
+    /// Keeps the memory of a finished job's record for reuse.
     pub(super) fn keep_record(&mut self, mut record: Box<JobData>) {
         if self.records.len() < RECORDS_KEPT_MAX {
             *record = JobData::default();

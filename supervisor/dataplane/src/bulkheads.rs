@@ -46,11 +46,11 @@ pub(super) struct Bulkheads {
     by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
     /// Bulkheads that were removed from the configuration but still have jobs or workers.
     leaving: Vec<BulkheadIndex>,
-    /// Bulkheads with isolated tenants in which workers might have to be reassigned to other tenants.
+    /// Bulkheads with isolated tenants in which workers might have to be taken from one tenant and given to another.
     needing_update: Vec<BulkheadIndex>,
     /// Sorted names of the tenants with separate metrics.
     labels: Arc<[String]>,
-    /// True if some jobs were sent to a fallback and no event has reported them yet.
+    /// True if some jobs were sent to a fallback and have not been reported in an event.
     has_unreported_fallbacks: bool,
     effects: VecDeque<Effect>,
 }
@@ -61,7 +61,7 @@ owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     presence: Presence,
-    /// Program that new workers run.
+    /// Program that new workers are started with.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
@@ -69,7 +69,8 @@ pub(super) struct BulkheadEntry {
     /// Names of this bulkhead's fallbacks, in the order in which they are tried. Names of missing bulkheads are
     /// skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
-    /// For each fallback, the time of the last event about it and the number of jobs sent to it since then.
+    /// For each fallback, the time of the last event about the fallback and the number of jobs sent to the fallback
+    /// since then.
     fallback_events: HashMap<Arc<str>, (Option<Time>, u64)>,
     pub(super) has_retries: bool,
     has_poison_detection: bool,
@@ -87,12 +88,12 @@ pub(super) struct BulkheadEntry {
     /// Maximum total size of the memory files lent to a worker, in bytes.
     pub(super) loaned_bytes_max: Option<u64>,
     demand: Demand,
-    /// Per-tenant limits. Used only if all tenants share the workers.
+    /// Limits set for individual tenants. Used only if all tenants share the workers.
     own: BTreeMap<String, TenantConfig>,
     layout: Layout,
 }
 
-/// State of a bulkhead in the configuration.
+/// Whether a bulkhead is configured or was removed from the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Presence {
     /// The bulkhead is configured and accepts jobs.
@@ -112,12 +113,12 @@ enum Layout {
 /// Compartments of a bulkhead with isolated tenants.
 #[derive(Default)]
 struct Isolated {
-    /// Limits for tenants without individual limits.
+    /// Limits for tenants that have no limits of their own.
     limits: Limits,
     own: BTreeMap<String, TenantConfig>,
     by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
     max_active: usize,
-    /// Compartments with workers but no jobs, ordered by the time of the last job.
+    /// Compartments with workers but no jobs, ordered by the time since which they have had no jobs.
     idle: BTreeSet<(Time, CompartmentIndex)>,
     /// Compartments without workers, ordered by the time at which the last worker exited.
     resting: BTreeSet<(Time, CompartmentIndex)>,
@@ -153,9 +154,9 @@ pub(super) struct Compartment {
     is_touched: bool,
     /// Job latency. Measured only if the compartment belongs to a single tenant.
     latency: Latency,
-    /// Load of the compartment at the last measurement.
+    /// Load of the compartment when last measured.
     load: Load,
-    /// State in which this compartment is listed in [`Isolated`].
+    /// The state that [`Isolated`] records for this compartment.
     tenant_state: TenantState,
     /// True if `Isolated::tripped` contains this compartment.
     is_listed_tripped: bool,
@@ -183,7 +184,8 @@ impl Compartment {
         }
     }
 
-    /// Returns the link stored at the worker's position. The link might belong to an earlier worker.
+    /// Returns the link stored at the worker's position in policy's table. If the position was reused, the link might
+    /// belong to an earlier worker.
     #[inline]
     pub(super) fn link_at(&self, worker: WorkerId) -> Option<LinkIndex> {
         *self.links.get(worker.place as usize)?
@@ -197,7 +199,8 @@ impl Compartment {
         self.links[place] = Some(link);
     }
 
-    /// Removes a link from the worker's position, unless another link has replaced it.
+    /// Removes the link stored at a worker's position in policy's table, unless the position already contains a
+    /// different link.
     pub(super) fn clear_link(&mut self, worker: WorkerId, link: LinkIndex) {
         if self.link_at(worker) == Some(link) {
             self.links[worker.place as usize] = None;
@@ -222,7 +225,7 @@ impl Bulkheads {
         &self.labels
     }
 
-    /// Returns the metrics label for a tenant whose job was rejected before reaching policy.
+    /// Returns the metrics label for a tenant. Used for a job that was rejected before it reached policy.
     pub(super) fn label_of(&self, tenant: &str) -> u32 {
         let found = self.labels.binary_search_by(|label| label.as_str().cmp(tenant));
         found.unwrap_or(self.labels.len()) as u32
@@ -233,7 +236,7 @@ impl Bulkheads {
         self.by_name.get(name).copied()
     }
 
-    /// Returns the same bulkhead as [`Self::find`], but is faster if `name` is the name of the bulkhead `recent`.
+    /// Returns the same result as [`Self::find`], but faster if `name` is the name of the bulkhead `recent`.
     #[inline]
     pub(super) fn find_recent(&self, recent: Option<BulkheadIndex>, name: &str) -> Option<BulkheadIndex> {
         let is_again = |index: &BulkheadIndex| {
@@ -296,8 +299,8 @@ impl Bulkheads {
         entry.has_poison_detection || targets.any(|target| self[target].has_poison_detection)
     }
 
-    /// Returns the names of this bulkhead and of the bulkheads that use it as a fallback. Leaves out bulkheads that do
-    /// not need payload digests.
+    /// Returns the names of the bulkheads that need payload digests, among this bulkhead and the bulkheads that use it
+    /// as a fallback.
     pub(super) fn needing_payload_bytes(&self, bulkhead: BulkheadIndex) -> Vec<Arc<str>> {
         let entry = &self[bulkhead];
         let own = self.needs_payload_bytes(bulkhead).then_some(bulkhead);

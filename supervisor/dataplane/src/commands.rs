@@ -21,7 +21,7 @@ pub(super) struct CommandQueue {
     /// Number and total weight of the commands taken in the current iteration.
     taken: usize,
     weight: usize,
-    /// Number of stop requests since the last call to `take_stops`.
+    /// Number of stop requests received since the last call to `take_stops`.
     stops: Arc<AtomicU32>,
 }
 
@@ -39,7 +39,8 @@ impl CommandQueue {
         self.has_commands
     }
 
-    /// Returns the number of stop requests since the last call. Only the first two requests have an effect.
+    /// Returns the number of stop requests received since the last call. Only the first two stop requests have an
+    /// effect.
     pub(super) fn take_stops(&self) -> u32 {
         self.stops.swap(0, Ordering::SeqCst).min(2)
     }

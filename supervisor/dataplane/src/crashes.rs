@@ -28,7 +28,7 @@ use super::JobData;
 use super::slab::BulkheadIndex;
 use start_failures::StartFailures;
 
-/// Maximum number of crash reports in a burst, per bulkhead. Beyond this number, one report per second is sent.
+/// Maximum number of crash reports that a bulkhead can send in a burst. After that, it can send one report per second.
 const REPORT_BURST_MAX: u32 = 10;
 
 /// Minimum interval between events about crashes without a report.
@@ -37,13 +37,14 @@ const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 pub(super) struct Crashes {
     /// Number of crash reports so far.
     reports: u32,
-    /// Permits held by crash reports that have not been stored yet.
+    /// Permits for storing crash reports. Each report holds a permit until it has been stored.
     permits: Arc<Semaphore>,
-    /// Crash state of each bulkhead that has had crashes.
+    /// Crash state of each bulkhead in which there has been a crash.
     by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
-    /// Number of crashes that have no report and have not been counted in an event.
+    /// Number of crashes without a report that have not yet been included in an event.
     skipped: u64,
-    /// PID and crash report of the death that is being handled. Events about this death contain the report's ID.
+    /// PID of the process whose death is being handled, and ID of the crash report. Events about this death contain the
+    /// ID.
     last_report: Option<(u32, CrashId)>,
     /// ID, operation and tenant of the last job that crashed or exceeded its deadline. Kept because the next event
     /// might be about this job.
@@ -53,7 +54,7 @@ pub(super) struct Crashes {
 #[derive(Default)]
 struct BulkheadCrashes {
     limit: ReportLimit,
-    /// Deaths of workers that had not become ready yet.
+    /// Causes of death of workers that died before they became ready.
     start_failures: StartFailures,
 }
 
@@ -78,7 +79,7 @@ struct ReportLimit {
     left: u32,
     /// Time at which the bucket was last refilled.
     filled_to: Time,
-    /// Number of crashes without a report that have not been counted in an event.
+    /// Number of crashes without a report that have not yet been included in an event.
     skipped: u64,
     reported_at: Option<Time>,
 }
@@ -100,7 +101,7 @@ impl ReportLimit {
         has_some
     }
 
-    /// Returns the number of crashes without a report, if an event about them is due.
+    /// If an event about crashes without a report is due, returns the number of such crashes.
     fn take_unreported(&mut self, now: Time) -> Option<u64> {
         let is_due = self.reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
         if self.skipped == 0 || !is_due {
@@ -119,20 +120,20 @@ pub(super) struct CrashContext {
     culprit: Option<usize>,
     usage: Option<Usage>,
     stderr_tail: Option<String>,
-    /// Reason for a missing backtrace, set if a signal killed the process and there is no crash record.
+    /// Reason why there is no backtrace, if a signal killed the process but there is no crash record.
     native: Option<NativeCrash>,
     record: Option<CrashRecord>,
-    /// Thread stacks that the worker wrote as text.
+    /// The threads' stacks, if the worker wrote them as text.
     runtime_stack: Option<String>,
 }
 
 /// Stacks of a worker or program that did not finish in time, or the reason why there are none.
 pub(super) struct Hang {
-    /// Thread records made by the keeper.
+    /// The threads' stacks, as recorded by the keeper.
     record: Option<CrashRecord>,
-    /// Reason why there are no thread records.
+    /// Reason why the keeper could not record the threads' stacks.
     native: Option<NativeCrash>,
-    /// Thread stacks that the worker wrote as text.
+    /// The threads' stacks, if the worker wrote them as text.
     runtime_stack: Option<String>,
 }
 
@@ -225,7 +226,7 @@ impl CrashContext {
         }
     }
 
-    /// Returns the notice that carries the crash report. `names` contains the bulkhead and the tenant.
+    /// Returns the notice that contains the crash report. `names` are the names of the bulkhead and the tenant.
     pub(super) fn report(
         self,
         slot: ReportSlot,
@@ -275,8 +276,8 @@ impl Crashes {
 
     // Reports.
 
-    /// Counts the death of process `pid`. Returns a slot for the crash report, or `None` if there are too many reports.
-    /// Half of the permits are reserved for the deaths of workers that were ready.
+    /// Counts the death of process `pid`. Returns a slot for a crash report, or `None` if there are too many reports.
+    /// Half of the permits are reserved for workers that were ready when they died.
     pub(super) fn begin_report(
         &mut self,
         (now, at): (Time, SystemTime),
@@ -320,7 +321,7 @@ impl Crashes {
         Some(ReportSlot { id: CrashId::new(at, self.reports), at, count: 1, permit })
     }
 
-    /// Returns the crash report that an event about the death of process `pid` must mention.
+    /// Returns the ID of the crash report that must be mentioned in an event about the death of process `pid`.
     pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
         let (dead, id) = self.last_report?;
         (pid == Some(dead)).then_some(id)
@@ -332,7 +333,7 @@ impl Crashes {
         self.report_about(answer.worker_pid.filter(|_| has_crashed))
     }
 
-    /// Finishes handling a death, so that later events do not mention its crash report.
+    /// Ends the handling of a death, so that the crash report is not mentioned in later events.
     pub(super) fn death_applied(&mut self) {
         self.last_report = None;
     }
@@ -353,7 +354,7 @@ impl Crashes {
 
     // Crashes without a report.
 
-    /// Returns true if some crashes without a report have not been counted in an event.
+    /// Returns true if there are crashes without a report that have not yet been included in an event.
     pub(super) fn needs_checks(&self) -> bool {
         self.skipped > 0
     }
@@ -405,7 +406,7 @@ pub(super) fn late_job(job: &HeldJob, record: &JobData) -> CrashJob {
     crash_job(job, Some(record), &mut { PAYLOADS_BYTES_MAX })
 }
 
-/// Describes a job of a dead worker. Includes the payload if it is not larger than `room`.
+/// Describes a job that a dead worker had. Includes the payload if it is no larger than `room`.
 fn crash_job(held: &HeldJob, record: Option<&JobData>, room: &mut usize) -> CrashJob {
     let text = |text: Option<&str>| text.unwrap_or_default().to_owned();
     let payload = record.and_then(JobData::payload).filter(|bytes| {

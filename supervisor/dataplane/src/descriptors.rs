@@ -28,8 +28,8 @@ const MESSAGE_DESCRIPTORS_MAX: usize = 253;
 /// Maximum number of received descriptors waiting to be closed.
 const HELD_MAX: usize = 2 * MESSAGE_DESCRIPTORS_MAX;
 
-/// Number of closing threads. A close that blocks occupies one thread, so other descriptors are delayed only when all
-/// threads are blocked.
+/// Number of closing threads. If closing a descriptor blocks, only one thread is occupied. Other descriptors are
+/// delayed only when all threads are blocked.
 const CLOSERS: usize = 4;
 
 /// Error that [`Intake::receive`] returns if descriptors were sent along with the bytes.
@@ -38,7 +38,7 @@ pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 /// Error message for a peer that sent descriptors.
 pub(crate) const NOT_TAKEN: &str = "the peer sent descriptors, which this socket does not accept";
 
-/// Returns the number of descriptors that this process must keep free for received descriptors.
+/// Returns the number of descriptors that this process must keep free so that it can receive descriptors from peers.
 pub fn reserve() -> u64 {
     if kernel_refuses() { 0 } else { HELD_MAX as u64 }
 }
@@ -53,7 +53,7 @@ fn kernel_refuses() -> bool {
     })
 }
 
-/// Method for reading from sockets and closing them.
+/// Method used to read from sockets and to close them, depending on whether the kernel can refuse descriptors.
 pub(crate) enum Intake {
     /// The kernel refuses descriptors.
     Refusing,
@@ -83,7 +83,7 @@ impl Intake {
         }
     }
 
-    /// Closes a socket to which another process can write.
+    /// Closes a socket that might still contain descriptors sent by the peer.
     pub(crate) fn close(&self, socket: UnixStream) {
         if let Self::Closing(closers) = self {
             closers.close(socket);
@@ -108,7 +108,7 @@ impl Intake {
     }
 }
 
-/// Numbers of descriptors and sockets waiting to be closed.
+/// Number of descriptors, and number of sockets, that are waiting to be closed.
 #[derive(Default)]
 struct Backlog {
     descriptors: AtomicUsize,
@@ -255,7 +255,8 @@ mod tests {
         sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
     }
 
-    /// Creates closers as for an older kernel, but does not start their closing threads.
+    /// Returns closers and the receiving end of their channel. No closing threads are started, so the test can inspect
+    /// the channel.
     fn closers() -> (Closers, Receiver<Unwanted>) {
         let (unwanted, coming) = channel();
         (Closers { unwanted, backlog: Arc::default() }, coming)

@@ -25,11 +25,11 @@ pub(super) struct FallbackState {
     priority: Priority,
     idempotent: bool,
     cost: u32,
-    /// Result of the job in earlier bulkheads, or `None` if the job is still in the first one.
+    /// Result of the job in the bulkheads tried so far, or `None` if the job is still in the first bulkhead.
     earlier: Option<EarlierResult>,
 }
 
-/// Result of a job in earlier bulkheads.
+/// Result of a job in the bulkheads that it was passed on from.
 struct EarlierResult {
     /// The first outcome, which the client gets if no fallback has a better outcome.
     first: Outcome,
@@ -55,8 +55,8 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
 }
 
 impl FallbackState {
-    /// Creates the state for a submitted job. `wishes` contains the requested run limit, priority and cost, and whether
-    /// the job is idempotent.
+    /// Creates the fallback state of a submitted job. `wishes` contains the requested run limit, priority and cost, and
+    /// whether the job is idempotent.
     pub(super) fn new(
         entry: (BulkheadIndex, CompartmentIndex),
         chain: Arc<[Arc<str>]>,
@@ -91,8 +91,8 @@ impl FallbackState {
         self.earlier.as_ref().map(|_| &self.chain[self.next - 1])
     }
 
-    /// Returns the position, the index and the remaining time for the next bulkhead to try. `find` looks up a bulkhead
-    /// by name, and returns `None` if there is no such bulkhead or the payload is too large for it.
+    /// Returns the position and index of the next bulkhead to try, and the time that is left for the job. `find` looks
+    /// up a bulkhead by name, and returns `None` if there is no such bulkhead or the payload is too large for it.
     pub(super) fn next_target(
         &self,
         now: Time,
@@ -112,8 +112,8 @@ impl FallbackState {
         &self.chain[position]
     }
 
-    /// Returns the cost to charge to the first bulkhead's rate limit before the job is passed on. Returns `None` if the
-    /// cost was already charged.
+    /// Returns the cost that must be charged to the first bulkhead's rate limit before the job is passed on. Returns
+    /// `None` if nothing must be charged.
     pub(super) fn due_cost(&self, answer: &JobOutcome<Box<JobData>>) -> Option<u32> {
         let is_early = matches!(
             &answer.verdict,
@@ -122,8 +122,8 @@ impl FallbackState {
         (self.earlier.is_none() && answer.job.is_none() && is_early).then_some(self.cost)
     }
 
-    /// Records the outcome in the current bulkhead before the job is passed on to the fallback at `position`. Calls
-    /// `outcome` to create the recorded outcome.
+    /// Records the job's outcome in the current bulkhead before the job is passed on to the fallback at `position`.
+    /// Calls `outcome` to create the recorded outcome if this is the first one.
     pub(super) fn pass_on(
         &mut self,
         position: usize,
@@ -147,7 +147,7 @@ impl FallbackState {
         self.idempotent && (has_retries || self.next < self.chain.len())
     }
 
-    /// Returns a submission that passes the job on to a fallback. `left` is the time until the deadline.
+    /// Returns the submission with which the job is passed on to a fallback. `left` is the time until the deadline.
     pub(super) fn submission(&self, left: Duration, record: Box<JobData>) -> Submission<Box<JobData>> {
         Submission {
             deadline: Some(left),
@@ -162,8 +162,8 @@ impl FallbackState {
         }
     }
 
-    /// Combines the last outcome with the earlier results by adding up attempts and times. Returns `None` if the job
-    /// was in only one bulkhead.
+    /// Combines the last outcome with the results from earlier bulkheads by adding up attempts and times. Returns
+    /// `None` if the job was never passed on.
     pub(super) fn combine(&self, now: Time, outcome: &Outcome) -> Option<Outcome> {
         let earlier = self.earlier.as_ref()?;
         let has_crashed = matches!(earlier.first.verdict, Verdict::Crashed { .. });

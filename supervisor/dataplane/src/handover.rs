@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 use super::slab::CompartmentIndex;
 
 /// Maximum time to wait for clients to return their leases. Longer than the time after which a recalled lease is
-/// revoked, so that only leases used by a job remain.
+/// revoked, so that afterwards only leases used by jobs remain.
 const LEASES_TIMEOUT: Duration = Duration::from_secs(6);
 
 /// Maximum number of messages in the transfer socket's outbox. At this limit, no more connections are passed on.
@@ -27,13 +27,13 @@ pub(super) type Needs = (u32, u32);
 #[derive(Default)]
 pub(super) struct Handover {
     phase: Phase,
-    /// Number of permits that each compartment needs, as last reported to the successor. The numbers can only decrease.
+    /// Number of permits that each compartment needs, as last reported to the successor. The number never increases.
     held: BTreeMap<CompartmentIndex, Needs>,
     /// Compartments in which the predecessor still needs permits.
     predecessor: BTreeSet<CompartmentIndex>,
     /// Socket to the other supervisor's data plane.
     pub(super) transfer: Option<Transfer>,
-    /// Token permissions, for connections that the predecessor passes on.
+    /// Permissions of each token, which are applied to connections that the predecessor passes on.
     pub(super) tokens: Vec<TokenGrant>,
     /// Number of upgrades that have been started.
     pub(super) attempts: u64,
@@ -145,7 +145,8 @@ impl Handover {
         }
     }
 
-    /// Ends a failed upgrade. The caller must remove the caps on permits.
+    /// Ends an upgrade that has failed. The caller must then remove the caps that limit the number of permits in each
+    /// compartment.
     pub(super) fn take_back(&mut self) {
         self.phase = Phase::None;
         self.held.clear();
@@ -161,8 +162,8 @@ impl Handover {
         self.held.keys().copied().collect()
     }
 
-    /// Updates a compartment's permit needs. If they have decreased, returns the new numbers to report to the
-    /// successor.
+    /// Updates the number of permits that a compartment needs. If the number has decreased, returns the new numbers,
+    /// which must be reported to the successor.
     pub(super) fn update(&mut self, compartment: CompartmentIndex, needs: Needs) -> Option<Needs> {
         let known = self.held.get_mut(&compartment)?;
         let permits = known.0.min(needs.0 + needs.1);

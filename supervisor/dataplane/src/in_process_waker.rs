@@ -11,10 +11,10 @@ use super::slab::SessionId;
 
 #[derive(Default)]
 struct ReadySet {
-    /// Sessions whose clients have signalled activity on their connections.
+    /// Sessions whose clients have signaled activity on their connections.
     sessions: Vec<SessionId>,
-    /// Thread or task to wake. `None` while the data plane is awake, because it checks `sessions` before
-    /// sleeping.
+    /// Thread or task to wake. `None` while the data plane is awake, because the data plane checks `sessions` before it
+    /// goes to sleep.
     parked: Option<Parked>,
 }
 
@@ -30,7 +30,7 @@ pub(super) struct InProcessWaker {
     waker: Arc<mio::Waker>,
     /// True if an in-process client has ever connected.
     is_used: bool,
-    /// Buffer that is reused for the contents of `ReadySet::sessions`.
+    /// Buffer into which the contents of `ReadySet::sessions` are moved, kept so that its memory is reused.
     buffer: Vec<SessionId>,
 }
 
@@ -38,7 +38,7 @@ fn lock(ready: &Mutex<ReadySet>) -> MutexGuard<'_, ReadySet> {
     ready.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waker with which one client signals activity.
+/// Waker that an in-process client uses to signal activity on its connection.
 struct SessionWaker {
     session: SessionId,
     ready: Arc<Mutex<ReadySet>>,
@@ -72,14 +72,14 @@ impl InProcessWaker {
         Self { ready: Arc::default(), waker, is_used: false, buffer: Vec::new() }
     }
 
-    /// Registers a client's waker. If the client has already written to the connection or closed it, the waker signals
-    /// immediately.
+    /// Registers a waker for a client's connection. If the client has already written to the connection or closed it,
+    /// the waker signals activity immediately.
     pub(super) fn register_session(&mut self, session: SessionId, end: &in_process::Endpoint) {
         self.is_used = true;
         end.watch(&Waker::from(Arc::new(SessionWaker { session, ready: self.ready.clone() })));
     }
 
-    /// Returns true if the thread can sleep. From then on, a signal from a client wakes the thread.
+    /// Returns true if the thread can sleep. If so, the next signal from a client wakes the thread.
     pub(super) fn prepare_sleep(&self) -> bool {
         if !self.is_used {
             return true;
@@ -91,7 +91,7 @@ impl InProcessWaker {
         ready.sessions.is_empty()
     }
 
-    /// Returns `Ready` if a client has signalled activity. Otherwise, the next signal wakes the task to which `context`
+    /// Returns `Ready` if a client has signaled activity. Otherwise, the next signal wakes the task to which `context`
     /// belongs.
     pub(super) fn poll_ready(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut ready = lock(&self.ready);
@@ -109,7 +109,7 @@ impl InProcessWaker {
         Poll::Pending
     }
 
-    /// Calls `handle` for each client that has signalled activity since the last call.
+    /// Calls `handle` for each client that has signaled activity since the last call.
     pub(super) fn drain(&mut self, handle: impl FnMut(SessionId)) {
         if !self.is_used {
             return;

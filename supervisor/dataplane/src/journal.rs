@@ -21,7 +21,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 
 use super::memory_files::sealed_file;
 
-/// A journal lent to a worker.
+/// A journal, which is a memory file shared with a worker.
 pub(super) struct Journal {
     pub(super) file: OwnedFd,
     words: Arc<SharedWords>,
@@ -93,8 +93,8 @@ impl Journal {
         self.has_crash_record.then_some(self.file)
     }
 
-    /// Returns the time since the worker's last heartbeat. Returns `None` if there was no heartbeat, or if its
-    /// timestamp is in the future.
+    /// Returns the time since the worker's last heartbeat. Returns `None` if there has been no heartbeat, or if the
+    /// heartbeat's timestamp is in the future.
     pub(super) fn since_beat(&self) -> Option<Duration> {
         let beat = Some(self.words.load(HEARTBEAT_OFFSET / WORD_BYTES)).filter(|beat| *beat > 0)?;
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -102,8 +102,8 @@ impl Journal {
         now.checked_sub(Duration::from_nanos(beat))
     }
 
-    /// Returns the number of jobs that the worker has started, and the frames in the journal. The contents are
-    /// untrusted, so their lengths are limited.
+    /// Returns the number of jobs that the worker has started, and the frames in the journal. A worker can write any
+    /// value, so the size of the frames is limited.
     pub(super) fn read(&self) -> (u64, Vec<u8>) {
         let mut head = [0; FRAMES_OFFSET];
         let filled = self.fill(&mut head, 0);

@@ -15,7 +15,7 @@ use super::slab::CompartmentIndex;
 /// Maximum time to wait for a reply from the keeper. The keeper usually replies within milliseconds.
 const PONG_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Lifetime below which a keeper's death counts as early.
+/// Age below which a keeper's death counts as early.
 const LIFETIME_MIN: Duration = Duration::from_secs(10);
 
 /// Delay before a new keeper starts after three consecutive early deaths. Doubles with each further early death, up to
@@ -30,13 +30,14 @@ pub(super) struct KeeperLink {
     early_deaths: u32,
     /// Time at which the data plane requested a reply, or `None` if no reply is outstanding.
     pinged_at: Option<Time>,
-    /// Reports whose handling was deferred.
+    /// Reports from the keeper that will be handled later.
     deferred_reports: VecDeque<Report>,
-    /// Workers that the keeper has not been asked to start yet.
+    /// Workers that must be started but for which no order has been sent to the keeper.
     worker_orders: VecDeque<WorkerOrder>,
 }
 
-/// A worker that must be started. The order is sent when there is a keeper and the iteration has time left.
+/// A worker that must be started. An order is sent to the keeper once a keeper is running and the iteration has time
+/// left.
 pub(super) struct WorkerOrder {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
@@ -112,7 +113,8 @@ impl KeeperLink {
         }
     }
 
-    /// Pings the keeper after an important order. The timeout starts now, unless an earlier reply is still outstanding.
+    /// Pings the keeper after an important order. The timeout for the reply starts now, unless the reply to an earlier
+    /// ping is still outstanding.
     pub(super) fn ping(&mut self, now: Time) {
         if self.pinged_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
             self.pinged_at = Some(now);
@@ -124,15 +126,15 @@ impl KeeperLink {
         self.pinged_at.is_some()
     }
 
-    /// Restarts the timeout for a reply after the supervisor was paused, because the supervisor could not receive
-    /// replies during the pause.
+    /// Restarts the timeout for the keeper's reply after the supervisor was paused, because no reply could be received
+    /// during the pause.
     pub(super) fn restart_timeout(&mut self, now: Time) {
         self.pinged_at = self.pinged_at.map(|_| now);
     }
 
     /// Kills a keeper that does not reply, because a keeper that is stopped or stuck neither kills workers nor reports
-    /// deaths. The socket closes when the keeper dies, and this is then handled like a crash of the keeper. Returns
-    /// true if the keeper was killed.
+    /// deaths. The death of the keeper closes the socket, which is handled like a crash of the keeper. Returns true if
+    /// the keeper was killed.
     pub(super) fn kill_if_silent(&mut self, now: Time) -> bool {
         let is_silent = self.pinged_at.is_some_and(|at| now.since(at) >= PONG_TIMEOUT);
         if is_silent {
@@ -160,7 +162,8 @@ impl KeeperLink {
 
     // Replacement.
 
-    /// Starts replacing a lost keeper. If keepers have died early several times, the new keeper starts after a delay.
+    /// Starts to replace a lost keeper. If several keepers in a row have died early, the new keeper starts after a
+    /// delay.
     pub(super) fn replace(&mut self, now: Time, background: &mut Background) {
         let is_again = now.since(self.since) < LIFETIME_MIN;
         self.early_deaths = if is_again { self.early_deaths + 1 } else { 0 };
@@ -175,14 +178,14 @@ impl KeeperLink {
         self.keeper = Some(keeper);
     }
 
-    /// Shuts down the keeper and all workers, and waits for the keeper to exit. If a keeper is being started, waits for
-    /// its start first.
+    /// Shuts down the keeper and all workers, and waits for the keeper to exit. If the keeper is still being started,
+    /// waits until it has started before shutting it down.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
         self.keeper.map_or_else(|| background.last_keeper(), Ok)?.shut_down()
     }
 }
 
-/// Returns the delay before the next keeper starts after `early_deaths` consecutive early deaths.
+/// Returns the delay before the next keeper is started after `early_deaths` keepers in a row have died early.
 fn pause_after(early_deaths: u32) -> Duration {
     match early_deaths.checked_sub(3) {
         Some(doublings) => RESTART_PAUSE * (1 << doublings.min(4)),

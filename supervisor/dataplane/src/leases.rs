@@ -29,13 +29,13 @@ use super::slab::SessionId;
 /// Maximum number of leases per client.
 const LEASES_PER_CLIENT_MAX: usize = 64;
 
-/// Maximum number of leases per client whose files are being created.
+/// Maximum number of leases per client for which files can be created at the same time.
 const CREATING_PER_CLIENT_MAX: usize = 4;
 
 /// Minimum size of a memory file, in bytes.
 const FILE_BYTES_MIN: u64 = 256 * 1024;
 
-/// A lease is recalled when no job has used it for this long.
+/// Time after which a lease that no job uses is recalled.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
 /// Maximum time for a client to return a recalled lease or to confirm an offer.
@@ -49,8 +49,8 @@ const REVOKED: &str = "this lease was recalled, but not returned in time; send t
 const UNKNOWN: &str = "this client has no such lease: the lease was returned, or never belonged to this client; \
                        send the payload with the job, or request another lease";
 
-/// An action that the caller must perform. Effects must be performed in order, immediately after the call that caused
-/// them.
+/// An action for the caller to perform. The actions that a call causes must be performed in order, immediately after
+/// the call.
 pub(super) enum Effect {
     /// Creates a lease's files. Afterwards, the caller must call [`Leases::files_created`].
     CreateFiles {
@@ -98,9 +98,9 @@ pub(super) struct Loan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sent {
     Yes,
-    /// The socket is full, or too many descriptors are in transit.
+    /// The files were not sent, because the socket is full or too many descriptors are in transit.
     NotNow,
-    /// Files can never be sent to this receiver.
+    /// Files can never be sent to this client or worker.
     Never,
 }
 
@@ -111,7 +111,7 @@ pub(super) struct Budget {
     pub(super) pooled_bytes_max: u64,
     /// Maximum total size of waiting data and files together, in bytes (`max_buffered`).
     pub(super) buffered_bytes_max: u64,
-    /// Total size of the waiting data, not including files, in bytes.
+    /// Total size of the waiting data in bytes, not including data in memory files.
     pub(super) waiting_bytes: u64,
 }
 
@@ -123,7 +123,7 @@ impl Budget {
 
 struct Lease {
     client: SessionId,
-    /// Number of the lease request.
+    /// Number of the client's request for the lease.
     request: u64,
     bulkhead: Arc<str>,
     tenant: Box<str>,
@@ -160,7 +160,7 @@ impl State {
     }
 }
 
-/// State of the loan of a lease's files to a worker. The worker is identified by its spawn number.
+/// Whether a lease's files are lent to a worker. The worker is identified by its spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LoanState {
     None,
@@ -205,10 +205,9 @@ pub(super) struct LeasedPayload {
     worker: Option<u64>,
     /// True if the worker received a reference to the file instead of the bytes.
     is_by_name: bool,
-    /// Size of the result in the result file, in bytes. `None` if the file contains no result.
+    /// Size of the result in bytes if it is in the result file; otherwise, `None`.
     result_bytes: Option<u64>,
-    /// True if the job can be retried. Its payload then counts as waiting data even while a worker has the
-    /// job.
+    /// True if the job can be retried. If so, its payload counts as waiting data even while a worker has the job.
     is_kept: bool,
 }
 
@@ -225,8 +224,8 @@ impl LeasedPayload {
         self.is_kept = is_kept;
     }
 
-    /// Records that a worker wrote the job's result to the result file. Returns false if the file was not lent to this
-    /// worker.
+    /// Records that a worker wrote the job's result to the result file. Returns false if the payload was not sent to
+    /// this worker as a reference to the file.
     #[must_use]
     pub(super) fn result_written(&mut self, worker: u64, named: LeaseRef) -> bool {
         let is_valid = self.lease == named.lease
@@ -245,8 +244,8 @@ pub(super) struct Leases {
     borrowers: HashMap<u64, Borrower, RandomState>,
     /// Revoked leases that clients might still use because they have not processed the recall.
     revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
-    /// Files that a worker might still read although the client already has the job's outcome, because the worker has
-    /// not replied. The first field is the worker's spawn number.
+    /// Files that a worker might still read because it has not replied, even though the client already has the job's
+    /// outcome. The first field is the worker's spawn number.
     lingering: Vec<(u64, JobId, Arc<Files>)>,
     /// Clients that are waiting to be offered a lease.
     to_offer: VecDeque<SessionId>,
@@ -256,9 +255,9 @@ pub(super) struct Leases {
     last_number: u64,
     /// The predecessor's highest lease number. Clients might still use leases with numbers up to this one.
     last_number_before: u64,
-    /// False during an upgrade, so that all clients return their leases.
+    /// True if leases are granted. False during an upgrade, so that clients return all their leases.
     is_lending: bool,
-    /// Total size of all live files, in bytes. Includes the files of ended leases that a job still uses.
+    /// Total size of all live files, in bytes. Includes files of ended leases if a job still uses the files.
     bytes: u64,
     /// Number of leases that are included in `bytes`.
     live: u64,
@@ -286,7 +285,7 @@ impl Leases {
         self.bytes
     }
 
-    /// Returns true if a client or a worker might have files.
+    /// Returns true if memory files might be in use by a client or a worker.
     pub(super) fn any_live(&self) -> bool {
         self.live > 0
     }
@@ -336,7 +335,7 @@ impl Leases {
         self.last_number
     }
 
-    /// Continues numbering leases after the predecessor's last lease.
+    /// Continues the numbering of leases where the predecessor stopped.
     pub(super) fn continue_after(&mut self, number: u64) {
         self.last_number = self.last_number.max(number);
         self.last_number_before = self.last_number;
@@ -423,7 +422,7 @@ impl Leases {
         }
     }
 
-    /// Returns a lease known to the client. If the client has no lease with this number, counts a misuse and returns
+    /// Returns a lease that was offered to the client. If the client has no such lease, counts a misuse and returns
     /// `None`.
     fn known_to(&mut self, client: SessionId, number: u64) -> Option<&mut Lease> {
         let is_sent = |lease: &&mut Lease| {
@@ -444,7 +443,7 @@ impl Leases {
 
     // Memory.
 
-    /// Returns true if there is enough memory for another `more` bytes of files. Otherwise, recalls idle leases to make
+    /// Returns true if there is enough memory for `more` bytes of additional files. If not, recalls idle leases to make
     /// room for a later request.
     fn make_room(&mut self, now: Time, more: u64, budget: Budget) -> bool {
         let most = budget.room();
@@ -545,7 +544,7 @@ impl Leases {
         }
     }
 
-    /// Handles the result of sending an offer. If sending failed, rejects the lease request and continues
+    /// Handles the result of sending an offer. If the offer could not be sent, rejects the lease request and continues
     /// with the next lease.
     pub(super) fn offer_sent(&mut self, now: Time, offer: Offer, sent: Sent) {
         let Offer { client, request, named, files, .. } = offer;
@@ -566,7 +565,7 @@ impl Leases {
 
     // End of leases.
 
-    /// Recalls a lease from its client. The files are then no longer lent to other workers.
+    /// Recalls a lease from its client. From then on, the lease's files are not lent to any other worker.
     fn recall(&mut self, now: Time, number: u64) {
         let Some(lease) = self.by_number.get_mut(&number) else { return };
         let (State::Held(files) | State::Offered(files)) = &lease.state else { return };
@@ -586,7 +585,7 @@ impl Leases {
         }
     }
 
-    /// Ends a lease. Files that a job is using are freed when the job ends.
+    /// Ends a lease. If a job is using the lease's files, they are freed when the job ends.
     fn end(&mut self, number: u64) {
         let Some(lease) = self.by_number.remove(&number) else { return };
         self.end_loan(lease.loan, number, lease.bytes);
@@ -611,7 +610,7 @@ impl Leases {
         numbers.into_iter().for_each(|number| self.recall(now, number));
     }
 
-    /// Ends a lease that was not offered, and rejects the request for it.
+    /// Ends a lease that has not been offered, and rejects the client's request for it.
     fn reject_created(&mut self, number: u64) {
         if let Some(Lease { client, request, state: State::Created(_), .. }) = self.by_number.get(&number) {
             self.effects.push_back(Effect::RejectRequest { client: *client, request: *request });
@@ -662,7 +661,7 @@ impl Leases {
         self.borrowers.insert(worker, Borrower { loaned_bytes: 0, state: BorrowerState::CanBorrow });
     }
 
-    /// Handles a worker's confirmation of a loan. Returns false if the worker has no unconfirmed loan.
+    /// Records that a worker has confirmed a loan. Returns false if the worker has no unconfirmed loan.
     pub(super) fn loan_confirmed(&mut self, worker: u64, number: u64) -> bool {
         let is_waiting = |borrower: &&mut Borrower| borrower.state == BorrowerState::Unconfirmed;
         let Some(borrower) = self.borrowers.get_mut(&worker).filter(is_waiting) else { return false };
@@ -728,8 +727,8 @@ impl Leases {
         Ok(())
     }
 
-    /// Marks a lease as used by a job that has already been validated. Returns the payload, and the worker to which the
-    /// files were lent.
+    /// Marks a lease as used by a job that has already been validated. Returns the payload, and the worker that has the
+    /// lease's files, if any.
     pub(super) fn begin_job(&mut self, named: LeaseRef) -> Option<(Box<LeasedPayload>, Option<u64>)> {
         let lease = self.by_number.get_mut(&named.lease)?;
         let files = lease.state.files()?.clone();
@@ -747,9 +746,9 @@ impl Leases {
         Some((Box::new(payload), lease.loan.worker()))
     }
 
-    /// Returns a job's payload in the form in which it is sent to this worker: as a reference if the worker has the
-    /// file, and otherwise as bytes. If no worker has the files yet, also returns them so that they can be lent to this
-    /// worker for its next job. The total size of a worker's loans must not exceed `loaned_bytes_max`.
+    /// Prepares a job's payload for sending to a worker: as a reference if the worker has the file, and as bytes if
+    /// not. If no worker has the files yet, also returns the files so that they can be lent to this worker for its next
+    /// job. The total size of a worker's loans must not exceed `loaned_bytes_max`.
     pub(super) fn give(
         &self,
         payload: &mut LeasedPayload,
@@ -797,8 +796,8 @@ impl Leases {
         }
     }
 
-    /// Ends a worker's access to the files of a job, because the worker has replied or returned the job. The worker no
-    /// longer reads the payload or writes the result, even if the job is retried and completed by another worker.
+    /// Ends a worker's access to a job's files after the worker has replied or returned the job. The worker will not
+    /// read the payload or write the result again, even if the job is retried on another worker.
     pub(super) fn worker_done(&mut self, worker: u64, job: JobId, payload: Option<&mut LeasedPayload>) {
         if let Some(payload) = payload.filter(|payload| payload.worker == Some(worker)) {
             (payload.worker, payload.is_by_name) = (None, false);
@@ -807,8 +806,8 @@ impl Leases {
         self.release_lingering(|borrower, lingering| (borrower, lingering) == (worker, job));
     }
 
-    /// Ends a job's use of a lease. Returns the location of the result if it is in the result file. `is_alive` returns
-    /// true if a worker still has a link.
+    /// Ends a job's use of a lease. Returns the location of the result if the result file contains it. `is_alive`
+    /// returns true if the given worker still has a link.
     pub(super) fn end_job(
         &mut self,
         now: Time,

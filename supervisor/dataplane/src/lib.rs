@@ -108,7 +108,8 @@ use wiring::samples::SampleSubject;
 /// Maximum number of socket events handled per iteration.
 const EVENTS_PER_ITERATION_MAX: usize = 1024;
 
-/// Interval between periodic checks, such as those for stalled peers. Checks run only while some part needs them.
+/// Interval between periodic checks, such as the check for stalled peers. The checks run only while some part of the
+/// data plane needs them.
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 const LISTENER: Token = Token(0);
@@ -124,7 +125,7 @@ const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Intere
 const CLIENT_CAPABILITIES: u64 =
     capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN;
 
-/// Typical size of a job frame's header and metadata, not including names, in bytes.
+/// Typical size of a job frame's header and metadata in bytes, not including names.
 const FRAME_BYTES: usize = 128;
 
 /// Error message for a peer that sent out-of-band data.
@@ -172,11 +173,11 @@ fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
 
-/// The parts of a job's payload that the data plane holds.
+/// Payload of a job, as held by the data plane while the job is unfinished.
 #[derive(Default)]
 struct HeldPayload {
-    /// Payload of a waiting job. If the job can be repeated, a large payload is kept until the job ends. Counts towards
-    /// the memory limit for waiting data.
+    /// Payload of a job that is waiting. If the job can be retried, a large payload is kept until the job ends. Counts
+    /// towards the memory limit for waiting data.
     payload: Option<Vec<u8>>,
     /// Copy of a small payload, kept while a worker has the job.
     copy: Option<Box<[u8]>>,
@@ -338,7 +339,7 @@ pub struct Components {
     pub config: Arc<Config>,
     /// Confinement mechanisms that this machine supports.
     pub support: Arc<SandboxSupport>,
-    /// The bound jobs socket, or `None` in an embedded supervisor. Clients then connect with
+    /// The bound jobs socket, or `None` in an embedded supervisor, whose clients connect with
     /// [`bulkhead_plane::command::Command::AddInProcessClient`].
     pub listener: Option<UnixListener>,
     /// The keeper, which is already running.
@@ -515,7 +516,7 @@ impl DataPlane {
         heard
     }
 
-    /// Returns `Ready` if an in-process client has signalled activity, in which case
+    /// Returns `Ready` if an in-process client has signaled activity, in which case
     /// [`DataPlane::handle_in_process_clients`] is enough. Otherwise, the next signal wakes the task to which `context`
     /// belongs.
     pub fn poll_in_process_clients(&self, context: &mut Context<'_>) -> Readiness<()> {

@@ -38,7 +38,7 @@ const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 /// program's death.
 const VIOLATIONS_MAX: usize = 64;
 
-/// Maximum number of replies that a worker can send to jobs that it does not have. A worker that sends more is killed.
+/// Maximum number of replies that a worker can send for jobs that it does not have. A worker that sends more is killed.
 const UNKNOWN_REPLIES_MAX: u32 = 100_000;
 
 pub(super) struct Link {
@@ -48,22 +48,23 @@ pub(super) struct Link {
     pub(super) outbox: Outbox,
     /// Tracks which bytes the worker has read. Evaluated after the worker's death.
     pub(super) read_position: ReadPosition,
-    /// Loans that the worker might not have received yet.
+    /// Loans of memory files that the worker might not have received yet.
     pub(super) unread: ReceiverLoans,
-    /// Journal with replies that the worker has not sent yet. Read after the worker's death.
+    /// Journal shared with the worker. After the worker's death, the journal is read to find replies that the worker
+    /// has not sent.
     pub(super) journal: Option<Journal>,
-    /// Stacks that were recorded because the worker did not respond. They are added to its crash report.
+    /// Stacks that were recorded because the worker did not respond, for inclusion in the worker's crash report.
     hang: Option<Hang>,
     process: Process,
     end: EndCause,
     reads: ReadState,
     is_dirty: bool,
-    /// Size of the outbox at the last count, in bytes.
+    /// Size of the outbox in bytes when it was last counted.
     counted_waiting: usize,
-    /// True if the worker writes heartbeats to the journal instead of sending frames.
+    /// True if the worker writes heartbeats to the journal instead of sending heartbeat frames.
     beats_in_journal: bool,
     phase: Phase,
-    /// Budget for frames that are not replies to jobs.
+    /// Budget for frames that are not replies to jobs, such as heartbeats.
     pub(super) unsolicited: UnsolicitedFrames,
     status: Option<String>,
 }
@@ -85,9 +86,9 @@ struct Running {
     pidfd: OwnedFd,
     /// Confinement of the process, as read back from the kernel.
     observed: Observed,
-    /// The data plane's observation of a silent worker's processor time, if one is in progress.
+    /// Observation of the worker's processor time, if the worker is silent and is being observed.
     watch: Option<Arc<Watch>>,
-    /// The worker's output, until it is passed to the control plane.
+    /// Read ends of the worker's output, until they are passed to the control plane.
     output: Option<Output>,
     /// Forbidden system calls made by programs that the worker started. Each entry contains the PID and the number of
     /// the system call.
@@ -105,20 +106,20 @@ enum ReadState {
     },
 }
 
-/// Cause of a worker's death, other than a decision by policy to end the worker.
+/// Cause of a worker's death, unless policy decided to end the worker.
 enum EndCause {
     /// No cause is known.
     None,
     /// The worker is being killed because its temporary folder is too large.
     TmpFull,
-    /// The process has exited. Its death is reported to policy once none of the worker's programs is running.
+    /// The process has exited. Its death is reported to policy once all of the worker's programs have exited.
     Dead { death: Death, usage: Usage },
 }
 
 enum Phase {
     AwaitingHello,
     Welcomed {
-        /// Number of replies that the worker has sent to jobs that it does not have.
+        /// Number of replies that the worker has sent for jobs that it does not have.
         unknown_replies: u32,
         oversized: Option<Oversized>,
     },
@@ -197,7 +198,7 @@ impl Link {
         self.ordered.template
     }
 
-    /// Returns the program with which the worker was started.
+    /// Returns the program that the worker was started with.
     pub(super) fn program(&self) -> &Arc<Program> {
         &self.ordered.program
     }
@@ -252,8 +253,8 @@ impl Link {
         Some(self.ordered.program.sandbox().describe(&self.running()?.observed))
     }
 
-    /// Removes the output, and returns it with the PID. Returns `None` if the output was already passed to the control
-    /// plane.
+    /// Removes and returns the worker's output, together with the worker's PID. Returns `None` if the output was
+    /// already passed to the control plane.
     pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
         let running = self.running_mut()?;
         Some((running.pid, running.output.take()?))
@@ -316,12 +317,12 @@ impl Link {
         matches!(self.end, EndCause::TmpFull)
     }
 
-    /// Stores a worker's death, so that it can be reported to policy later.
+    /// Stores the worker's death and resource usage, which are reported to policy later.
     pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Removes and returns the worker's stored death, if there is any.
+    /// Removes and returns the worker's death and resource usage, if they were stored to be reported later.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),
@@ -338,7 +339,7 @@ impl Link {
         }
     }
 
-    /// Returns true if the worker has closed its end but some bytes have not been read.
+    /// Returns true if the worker has closed its end of the link but not all bytes have been read.
     pub(super) fn is_closing(&self) -> bool {
         matches!(self.reads, ReadState::Closing)
     }
@@ -408,15 +409,15 @@ impl Link {
         self.journal.as_ref().filter(|_| self.beats_in_journal).and_then(Journal::since_beat)
     }
 
-    /// Counts a reply to a job that the worker does not have.
+    /// Counts a reply for a job that the worker does not have.
     pub(super) fn count_unknown_reply(&mut self) {
         if let Phase::Welcomed { unknown_replies, .. } = &mut self.phase {
             *unknown_replies = unknown_replies.saturating_add(1);
         }
     }
 
-    /// Returns an error if the worker has sent too many replies to jobs that it does not have. Some are tolerated,
-    /// because replies can be late.
+    /// Returns an error if the worker has sent too many replies for jobs that it does not have. Some such replies are
+    /// tolerated, because replies can arrive late.
     pub(super) fn check_unknown_replies(&self) -> Result<(), String> {
         match self.phase {
             Phase::Welcomed { unknown_replies, .. } if unknown_replies > UNKNOWN_REPLIES_MAX => {
@@ -458,20 +459,21 @@ pub(super) struct Links {
     ids: Option<Arc<IdAllocator>>,
     /// Dead workers whose descendants are being reaped, by spawn number. The last field is the worker's separate UID.
     reaping: HashMap<u64, (CompartmentIndex, WorkerId, Option<u32>)>,
-    /// Links of dead workers. Their descriptors are closed after the clients have received their outcomes.
+    /// Links of dead workers. Their descriptors are closed only after the clients have received the outcomes of their
+    /// jobs.
     closed: Vec<Link>,
     /// Links with more input than the data plane reads per iteration.
     unfinished_reads: Vec<LinkIndex>,
     /// Time at which the next paused link must be read again.
     resume_at: Option<Time>,
-    /// Workers whose start order could not be sent. They are reported to policy at the end of the iteration.
+    /// Workers for which no start order could be sent. The failures are reported to policy at the end of the iteration.
     failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
-    /// Starvation results for silent workers that did not need to be checked. The results are reported to policy at the
+    /// Results for silent workers whose processor time could not be checked. The results are reported to policy at the
     /// end of the iteration.
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
     /// Links with output to write.
     dirty: VecDeque<LinkIndex>,
-    /// True if a worker might have closed its link without having been reported dead.
+    /// True if some link might have been closed by a worker that has not been reported dead.
     has_closed: bool,
     /// True if some worker's output could not be passed to the control plane because the channel was full.
     has_outputs: bool,
@@ -586,8 +588,9 @@ impl Links {
         spawns
     }
 
-    /// Defers the report of a failed spawn to the end of the iteration. Reporting it immediately could recurse deeply,
-    /// because each report can cause another failing spawn, for example when there are no free descriptors.
+    /// Defers the report that a worker could not be started to the end of the iteration. An immediate report could
+    /// recurse deeply, because policy can respond by starting another worker. That start can also fail, for example
+    /// when there are no free descriptors.
     pub(super) fn defer_spawn_failure(
         &mut self,
         compartment: CompartmentIndex,
@@ -605,8 +608,8 @@ impl Links {
         !self.failed_spawns.is_empty()
     }
 
-    /// Queues the starvation result for a silent worker that does not need a check. The result is reported to policy at
-    /// the end of the iteration.
+    /// Queues a result for a silent worker whose processor time cannot be checked. The result, which is that the worker
+    /// lacks processor time, is reported to policy at the end of the iteration.
     pub(super) fn defer_starvation_result(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         self.starvation_results.push((compartment, worker, true));
     }
@@ -622,7 +625,7 @@ impl Links {
         self.has_outputs = true;
     }
 
-    /// Returns the links whose output might not have been passed to the control plane yet.
+    /// Returns the links of workers whose output might not have been passed to the control plane yet.
     pub(super) fn take_waiting_outputs(&mut self) -> impl Iterator<Item = LinkIndex> + use<> {
         let count = if std::mem::take(&mut self.has_outputs) { usize::MAX } else { 0 };
         self.slab.indices().take(count)
@@ -695,8 +698,8 @@ impl Links {
         self.has_closed || self.has_outputs
     }
 
-    /// Returns the links whose workers have closed their end without having been reported dead. The flag is true if the
-    /// worker has exceeded the time for exiting.
+    /// Returns the links that were closed by workers that have not been reported dead. The flag is true if the worker
+    /// has taken too long to exit.
     pub(super) fn check_closed(&mut self, now: Time) -> Vec<(LinkIndex, bool)> {
         let closed = self.slab.iter().filter_map(|(index, link)| match link.reads {
             ReadState::Closed { at } => Some((index, now.since(at) >= EXIT_AFTER_CLOSE)),
@@ -750,8 +753,8 @@ impl Links {
         }
     }
 
-    /// Records that a link's output was written. `before` is the previous size of the outbox. Returns the previously
-    /// counted size of the outbox, and its current size.
+    /// Records that some of a link's output was written. `before` is the size of the outbox before the write. Returns
+    /// the size that was last counted, and the current size.
     pub(super) fn flushed(&mut self, index: LinkIndex, before: usize) -> (usize, usize) {
         let link = &mut self.slab[index];
         link.is_dirty = false;
@@ -775,7 +778,7 @@ pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
 }
 
 impl Link {
-    /// Returns the size of the outbox at the last count, in bytes.
+    /// Returns the size of the outbox in bytes when it was last counted.
     pub(super) fn counted_waiting(&self) -> usize {
         self.counted_waiting
     }

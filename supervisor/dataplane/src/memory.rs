@@ -15,22 +15,23 @@ use super::JobData;
 use super::shares::{self, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Minimum size of an incomplete frame whose connection can be closed to free memory, in bytes.
+/// Minimum size in bytes that an incomplete frame must have for its connection to be closed to free memory.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Fixed overhead of a waiting job, in bytes: its entries in the tables of this module, of policy and of the session.
+/// Fixed overhead of a waiting job in bytes. Includes the job's entries in the tables of this module, of policy and of
+/// the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
 
-/// Total size of a request's entries in the session's table and in the list of waiting jobs, in bytes. Counts each
-/// entry twice, because up to half of a table can be unused.
+/// Total size in bytes of a request's entries in the session's table and in the list of waiting jobs. Each entry is
+/// counted twice, because up to half of a table can be unused.
 const REQUEST_BYTES: usize =
     2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
 /// Overhead of a tenant with jobs, in bytes: the copy of its name, its counters, and its entry in the fair queue.
 const TENANT_BYTES: usize = 512;
 
-/// Number that identifies a spool among its owner's connections. No session has this number.
+/// Number used in place of a connection number for an owner's spool. No session has this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
 /// A list of waiting jobs can contain this many entries in addition to twice the number of waiting jobs. At this limit,
@@ -45,7 +46,7 @@ pub(super) struct Charge {
     is_waiting: bool,
 }
 
-/// Size and holder of memory that is not charged to a job, such as an incomplete frame, when it was last counted.
+/// Size and holder, as last counted, of memory that is not charged to a job, such as an incomplete frame.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Counted {
     holder: Holder,
@@ -74,7 +75,7 @@ impl Counted {
 pub(super) enum Eviction {
     /// Payload bytes in a spool. The fields are the index of the spool and the number of bytes.
     Spool(usize, usize),
-    /// The incomplete frame of this connection.
+    /// The incomplete frame that is arriving on this connection.
     Frame(Holder),
     /// The newest waiting job in the lowest priority class, among the jobs submitted over one connection to one
     /// bulkhead.
@@ -86,7 +87,7 @@ pub(super) enum Eviction {
 pub(super) enum ChargeKind {
     /// The job is waiting with its payload.
     Waiting,
-    /// A worker has the job, and the payload is kept in case another worker needs it.
+    /// A worker has the job, but the payload is kept in case it must be sent to another worker.
     Kept,
     /// The job is prefetched, and is charged like a waiting job.
     Prefetched,
@@ -95,7 +96,7 @@ pub(super) enum ChargeKind {
 /// Waiting jobs submitted over one connection to one bulkhead, newest last. Entries can be outdated.
 #[derive(Default)]
 struct Waiting {
-    /// Compartments and IDs of the jobs, indexed by the code of their priority class.
+    /// The compartment and ID of each job, indexed by the code of the job's priority class.
     stacks: [Vec<(CompartmentIndex, JobId)>; Priority::ALL.len()],
     jobs: usize,
 }
@@ -103,7 +104,7 @@ struct Waiting {
 pub(super) struct Memory {
     shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder that is charged for the bytes that workers have not read.
+    /// Holder that is charged for bytes sent to workers but not read by them.
     workers: Holder,
     /// Holder that is charged for the jobs that the supervisor itself submits (replays).
     own: Holder,
@@ -115,7 +116,7 @@ pub(super) struct Memory {
 struct Spool {
     counters: Arc<SpoolCounters>,
     holder: Holder,
-    /// Total size of the payloads when last counted, in bytes.
+    /// Total size of the payloads in bytes when it was last counted.
     counted: usize,
 }
 
@@ -229,8 +230,8 @@ impl Memory {
 
     // Jobs.
 
-    /// Charges memory in a bulkhead to the job's client. `connection` is `None` if the client is gone or if the
-    /// supervisor itself submitted the job.
+    /// Charges a job's memory to the client that submitted the job. `connection` is `None` if the client is gone or if
+    /// the supervisor itself submitted the job.
     pub(super) fn charge(
         &mut self,
         record: &mut JobData,
@@ -268,7 +269,7 @@ impl Memory {
         waiting.jobs += 1;
         let most = 2 * waiting.jobs + STALE_MAX;
         let stack = &mut waiting.stacks[usize::from(priority.code())];
-        // The cost of removing outdated entries is amortised, because at least as many entries have been added since
+        // The cost of removing outdated entries is amortized, because at least as many entries have been added since
         // the last removal.
         if stack.len() >= most {
             stack.retain(|&(compartment, job)| is_waiting(compartment, job));
@@ -297,8 +298,8 @@ impl Memory {
 
     // Eviction.
 
-    /// Chooses memory to free if more than `most` bytes are held. `wants` contains the connection and the bulkhead that
-    /// need the memory.
+    /// Chooses memory to free if more than `most` bytes are held. `wants` contains the connection and the bulkhead for
+    /// which memory is needed.
     pub(super) fn next_eviction(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,

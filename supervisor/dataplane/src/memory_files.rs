@@ -15,10 +15,10 @@ use bulkhead_shared::memory_files::FILES_PER_LEASE;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// UID under which no process runs. This UID becomes the owner of the files if the supervisor can change owners.
+/// UID that no process uses. Becomes the owner of the files if the supervisor is allowed to change file owners.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
 
-/// A memory file that is open for writing and for reading.
+/// A memory file with one descriptor for writing and one for reading.
 struct File {
     written: OwnedFd,
     read: Arc<OwnedFd>,

@@ -7,7 +7,7 @@ use bulkhead_shared::Verdict;
 
 use super::JobData;
 
-/// Returns the event about a job that crashed while running or exceeded its deadline.
+/// Returns the event about a job that crashed or exceeded its deadline while running.
 pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<EventKind> {
     let JobOutcome { job, record, verdict, .. } = answer;
     if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
@@ -67,7 +67,8 @@ fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     }
 }
 
-/// Converts an operator event from policy. `job_names` contains the operation and tenant of the job in the event.
+/// Converts an operator event from policy. `job_names` contains the operation and tenant of the job that the event is
+/// about, if any.
 pub(super) fn describe(note: OperatorEvent, job_names: Option<(String, String)>) -> (Severity, EventKind) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = job_names.unzip();

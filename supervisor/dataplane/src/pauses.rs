@@ -6,7 +6,7 @@ use std::time::Duration;
 use bulkhead_api::EventKind;
 use bulkhead_policy::Time;
 
-/// If an iteration is delayed by at least this long, the delay counts as a pause of the supervisor.
+/// Minimum delay of an iteration that counts as a pause of the supervisor.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
 
 /// Minimum interval between events about pauses.
@@ -24,8 +24,8 @@ pub(super) struct PauseDetector {
 impl PauseDetector {
     /// Checks at the beginning of an iteration whether the supervisor was paused. `due` is the time at which the
     /// iteration should have started. `boot_ns` is the time since boot, including suspended time. While the machine is
-    /// suspended, the data plane's clock stands still, and so do all deadlines. After a pause, returns its length. Also
-    /// returns an event, unless one was sent a short time ago.
+    /// suspended, the data plane's clock stands still, so no deadlines expire. Returns the length of the pause, if any,
+    /// and an event, unless one was sent a short time ago.
     pub(super) fn detect(
         &mut self,
         now: Time,

@@ -21,15 +21,15 @@ const SUBJECTS_MAX: usize = 64;
 /// Group of clients whose rejections are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Subject {
-    /// All processes of a user. They form one group because a user can start any number of processes.
+    /// All processes of a user. They are reported together because a user can start any number of processes.
     User(u32),
     /// The workers of a bulkhead. `None` if the bulkhead is unknown.
     Worker(Option<BulkheadIndex>),
-    /// All users beyond [`SUBJECTS_MAX`], and clients of unknown identity.
+    /// All users in excess of [`SUBJECTS_MAX`], and clients whose identity is unknown.
     Others,
 }
 
-/// Time of the last event about a subject, and the rejections since then.
+/// Time of the last event about a group of clients, and the rejections since then.
 struct Reported {
     at: Time,
     unreported: u64,
@@ -41,7 +41,7 @@ struct Reported {
 pub(super) struct RejectionReports(HashMap<Subject, Reported>);
 
 impl RejectionReports {
-    /// Returns the group of clients to which a rejection belongs.
+    /// Returns the group that a rejected client belongs to.
     fn subject(
         &self,
         refusal: &ClientRejection,
@@ -57,8 +57,8 @@ impl RejectionReports {
         if is_known || self.0.len() < SUBJECTS_MAX { subject } else { Subject::Others }
     }
 
-    /// Records a rejection. Returns an event if one is due. `worker` returns the bulkhead to which a worker among the
-    /// given ancestors of a process belongs.
+    /// Records a rejection. Returns an event if one is due. `worker` finds the worker among the given ancestors of a
+    /// client process, and returns the bulkhead of the worker.
     pub(super) fn add(
         &mut self,
         now: Time,
@@ -87,8 +87,8 @@ impl RejectionReports {
         self.0.remove(&Subject::Worker(Some(bulkhead)));
     }
 
-    /// Returns the due events, each with the number of rejections since the previous event. Removes entries
-    /// without new rejections.
+    /// Returns the events that are due, each with the number of rejections since the previous event. Removes entries
+    /// that have no new rejections.
     pub(super) fn due(&mut self, now: Time) -> Vec<RejectionEvent> {
         let mut due = Vec::new();
         self.0.retain(|&subject, reported| {

@@ -20,7 +20,7 @@ struct Replay {
     compartment: CompartmentIndex,
     stage: Stage,
     pid: Option<u32>,
-    /// Cause of death of the worker or program, or `None` if it is still alive.
+    /// The cause of death, if the worker or the program that ran the job has died.
     cause: Option<Cause>,
     end: Option<(Result<Verdict, String>, Duration)>,
     done: oneshot::Sender<ReplayResult>,
@@ -37,7 +37,7 @@ enum Stage {
     Ending,
 }
 
-/// Next step of a replay, to be performed in its compartment.
+/// Next step of a replay. Each step must be performed in the compartment that was created for the replay.
 pub(super) enum Step {
     Submit(CompartmentIndex, ReplayRequest),
     Stop(CompartmentIndex),
@@ -107,8 +107,8 @@ impl Replays {
         }
     }
 
-    /// Returns the next step of a replay. The caller must perform it before the next call, and must call this function
-    /// until no step is left, because a replay that ends immediately does not cause another event.
+    /// Returns the next step of a replay, which the caller must perform before the next call. Must be called until it
+    /// returns `None`, because a replay that ends immediately does not cause another event.
     pub(super) fn next_step(&mut self, is_stopped: impl Fn(CompartmentIndex) -> bool) -> Option<Step> {
         if let Some(at) = self.0.iter().position(|replay| is_stopped(replay.compartment)) {
             let replay = self.0.remove(at);

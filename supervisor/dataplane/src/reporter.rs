@@ -32,7 +32,8 @@ impl Reporter {
         self.notices.send_milestone(milestone);
     }
 
-    /// Passes a worker's output to the control plane. If the channel is full, returns the output to the caller.
+    /// Passes the read ends of a worker's output to the control plane. Returns them to the caller if the channel is
+    /// full.
     pub(super) fn output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         self.notices.send_output(output)
     }
@@ -58,8 +59,8 @@ impl Reporter {
         self.event(Event::new(severity, Some(bulkhead.clone()), what));
     }
 
-    /// Reports an event about one compartment. Adds the tenant if the compartment belongs to one, and the crash report
-    /// if there is one about this event.
+    /// Reports an event about one compartment. Adds the tenant if the compartment belongs to a single tenant, and the
+    /// crash report if there is a report about the event.
     pub(super) fn compartment_event(
         &mut self,
         severity: Severity,

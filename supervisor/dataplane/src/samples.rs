@@ -13,20 +13,21 @@ use bulkhead_shared::JobId;
 
 use super::slab::BulkheadIndex;
 
-/// Maximum time by which a sample can delay a cancellation or kill.
+/// Maximum time by which the sampling of a worker's stacks can delay the cancellation of a job or the killing of the
+/// worker.
 pub(super) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Minimum interval between samples of workers in the same bulkhead.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// An action delayed until a worker has been sampled.
+/// An action that is delayed until a worker's stacks have been sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HeldAction {
     Cancel(JobId),
     Kill,
 }
 
-/// A sample in progress. `subject` is the caller's context.
+/// A sample that is being taken. `subject` is context for the caller.
 struct Running<S> {
     due: Time,
     subject: S,
@@ -39,7 +40,7 @@ pub(super) struct Samples<S> {
     running: HashMap<u64, Running<S>>,
     /// Time of the most recent sample in each bulkhead.
     last: HashMap<BulkheadIndex, Time>,
-    /// Crash report about the late job whose outcome is being sent.
+    /// Crash report about a late job. Set while the job's outcome is being sent.
     report: Option<CrashId>,
 }
 
@@ -64,8 +65,8 @@ impl<S> Samples<S> {
         self.running.insert(spawn, Running { due, subject, held: Vec::new() });
     }
 
-    /// Delays an action until the worker has been sampled. Returns false if there is no sample in progress. The caller
-    /// must then perform the action immediately.
+    /// Delays an action until the worker has been sampled. Returns false if no sample is in progress, in which case the
+    /// caller must perform the action immediately.
     pub(super) fn hold(&mut self, spawn: u64, action: HeldAction) -> bool {
         let Some(running) = self.running.get_mut(&spawn) else { return false };
         if !running.held.contains(&action) {
@@ -74,7 +75,8 @@ impl<S> Samples<S> {
         true
     }
 
-    /// Ends a sample. Returns the sample's subject and the delayed actions, or `None` if the sample has already ended.
+    /// Ends a sample. Returns the context that was passed for the sample and the delayed actions, or `None` if the
+    /// sample has already ended.
     pub(super) fn finish(&mut self, spawn: u64) -> Option<(S, Vec<HeldAction>)> {
         self.running.remove(&spawn).map(|running| (running.subject, running.held))
     }
@@ -90,7 +92,7 @@ impl<S> Samples<S> {
         self.running.values().map(|running| running.due).min()
     }
 
-    /// Sets the crash report about the late job whose outcome is being sent. `None` if there is no report about the
+    /// Sets the crash report about the late job whose outcome is being sent, or `None` if there is no report about the
     /// job.
     pub(super) fn set_report(&mut self, report: Option<CrashId>) {
         self.report = report;

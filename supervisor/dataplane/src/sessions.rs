@@ -39,13 +39,13 @@ use fair_queue::{FairQueue, QUANTUM_BYTES, QueueState, read_cost};
 /// Maximum time to wait for a client's HELLO.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time to receive a whole frame, counted from its first byte.
+/// Maximum time for the arrival of a whole frame, counted from its first byte.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum time for which a client can leave its pending output unread.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Size of a client's send backlog above which the data plane stops reading from the client, in bytes.
+/// Size of a client's send backlog, in bytes, above which the data plane stops reading from the client.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
 /// Maximum number of jobs listed in GOAWAY. A client with more jobs is sent GOAWAY later, when enough of its jobs have
@@ -55,8 +55,8 @@ const GOAWAY_JOBS_MAX: usize = 4096;
 /// Maximum time for which a client without jobs can keep its connection open after GOAWAY.
 const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for a client without jobs to read its last outcomes after an upgrade. The old supervisor exits only
-/// after its last connection is closed.
+/// Maximum time that a client without jobs has to read its last outcomes after an upgrade. The old supervisor exits
+/// only after its last connection has been closed.
 const LAST_READ_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Reciprocal of the share of processor time available for reading from low-priority clients.
@@ -78,9 +78,10 @@ pub(super) struct Session {
     pub(super) outbox: Outbox,
     /// Holder that is charged for the client's memory.
     pub(super) holder: Holder,
-    /// Bulkhead of the large frame that is being received or, if there is no such frame, of the last job.
+    /// Bulkhead that the large frame being received is meant for. If no large frame is being received, the bulkhead of
+    /// the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
-    /// Memory files that were lent to the client but might not have been received yet.
+    /// Loans of memory files that the client might not have received yet.
     pub(super) unread: ReceiverLoans,
     /// Compartments and IDs of the client's jobs, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
@@ -89,7 +90,7 @@ pub(super) struct Session {
     epoch: u64,
     /// State of the connection in the fair queue.
     queue_state: QueueState,
-    /// Size of the outbox at the last count, in bytes.
+    /// Size of the outbox in bytes when it was last counted.
     counted_unread: usize,
     mid_frame_since: Option<Time>,
     /// Value of [`Inbox::frames_begun`] after the last read.
@@ -108,8 +109,8 @@ pub(super) struct Session {
     takes_goaway: bool,
     /// True if GOAWAY was sent. Further requests are dropped.
     pub(super) is_going_away: bool,
-    /// Time since which the client has had no jobs. Set if another supervisor has taken over but the connection cannot
-    /// be moved to it.
+    /// Time since which the client has had no jobs. Set only if another supervisor has taken over but the connection
+    /// cannot be moved to that supervisor.
     left_over_since: Option<Time>,
     /// Number of SUBMIT frames handled so far, including those of rejected jobs.
     submits: u64,
@@ -128,7 +129,7 @@ pub(super) enum Phase {
     Closing,
 }
 
-/// Protocol violation that ends the session, with the reason and the message for the client.
+/// Protocol violation that ends the session: the reason code, and the message that is sent to the client.
 pub(super) struct Violation(pub(super) RejectReason, pub(super) String);
 
 /// Identity and permissions of a client.
@@ -148,8 +149,8 @@ impl Client {
         Self { peer: None, grant, owner, permit: Some(permit) }
     }
 
-    /// Returns the identity of a client accepted by the control plane of the previous supervisor. That control plane
-    /// limits the number of such connections.
+    /// Returns the identity of a client that was accepted by the previous supervisor's control plane, which limits the
+    /// number of such connections.
     pub(super) fn passed_on(client: HttpClient) -> Self {
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().ok();
         let (grant, owner) = identity_of(client);
@@ -217,8 +218,8 @@ impl Session {
         self.phase != Phase::Closing && has_nothing && self.end.is_quiet()
     }
 
-    /// Returns true if GOAWAY must be sent. The connection of a client with jobs cannot move to the successor, so new
-    /// jobs would have to wait.
+    /// Returns true if GOAWAY must be sent. While a client has jobs, its connection cannot be moved to the successor,
+    /// so new jobs would have to wait.
     pub(super) fn can_go_away(&self) -> bool {
         let has_jobs = (1..=GOAWAY_JOBS_MAX).contains(&self.requests.len());
         // A large frame that is still arriving has been counted, but is not a request yet.
@@ -230,9 +231,10 @@ impl Session {
         self.submits += 1;
     }
 
-    /// Returns true if a client without jobs has kept its connection open for too long. Until the client has read all
-    /// outcomes, the time limit is longer. Input does not extend the limit. Otherwise, a client could keep the old
-    /// supervisor from exiting. Must be called repeatedly after GOAWAY, and once another supervisor has taken over.
+    /// Returns true if a client without jobs has kept its connection open for too long. The time limit is longer until
+    /// the client has read all outcomes. Input does not extend the limit, because a client could otherwise keep the old
+    /// supervisor from exiting. Must be called repeatedly after GOAWAY was sent, and once another supervisor has taken
+    /// over.
     pub(super) fn is_left_over(&mut self, now: Time) -> bool {
         if !self.requests.is_empty() || self.inbox.is_storing() {
             self.left_over_since = None;
@@ -263,7 +265,7 @@ impl Session {
     }
 }
 
-/// All sessions by index, the order in which they are read, and totals.
+/// All sessions by index, the queues of clients to read from, and totals.
 pub(super) struct Sessions {
     slab: Slab<SessionIndex, Session>,
     /// Epoch of the newest session. Each session has a unique epoch.
@@ -291,8 +293,8 @@ pub(super) enum AfterFlush {
     Keep,
     /// All output for a rejected client has been sent, so its connection must be shut down.
     Finish,
-    /// A client has too many unread bytes, so its session must be closed. This session can differ from the one whose
-    /// output was written.
+    /// A client has too much unread output, so its session must be closed. It might not be the session whose output was
+    /// written.
     CloseBehind(SessionIndex),
 }
 
@@ -425,8 +427,8 @@ impl Sessions {
         of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
     }
 
-    /// Returns the idle connection to close to make room for a new client of `owner`, if one must be closed. If there
-    /// are already `clients_max` clients and no connection can be closed, returns the error message for the client.
+    /// Returns the idle connection to close to make room for a new client of `owner`, or `None` if there is still room.
+    /// If no connection can be closed, returns an error message for the client.
     pub(super) fn find_room(
         &self,
         owner: Owner,
@@ -471,7 +473,7 @@ impl Sessions {
         }
     }
 
-    /// Schedules reads from all clients with held-back requests.
+    /// Schedules a read from each client that has a held-back request.
     pub(super) fn read_held_back(&mut self) {
         self.slab.values_mut().for_each(|session| session.left_over_since = None);
         let held_back = |(index, session): (SessionIndex, &Session)| session.is_held_back.then_some(index);
@@ -481,7 +483,7 @@ impl Sessions {
         }
     }
 
-    /// Returns true if any client other than the low-priority clients has input.
+    /// Returns true if a client that does not have low priority has input.
     pub(super) fn has_input(&self) -> bool {
         !self.fair_queue.is_empty()
     }
@@ -515,16 +517,16 @@ impl Sessions {
         }
     }
 
-    /// Completes a read from a client, and returns its cost. The cost is charged even if the session is gone, so that
-    /// clients cannot avoid the limits by disconnecting. `frames_before` is the value of [`Inbox::frames_begun`] before
-    /// the read.
+    /// Completes a read from a client and returns the cost of the read. The cost is charged even if the session is
+    /// gone, so that clients cannot avoid the limits by disconnecting. `frames_before` is the value of
+    /// [`Inbox::frames_begun`] before the read.
     pub(super) fn end_read(&mut self, index: SessionIndex, bytes: usize, frames_before: u64) -> usize {
         let Some(session) = self.slab.get_mut(index) else { return read_cost(bytes, 0) };
         let frames = session.inbox.frames_begun().saturating_sub(frames_before) as usize;
         session.queue_state.end_read(bytes, frames)
     }
 
-    /// Records the result of a read if the session is still open.
+    /// Records the result of a read from a client's connection.
     pub(super) fn received(&mut self, index: SessionIndex, received: Received, now: Time) {
         let session = &mut self.slab[index];
         session.active_at = now;
@@ -572,8 +574,8 @@ impl Sessions {
         }
     }
 
-    /// Returns the memory used by the incomplete frame, both as last counted and as counted now. `leaf` returns the
-    /// holder for a connection in a bulkhead.
+    /// Returns the memory used by an incomplete frame: the amount that was last counted, and the current amount. `leaf`
+    /// returns the holder for a connection in a bulkhead.
     pub(super) fn count_frame(
         &mut self,
         index: SessionIndex,
@@ -597,7 +599,7 @@ impl Sessions {
 
     // Requests.
 
-    /// Records the job that belongs to a request number, so that the client can cancel it.
+    /// Records which job belongs to a request number, so that the client can cancel the job.
     pub(super) fn record_request(
         &mut self,
         id: SessionId,
@@ -727,9 +729,9 @@ impl Sessions {
         }
     }
 
-    /// Chooses a client to disconnect because of its unread output. The given client is chosen if its output exceeds
-    /// the maximum size of a result by more than 16 MiB. If the total output of all clients exceeds the memory budget,
-    /// the client with the most unread output is chosen.
+    /// Chooses a client to disconnect because it does not read its output. The given client is chosen if its unread
+    /// output exceeds the maximum size of a result by more than 16 MiB. If the unread output of all clients together
+    /// exceeds the memory budget, the client with the most unread output is chosen.
     fn enforce_unread_limit(
         &self,
         index: SessionIndex,

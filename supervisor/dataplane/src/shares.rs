@@ -11,20 +11,20 @@ use std::collections::{BTreeSet, HashMap};
 
 use foldhash::quality::RandomState;
 
-/// Index of a holder, which is a node in the tree.
+/// Index of a holder of memory. Holders are the nodes of a tree.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Holder(u32);
 
 const ROOT: Holder = Holder(0);
 
-/// A holder at the top level of the tree.
+/// A holder of memory at the top level of the tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
     /// All clients of this user.
     User(u32),
     /// Jobs submitted over HTTP with the token that has this number.
     Token(u32),
-    /// Frames that workers have not read. Their memory cannot be freed.
+    /// Frames sent to workers but not read by them. Their memory cannot be freed.
     Workers,
 }
 
@@ -42,8 +42,8 @@ pub(super) enum Kind {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// The incomplete frame on a connection. The holder is the connection, or the bulkhead to which the frame is
-    /// charged.
+    /// An incomplete frame. The holder is the connection on which the frame is arriving, or the bulkhead that the frame
+    /// is charged to.
     Frame(Holder),
     /// The newest waiting job in the lowest priority class, among the jobs submitted over one connection to one
     /// bulkhead.
@@ -73,7 +73,7 @@ struct Node {
     children: HashMap<u64, Holder, RandomState>,
     /// Number of child nodes that hold memory.
     active: usize,
-    /// Child nodes that hold memory, ordered by size. Maintained only while memory is short.
+    /// Child nodes that hold memory, ordered by the amount. Maintained only while memory is short.
     order: BTreeSet<(usize, Holder)>,
     /// True if the node must be kept even if it holds no memory.
     is_open: bool,
@@ -93,7 +93,7 @@ impl Default for Shares {
 }
 
 impl Shares {
-    /// Adds a node for an owner's connection. The node is kept at least until [`Shares::close`] is called.
+    /// Adds a node for one of an owner's connections. The node is kept at least until [`Shares::close`] is called.
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),
@@ -106,7 +106,7 @@ impl Shares {
         connection
     }
 
-    /// Closes a connection. Its node is removed once it holds no memory.
+    /// Closes a connection. The connection's node is removed once it holds no memory.
     pub(super) fn close(&mut self, connection: Holder) {
         self.node(connection).is_open = false;
         let idle: Vec<Holder> = self.node(connection).children.values().copied().collect();
@@ -218,8 +218,8 @@ impl Shares {
         self.eviction_below(scope.unwrap_or(ROOT), most).or_else(|| self.eviction_below(ROOT, most))
     }
 
-    /// Chooses memory to free from the child that exceeds its equal share the most: its largest frame, or a job if it
-    /// has no frame.
+    /// Chooses memory to free from the child that exceeds its equal share the most. Frees the child's largest frame or,
+    /// if the child has no frame, a job.
     fn eviction_below(&self, parent: Holder, most: usize) -> Option<Eviction> {
         let share = self.room(parent, most) / self.nodes[parent.0 as usize].active.max(1);
         let mut over = self.largest_first(parent).take_while(|&child| self.bytes(child).all > share);
@@ -298,7 +298,7 @@ impl Shares {
         }
     }
 
-    /// Removes an empty holder, and all ancestors that become empty as a result.
+    /// Removes a holder if it is empty, and then all ancestors that become empty as a result.
     fn forget(&mut self, holder: Holder) {
         let mut at = holder;
         while at != ROOT {

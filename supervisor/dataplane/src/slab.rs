@@ -33,7 +33,7 @@ macro_rules! indices {
     )*};
 }
 
-/// Implements `Deref` for a type whose field `slab` is a table.
+/// Implements `Deref` so that a type dereferences to the table in its `slab` field.
 macro_rules! owns_slab {
     ($owner:ty, $index:ty, $entry:ty) => {
         impl std::ops::Deref for $owner {
@@ -74,12 +74,13 @@ pub(super) struct SessionId {
     pub(super) epoch: u64,
 }
 
-/// Table of values by index. The index of a removed value is reused, either immediately or after [`Slab::recycle`].
+/// Table of values that are accessed by index. The index of a removed value is reused, either immediately or after
+/// [`Slab::recycle`] is called.
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,
     free: Vec<I>,
-    /// Indices that become free at the end of the iteration. They are not reused earlier, because events for the
-    /// previous values might be pending.
+    /// Indices that become free at the end of the iteration. They cannot be reused earlier, because events for the
+    /// values that had these indices might still be pending.
     freed: Vec<I>,
     index: PhantomData<I>,
 }

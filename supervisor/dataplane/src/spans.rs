@@ -38,15 +38,15 @@ impl Trace {
         self.given.trace_id()
     }
 
-    /// Returns the context to send to the worker: the context of the job's span, or the client's context if there is no
-    /// span.
+    /// Returns the trace context to send to the worker. This is the context of the job's span or, if there is no span,
+    /// the context that the client sent.
     pub(super) fn outgoing(&self) -> &str {
         self.span.as_ref().map_or(&self.given, |span| &span.own).as_str()
     }
 }
 
 impl JobData {
-    /// Returns the context of the job's span, or `None` if there is no span.
+    /// Returns the trace context of the job's span, or `None` if there is no span.
     pub(super) fn span(&self) -> Option<Traceparent> {
         Some(self.trace.as_ref()?.span.as_ref()?.own)
     }
@@ -95,8 +95,8 @@ impl Spans {
         Some(Box::new(Trace { given, span }))
     }
 
-    /// Sends a span for a submission that was rejected before it became a job. Returns the span's context, or
-    /// `None` if there is no span.
+    /// Sends a span for a submission that was rejected before it became a job. Returns the trace context of the span,
+    /// or `None` if there is no span.
     pub(super) fn send_rejected(
         &mut self,
         (now, clock): (Time, fn() -> SystemTime),

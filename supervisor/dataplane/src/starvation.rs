@@ -10,7 +10,7 @@ use bulkhead_policy::Time;
 /// Maximum number of threads examined per worker.
 const THREADS_MAX: usize = 256;
 
-/// Number of times that silent workers are checked per heartbeat interval.
+/// Number of checks for silent workers per heartbeat interval.
 const CHECKS_PER_HEARTBEAT: u128 = 4;
 
 /// Scheduling statistics of a worker's threads, recorded when the worker became silent.
@@ -28,8 +28,8 @@ struct SchedStats {
 #[derive(Clone, Copy, Debug, Default)]
 struct Thread {
     ran_ns: u64,
-    /// Total time during which the thread was ready but not running, in nanoseconds. The kernel adds a wait only when
-    /// it ends.
+    /// Total time in nanoseconds that the thread has spent ready but not running. The kernel adds the time of a wait
+    /// only once the wait has ended.
     waited_ns: u64,
     /// True if the thread is running or ready to run.
     is_ready: bool,
@@ -75,8 +75,8 @@ impl SchedStats {
 }
 
 impl Thread {
-    /// Returns how long the thread was ready but not running between `before` and `self`, which were recorded `passed`
-    /// apart.
+    /// Returns how long the thread was ready but not running between two records, `before` and `self`. `passed` is the
+    /// time between them.
     fn waited_since(&self, before: &Self, passed: Duration) -> Duration {
         let since = |now: u64, before: u64| Duration::from_nanos(now.saturating_sub(before));
         let waited = since(self.waited_ns, before.waited_ns);

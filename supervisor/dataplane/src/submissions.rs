@@ -28,7 +28,7 @@ pub(super) fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
     Traceparent::parse(text)
 }
 
-/// Checks the form of a submission. Returns its extensions, or the reason why the job is rejected.
+/// Checks that a submission is well-formed. Returns the submission's extensions, or the reason for rejecting the job.
 pub(super) fn check_form(
     submit: &Submit<'_>,
     extensions: &Extensions<'_>,

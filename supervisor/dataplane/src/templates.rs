@@ -18,8 +18,8 @@ use bulkhead_policy::{Death, Time, WorkerId};
 use super::links::Output;
 use super::slab::CompartmentIndex;
 
-/// Number of forked workers killed by a signal after which the template is replaced. The template and its workers share
-/// addresses and stack canaries.
+/// Number of forked workers that must be killed by a signal before their template is replaced. Replacing the template
+/// changes the memory addresses and stack canaries that its workers share.
 const SIGNAL_DEATHS_MAX: u32 = 20;
 
 #[derive(Default)]
@@ -38,21 +38,22 @@ struct Template {
     order: TemplateOrder,
     phase: Phase,
     pid: Option<u32>,
-    /// Workers waiting for the template, with their slots.
+    /// Workers that are waiting for the template, each with its slot.
     waiting: Vec<(WorkerId, u32)>,
     /// Most recent status message from the template.
     last_status: Option<String>,
-    /// Number of forked workers killed by a signal.
+    /// Number of workers that were forked from the template and killed by a signal.
     signal_deaths: u32,
 }
 
 /// Data about a template that the keeper has been ordered to start.
 pub(super) struct TemplateOrder {
-    /// Compartment of the template. The compartment can be removed before the template exits. In that case, the
-    /// template forks no more workers.
+    /// Compartment that the template belongs to. If the compartment is removed before the template exits, the template
+    /// does not fork any more workers.
     pub(super) compartment: CompartmentIndex,
     pub(super) bulkhead: Arc<str>,
-    /// Maximum time for the template to become ready, and maximum length of each extension of this time.
+    /// Maximum time for the template to become ready. The template can extend this time, each time by at most the same
+    /// amount.
     pub(super) ready: Duration,
     pub(super) program: Arc<Program>,
     /// The template's separate UID, or `None` if templates have no separate UIDs.
@@ -62,7 +63,7 @@ pub(super) struct TemplateOrder {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// The template is being started or initialised.
+    /// The template is being started or initialized.
     Starting {
         until: Time,
     },
@@ -71,8 +72,8 @@ enum Phase {
     TimedOut,
 }
 
-/// An action that the caller must perform. Effects must be performed in order, immediately after the call that caused
-/// them.
+/// An action for the caller to perform. The actions that a call causes must be performed in order, immediately after
+/// the call.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     Kill(u64),
@@ -145,13 +146,14 @@ impl Templates {
         template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
     }
 
-    /// Ends a compartment's template, and requeues the workers that were waiting for it.
+    /// Ends the template of a compartment, and requeues the workers that were waiting for the template.
     pub(super) fn replace(&mut self, compartment: CompartmentIndex) {
         let waiting = self.end(compartment);
         self.order_workers(compartment, waiting);
     }
 
-    /// Stops a worker from waiting for a template. If the worker was waiting, returns the reason why its start failed.
+    /// Removes a worker from the list of workers that are waiting for a template. If the worker was in the list,
+    /// returns the reason why its start failed.
     pub(super) fn cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
         let templates = self.by_spawn.values_mut();
         templates.filter(|template| template.order.compartment == compartment).find_map(|template| {
@@ -179,7 +181,7 @@ impl Templates {
         true
     }
 
-    /// Handles a failure to start a template. Returns false if `spawn` does not belong to a template.
+    /// Handles a report that a template could not be started. Returns false if `spawn` does not belong to a template.
     pub(super) fn failed(&mut self, spawn: u64, message: &str) -> bool {
         let Some(template) = self.remove(spawn) else { return false };
         self.effects.extend(template.order.id.map(Effect::ReleaseId));
@@ -214,7 +216,7 @@ impl Templates {
         self.effects.extend(id.map(Effect::ReleaseId));
     }
 
-    /// Handles the loss of the keeper. All templates have died with it.
+    /// Handles the loss of the keeper, with which all templates have died.
     pub(super) fn keeper_lost(&mut self) {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable();
@@ -245,7 +247,8 @@ impl Templates {
         }
     }
 
-    /// Ends a template whose temporary folder is too large. `bytes` does not include the folders of its workers.
+    /// Ends a template because its temporary folder is too large. `bytes` is the folder's size, not including the
+    /// folders of the template's workers.
     pub(super) fn check_temporary_folder(&mut self, spawn: u64, bytes: u64) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         if template.order.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most) {
@@ -255,7 +258,7 @@ impl Templates {
         }
     }
 
-    /// Handles the death of a forked worker.
+    /// Handles the death of a worker that was forked from a template.
     pub(super) fn forked_worker_died(&mut self, compartment: CompartmentIndex, spawn: u64, death: Death) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         template.signal_deaths += u32::from(matches!(death, Death::Signal(_)));
@@ -296,7 +299,8 @@ impl Templates {
         self.effects.extend(late.into_iter().map(Effect::Kill));
     }
 
-    /// Removes and returns the output of started templates that has not been passed to the control plane yet.
+    /// Removes and returns the output of each template that has started, unless the output was already passed to the
+    /// control plane.
     pub(super) fn take_outputs(&mut self) -> Vec<(u64, WorkerOutput)> {
         let outputs = self.by_spawn.iter_mut().filter_map(|(&spawn, template)| {
             let pid = template.pid?;
@@ -317,7 +321,7 @@ impl Templates {
 }
 
 impl Template {
-    /// Returns the last status message as a suffix for a sentence.
+    /// Returns the last status message, formatted so that it can be appended to a sentence.
     fn status_suffix(&self) -> String {
         self.last_status.as_deref().map(|status| format!(": {status}")).unwrap_or_default()
     }

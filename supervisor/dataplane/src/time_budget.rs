@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use bulkhead_policy::Time;
 
 /// Maximum budget that can accumulate, in nanoseconds. Enough to accept about two dozen connections in a row. Other
-/// work can be delayed by this time.
+/// work can be delayed by this amount of time.
 const BALANCE_NS_MAX: i64 = 250_000;
 
 /// Maximum time charged for one piece of work. If more time has passed, the thread was most likely interrupted.
@@ -24,7 +24,7 @@ pub(super) struct TimeBudget {
 }
 
 impl TimeBudget {
-    /// Creates a budget of one part in `divisor` of a processor's time.
+    /// Creates a budget that allows the work to use one part in `divisor` of a processor's time.
     pub(super) const fn one_in(divisor: i64) -> Self {
         Self { divisor, remaining_ns: BALANCE_NS_MAX, filled_at: Time::ZERO }
     }

@@ -10,14 +10,14 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use bulkhead_linux::unread;
 
-/// Maximum number of unread loans per receiver.
+/// Maximum number of loans that a single receiver can leave unread.
 const UNREAD_MAX: u8 = 4;
 
-/// Number of loans that a receiver might not have read yet.
+/// Number of loans of memory files that a receiver might not have read yet.
 #[derive(Debug, Default)]
 pub(super) struct ReceiverLoans(u8);
 
-/// Loans that receivers might not have read yet.
+/// Counts the loans of memory files that receivers might not have read yet.
 #[derive(Debug)]
 pub(super) struct UnreadLoans {
     unread: usize,
@@ -46,7 +46,7 @@ impl UnreadLoans {
         self.unread += 1;
     }
 
-    /// Stops counting a receiver's loans, because its connection was passed on to another process.
+    /// Stops counting the loans of a receiver whose connection was passed on to another process.
     pub(super) fn forget(&mut self, receiver: &mut ReceiverLoans) {
         self.unread -= usize::from(std::mem::take(receiver).0);
     }
@@ -94,7 +94,7 @@ mod tests {
 
     use super::*;
 
-    /// Opening a new connection does not help the receiver, because the unread loans of its closed connection still
+    /// A receiver gains nothing by opening a new connection, because unread loans on its closed connections still
     /// count.
     #[test]
     fn receiver_that_does_not_read_is_sent_few_loans() {

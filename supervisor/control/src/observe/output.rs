@@ -18,39 +18,39 @@ use super::logging::{self, WORKER_TARGET};
 /// Maximum length of a line in bytes. Longer lines are truncated.
 const LINE_BYTES_MAX: usize = 8 * 1024;
 
-/// Maximum number of lines kept for each bulkhead, and the maximum total size of these lines in bytes.
+/// Maximum number of lines kept for each bulkhead, and their maximum total size in bytes.
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Maximum number of lines and of bytes logged immediately, per bulkhead per second.
+/// Maximum number of lines, and maximum number of bytes, logged immediately for each bulkhead in one second.
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
-/// Maximum number of delayed lines and bytes, per bulkhead per second. If more lines arrive than can be logged
-/// immediately, the last lines are kept until the second is over or the process exits, and are then logged. All other
-/// lines are dropped and counted.
+/// Maximum number of lines, and maximum number of bytes, logged with a delay for each bulkhead in one second. If more
+/// lines arrive than can be logged immediately, the last ones are kept and logged when the second ends or the process
+/// exits. All other lines are dropped and counted.
 const DELAYED_LINES_PER_SECOND: usize = 100;
 const DELAYED_BYTES_PER_SECOND: usize = 64 * 1024;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Maximum number of bytes of standard error kept for each process, and the maximum number of processes for which they
-/// are kept.
+/// Maximum number of bytes of standard error output kept per process, and maximum number of processes whose output is
+/// kept.
 const TAIL_BYTES: usize = 8 * 1024;
 const TAILS_MAX: usize = 256;
 
 /// Maximum number of bytes to read at once.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Maximum number of reads from a pipe after the process has exited. Enough to empty a full pipe.
+/// Maximum number of times that a pipe is read after its process has exited. This is enough to empty a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// Minimum number of process starts between searches for exited processes. The more processes there are, the less
-/// frequent the searches, so that each start pays for checking `PROCESSES_FOR_EACH_START` processes.
+/// Minimum number of processes that are started between two searches for exited processes. If there are many processes,
+/// searches are less frequent, so that each start accounts for checking `PROCESSES_FOR_EACH_START` processes.
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
-/// Reads the output of all workers, and stores the part that is kept.
+/// Reads the output of all workers and keeps the most recent lines.
 #[derive(Debug, Default)]
 pub struct Output {
     state: Mutex<State>,
@@ -71,13 +71,13 @@ struct State {
 /// such as the template that forked it, keeps the pipes open.
 #[derive(Debug)]
 struct ProcessReader {
-    /// Sender that stops the reading when it is dropped. Each pipe's task has a receiver.
+    /// Dropping this sender stops the tasks that read the process's pipes. Each task has a receiver.
     stop: watch::Sender<()>,
-    /// True if the process is a template. Forked workers can write to the pipes of a template after the
-    /// template has exited.
+    /// True if the process is a template. A template's pipes stay in use after it exits, because its forked workers
+    /// write to the same pipes.
     is_template: bool,
     is_stderr_closed: bool,
-    /// True if the process had exited by the last check.
+    /// True if the process had already exited when it was last checked.
     has_ended: bool,
 }
 
@@ -87,23 +87,23 @@ struct Lines {
     bytes: usize,
     /// Sequence number of the newest line.
     seq: u64,
-    /// Channel to followers. Exists only while there are followers, because the channel allocates memory for many
-    /// lines.
+    /// Channel to the clients that follow the output. Created only when a client follows the output, because the
+    /// channel allocates memory for many lines.
     live: Option<broadcast::Sender<Arc<str>>>,
     second: Option<Instant>,
     lines_this_second: u32,
     bytes_this_second: usize,
     delayed: DelayedLines,
-    /// Number of the current second's delayed lines that have already been logged.
+    /// Number of delayed lines from the current second that have already been logged.
     delayed_logged: usize,
 }
 
-/// Last lines of a second in which too many lines arrived.
+/// The last lines from a second in which too many lines arrived. Logged with a delay.
 #[derive(Debug, Default)]
 struct DelayedLines {
     lines: VecDeque<(LineSource, Box<[u8]>)>,
     bytes: usize,
-    /// Number of lines that were dropped before the delayed lines.
+    /// Number of lines that were dropped because there were too many to delay.
     dropped: u64,
 }
 
@@ -136,8 +136,8 @@ impl Output {
         }
     }
 
-    /// Drops the lines of all bulkheads that are not in `bulkheads`. Workers of these bulkheads that are still running
-    /// can add new lines.
+    /// Removes the stored lines of all bulkheads that are not in `bulkheads`. Lines are stored again if a removed
+    /// bulkhead's workers are still running and write more output.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         self.lock().bulkheads.retain(|name, _| bulkheads.contains(&**name));
     }
@@ -263,8 +263,8 @@ impl Output {
         }
     }
 
-    /// Returns the newest lines of a bulkhead after the sequence number `since` as JSON objects, at most
-    /// `limit`, and a receiver for later lines.
+    /// Returns lines from a bulkhead's workers as JSON objects, and a receiver for later lines. Returns at most the
+    /// newest `limit` lines, all with sequence numbers greater than `since`.
     pub fn follow(
         &self,
         bulkhead: &str,
@@ -305,8 +305,8 @@ impl State {
         until
     }
 
-    /// Stops reading from processes that had already exited at the previous check. Until then, descendants of an exited
-    /// process can write their last output.
+    /// Stops reading from processes that had already exited at the previous check. The delay gives descendants of an
+    /// exited process time to write their last output.
     fn stop_reading_ended_processes(&mut self) {
         self.readers.retain(|pid, readers| {
             let number = Pid::from_raw(*pid as i32);

@@ -36,8 +36,8 @@ impl ResidentSizes {
     }
 }
 
-/// Returns the peak resident size of a process in bytes, and its processor time in milliseconds, including
-/// that of reaped children. Returns `None` if the process no longer exists.
+/// Returns the peak resident size of a process in bytes, and the processor time in milliseconds used by the process and
+/// its reaped children. Returns `None` if the process no longer exists.
 pub fn peak_usage(pid: u32) -> Option<(u64, u64)> {
     let status = read_proc_file(&format!("/proc/{pid}/status")).ok()?;
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -54,7 +54,7 @@ fn processor_ms(pid: u32, times: usize) -> Option<u64> {
     Some(used * 1000 / rustix::param::clock_ticks_per_second().max(1))
 }
 
-/// Returns the memory size of this machine in bytes, or `None` if it is unknown.
+/// Returns the size of this machine's memory in bytes, or `None` if the size is unknown.
 pub fn machine_memory() -> Option<u64> {
     let about = std::fs::read_to_string("/proc/meminfo").ok()?;
     let total = about.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;

@@ -43,8 +43,8 @@ impl SpanThread {
     }
 }
 
-/// Starts the thread, if spans are needed. Spans are needed if the log level of the `bulkhead::job` target includes
-/// them, or if environment variables configure a collector.
+/// Starts the thread if spans are needed. They are needed if the log level of the `bulkhead::job` target includes
+/// spans, or if environment variables configure a collector.
 pub fn start(
     counters: Arc<SharedCounters>,
     threads: &ThreadMonitor,
@@ -136,7 +136,7 @@ impl LossReports {
     }
 }
 
-/// Logs a span as a single line, with the fields that are also sent to a collector.
+/// Logs a span as a single line that contains the same fields as a span sent to a collector.
 fn log(span: &JobSpan) {
     let outcome = &span.outcome;
     tracing::debug!(

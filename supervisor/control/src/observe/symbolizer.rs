@@ -34,10 +34,10 @@ const RECORD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time to wait until all processes of a symbolizer have exited, so that its user ID can be reused.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Spawn number of the only process that a symbolizer's keeper starts.
+/// Spawn number of the symbolizer, which is the only process that its keeper starts.
 const SPAWN_NUMBER: u64 = 1;
 
-/// Sender of crash records to the thread that starts symbolizers.
+/// Handle for sending crash records to the thread that starts symbolizers.
 #[derive(Clone, Debug)]
 pub(crate) struct Symbolizer {
     requests: SyncSender<(CrashId, CrashRecord)>,
@@ -45,7 +45,7 @@ pub(crate) struct Symbolizer {
 }
 
 impl Symbolizer {
-    /// Adds a backtrace to the report as soon as possible. Does not block.
+    /// Requests a backtrace, which is added to the crash report once it is available. Does not block.
     pub(crate) fn submit(&self, id: CrashId, record: CrashRecord) {
         if self.requests.try_send((id, record)).is_err() {
             self.results
@@ -106,7 +106,7 @@ impl SymbolizerOptions {
             .ok_or_else(|| "the symbolizer failed: its output is invalid".to_owned())
     }
 
-    /// Starts a symbolizer and returns its answer.
+    /// Starts a symbolizer for a record and returns the symbolizer's answer.
     fn run(&self, record: &CrashRecord, bytes: &[u8], deadline: Instant) -> io::Result<Vec<u8>> {
         let sandbox = record.program.symbolizer_sandbox();
         if let Some(obstacle) = sandbox.obstacle() {
@@ -188,13 +188,13 @@ impl SymbolizerOptions {
     }
 }
 
-/// Explanations to show in place of a missing backtrace.
+/// Explanations that are shown if there is no backtrace.
 const NO_RECORD: &str = "the worker wrote no record of its crash; its code may have handled the signal itself, or a \
                          thread without an alternate signal stack may have overflowed its stack";
 const NO_SAMPLE: &str = "the threads of the process could not be stopped within 15 ms";
 
-/// Copies the record that a worker wrote before `signal` killed it, so that processes of the worker can no longer
-/// change the record, and erases the record in the file. Returns `None` if there is no record.
+/// Copies a worker's crash record, so that the worker's remaining processes can no longer change it, and erases the
+/// record in the file. Returns `None` if the worker did not write a record before `signal` killed it.
 fn take_crash_record(file: &OwnedFd, signal: i32) -> io::Result<Option<Vec<u8>>> {
     let mut bytes = vec![0; RECORD_BYTES];
     fill(file, &mut bytes, RECORD_OFFSET)?;
@@ -237,7 +237,7 @@ fn fill(file: &OwnedFd, bytes: &mut [u8], offset: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Overwrites a record, because the stack can contain secrets.
+/// Overwrites a crash record in memory, because the recorded stack can contain secrets.
 fn erase(bytes: &mut Vec<u8>) {
     bytes.fill(0);
     // Prevents the compiler from removing the writes to memory that is about to be freed.

@@ -44,7 +44,7 @@ impl Compartments {
         self.jobs
     }
 
-    /// Continues numbering jobs after the predecessor's last job.
+    /// Continues the numbering of jobs where the predecessor stopped.
     pub(crate) fn continue_after(&mut self, number: u64) {
         self.jobs = self.jobs.max(number);
     }

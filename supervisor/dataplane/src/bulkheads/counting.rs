@@ -36,7 +36,8 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the outcome of a job in a compartment, even if the job was passed on from another bulkhead.
+    /// Counts the outcome of a job for the bulkhead that handled the job, even if the job was passed on from another
+    /// bulkhead.
     pub(crate) fn count_answer(&mut self, compartment: &Compartment, answer: &JobOutcome<Box<JobData>>) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         if answer.job.is_some() {
@@ -48,7 +49,7 @@ impl Bulkheads {
         }
     }
 
-    /// Records the queue time and the run time of a job that a worker ran.
+    /// Records how long a job waited in the queue and how long a worker ran it.
     pub(crate) fn record_run(
         &mut self,
         compartment: &mut Compartment,
@@ -89,7 +90,7 @@ impl Bulkheads {
 
     // Fallbacks.
 
-    /// Counts the outcome of a job that was passed on to this bulkhead from another one.
+    /// Counts the outcome of a job that another bulkhead passed on to this one.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,
@@ -101,8 +102,8 @@ impl Bulkheads {
         self.slab[origin].counters.count_fallback(target, verdict);
     }
 
-    /// Counts a job that `origin` passes on to a fallback. Returns the number of jobs since the last event if the next
-    /// event is due.
+    /// Counts a job that `origin` passes on to a fallback. If an event is due, returns the number of jobs passed on
+    /// since the last event.
     pub(crate) fn count_fallback(
         &mut self,
         now: Time,
@@ -124,8 +125,8 @@ impl Bulkheads {
         self.has_unreported_fallbacks
     }
 
-    /// Returns the fallbacks for which an event is due, each with the number of jobs passed on to it since the last
-    /// event.
+    /// Returns each fallback for which an event is due, with the number of jobs passed on to the fallback since the
+    /// last event.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();
@@ -233,7 +234,7 @@ impl BulkheadEntry {
         self.demand.update(now, sizes, counters);
     }
 
-    /// Returns the counters since the supervisor started, including those of removed compartments.
+    /// Returns the counters accumulated since the supervisor started, including those of removed compartments.
     pub(super) fn counters(&self, compartments: &Compartments) -> Counters {
         let mut sum = Counters::default();
         if let Layout::Isolated(isolated) = &self.layout {

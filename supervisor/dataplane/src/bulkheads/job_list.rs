@@ -41,7 +41,7 @@ struct PartialList {
     position: usize,
     /// Number of matching jobs found so far.
     total: u64,
-    /// The oldest matching jobs found so far, as a heap with the newest of them at the top.
+    /// The oldest matching jobs found so far, in a heap whose top is the newest of these jobs.
     oldest: BinaryHeap<(Time, CompartmentIndex, JobId)>,
 }
 
@@ -146,7 +146,8 @@ impl PartialList {
         }
     }
 
-    /// Returns a compartment, or `None` if it was removed after the request, even if its index was reused.
+    /// Returns a compartment, or `None` if it was removed after the request. If the request names a bulkhead, also
+    /// returns `None` if the index was reused for a compartment in another bulkhead.
     fn compartment<'a>(
         &self,
         source: &JobListSource<'a>,

@@ -12,7 +12,7 @@ use bulkhead_shared::limits::TENANT_BYTES_MAX;
 
 use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartments, Isolated, Layout};
 
-/// Maximum number of tenants per bulkhead that can have individual limits.
+/// Maximum number of tenants per bulkhead for which separate limits can be set.
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
@@ -54,7 +54,7 @@ impl BulkheadEntry {
 
     // The configuration.
 
-    /// Applies a configuration to this entry, except for the worker program and the compartments' limits.
+    /// Applies a configuration to this entry, but does not change the worker program or the compartments' limits.
     pub(super) fn configure(
         &mut self,
         spec: &BulkheadSpec,
@@ -106,8 +106,8 @@ impl BulkheadEntry {
         self.compartments().into_iter().map(event).collect()
     }
 
-    /// Merges a configuration with live changes. A live change is kept if its key has the same value in the old file
-    /// and the new one, and if the merged limits are valid.
+    /// Merges a configuration with live changes. Keeps a live change only if its key has the same value in the old and
+    /// the new configuration file, and if the merged limits are valid.
     pub(crate) fn merge_live_changes(
         &self,
         compartments: &Compartments,
@@ -176,7 +176,7 @@ impl BulkheadEntry {
         Ok(events)
     }
 
-    /// Returns the individual limits of the compartment's tenant. Returns no limits for a shared compartment.
+    /// Returns the limits set for the tenant that owns the compartment. Returns no limits if the compartment is shared.
     fn own_limits_of(&self, compartment: &Compartment) -> TenantConfig {
         match (self.isolated(), &compartment.tenant) {
             (Some(isolated), Some(tenant)) => isolated.own.get(&**tenant).copied().unwrap_or_default(),
@@ -184,8 +184,8 @@ impl BulkheadEntry {
         }
     }
 
-    /// Validates a live change to one tenant's limits and applies it. Returns all individual limits of the tenant, and
-    /// the event that must then be applied to the tenant's compartment.
+    /// Validates a live change to one tenant's limits and applies it. Returns all limits set for the tenant, and the
+    /// event that must then be applied to the tenant's compartment.
     pub(crate) fn change_tenant(
         &mut self,
         compartments: &Compartments,
@@ -273,7 +273,7 @@ impl BulkheadEntry {
 }
 
 impl Isolated {
-    /// Returns the limits that apply to a tenant, including its individual limits.
+    /// Returns the limits that apply to a tenant, including any limits set for this tenant alone.
     pub(super) fn limits_of(&self, tenant: &str) -> Limits {
         let mut limits = self.limits.clone();
         if let Some(own) = self.own.get(tenant) {
@@ -291,8 +291,8 @@ pub(crate) struct MergedLimits {
     dropped: Vec<String>,
 }
 
-/// A key that can be changed live: its name, and a function that copies the value from the second argument to the
-/// first.
+/// A limit that can be changed live. Contains the name of its key, and a function that copies the value from the second
+/// argument to the first.
 type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
 
 const LIVE_LIMITS: &[LiveLimit] = &[
@@ -351,7 +351,7 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// Returns an error if the maximum of the adaptive limit exceeds the number of permits.
+/// Returns an error if the adaptive limit's maximum exceeds the number of permits.
 fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
     let most = u64::from(processes) * u64::from(in_flight);
     match &limits.adaptive {
@@ -397,7 +397,7 @@ fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError
     }
 }
 
-/// Checks the relations between keys that are also checked in a configuration file.
+/// Checks that the limits are consistent with each other. The same checks apply to a configuration file.
 fn check_limits(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,

@@ -11,7 +11,7 @@ use bulkhead_policy::{Activity, BreakerState, BulkheadState, Time, WorkerSummary
 use super::snapshots::{CombinedState, worst};
 use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, Compartments, Layout, Presence};
 
-/// Maximum number of workers per bulkhead that the metrics can show. This is more than a machine can run.
+/// Maximum number of workers per bulkhead that the metrics can show. No machine can run this many workers.
 const WORKERS_SHOWN_MAX: usize = 4096;
 
 impl Bulkheads {

@@ -21,14 +21,14 @@ use super::{
     LinkIndex, Presence,
 };
 
-/// Maximum number of compartments visited per iteration. If a bulkhead does not have more compartments than this, all
-/// values in its snapshot are from the same moment.
+/// Maximum number of compartments visited per iteration. If a bulkhead has more compartments than this, the values in
+/// its snapshot can be from different moments.
 const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 
 /// Maximum number of tenants in a snapshot.
 const TENANTS_SHOWN: usize = 10;
 
-/// Maximum number of collected tenants. At this limit, all but the busiest are discarded.
+/// Number of collected tenants at which all but the busiest are discarded.
 const TENANTS_SORTED_MAX: usize = 256;
 
 /// Information about a worker that policy does not store.
@@ -223,7 +223,8 @@ impl SnapshotQueue {
         self.0.push_front(snapshot);
     }
 
-    /// Adds a tenant's compartment that is being removed to the snapshots in progress that have not visited it yet.
+    /// Adds the values of a compartment that is being removed to each snapshot that has not visited the compartment
+    /// yet.
     pub(crate) fn add_forgotten(
         &mut self,
         source: &SnapshotSource<'_>,
@@ -381,7 +382,7 @@ impl Sum {
     }
 }
 
-/// Combined adaptive limit: the sum of the limits of all compartments, and the latency of the slowest one.
+/// Adaptive limits of all compartments combined: the sum of the limits, and the highest latency.
 #[derive(Default)]
 struct AdaptiveSeen {
     limit: u64,
@@ -419,7 +420,7 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// Combined state of several compartments. Excludes tenants without workers, because these tenants need no workers.
+/// Combined state of several compartments. Leaves out tenants without workers, because they currently need none.
 #[derive(Default)]
 pub(super) struct CombinedState {
     first: Option<BulkheadState>,
@@ -433,7 +434,7 @@ impl CombinedState {
         self.any_unhealthy |= !matches!(state, BulkheadState::Ready | BulkheadState::Starting);
     }
 
-    /// Returns a state that summarises all compartments.
+    /// Returns a single state that summarizes the states of all compartments.
     pub(super) fn combined(&self) -> BulkheadState {
         match self.first {
             None => BulkheadState::Ready,

@@ -22,24 +22,24 @@ const REMEMBERED_MAX: usize = 4096;
 /// Maximum number of tenants without workers that are examined when looking for a compartment to remove.
 const FORGET_CANDIDATES_MAX: usize = 16;
 
-/// An action that the caller must perform. Effects must be performed in order, immediately after the call that caused
-/// them.
+/// An action for the caller to perform. The actions that a call causes must be performed in order, immediately after
+/// the call.
 pub(crate) enum Effect {
     Apply(CompartmentIndex, Event<Box<JobData>>),
     /// Applies an event without reporting it, because operators have already been notified for the whole bulkhead.
     ApplyQuietly(CompartmentIndex, Event<Box<JobData>>),
-    /// Adds a removed compartment to the snapshots in progress that have not visited it yet.
+    /// Adds the values of a removed compartment to each snapshot that has not visited the compartment yet.
     Forgotten(BulkheadIndex, CompartmentIndex, Box<Compartment>),
 }
 
 /// State of a tenant's compartment, as recorded in [`Isolated`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TenantState {
-    /// The compartment has had no workers since this time.
+    /// The compartment has had no workers since the given time.
     ScaledToZero(Time),
     /// The compartment has no workers and is waiting for them.
     StartAnnounced,
-    /// The compartment has workers but has had no jobs since this time.
+    /// The compartment has workers but has had no jobs since the given time.
     Idle(Time),
     /// The compartment has workers and jobs.
     Busy,
@@ -54,7 +54,8 @@ impl TenantState {
 }
 
 impl Compartment {
-    /// Returns the current state. If the state has changed and contains a time, the time is `now`.
+    /// Returns the current state of a compartment. If the compartment has just been scaled to zero, the time in the
+    /// state is `now`.
     fn current_tenant_state(&self, now: Time) -> TenantState {
         match (self.policy.activity(), self.policy.idle_since()) {
             (Activity::Started, Some(since)) => TenantState::Idle(since),
@@ -70,14 +71,15 @@ impl Compartment {
 }
 
 impl Isolated {
-    /// Removes and returns a waiting tenant that no longer has jobs because its clients have disconnected.
+    /// Finds a waiting tenant that no longer has any jobs, removes the tenant from the waiting list, and returns it. A
+    /// waiting job can end because its client disconnects.
     fn take_idle_waiter(&mut self, compartments: &Compartments) -> Option<CompartmentIndex> {
         let at = self.waiting.iter().position(|index| compartments[*index].policy.has_no_jobs())?;
         self.waiting.remove(at)
     }
 
-    /// Returns the next event: either a waiting tenant gets workers, or an idle tenant releases its workers for a
-    /// waiting tenant.
+    /// Returns the next event, which gives workers to a waiting tenant or makes an idle tenant release its workers for
+    /// a waiting tenant.
     fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
         // A waiting compartment might have been stopped in the meantime.
         while let Some(&next) = self.waiting.front()
@@ -187,9 +189,9 @@ impl Bulkheads {
 
     // Tenants with workers.
 
-    /// Returns true if a tenant without workers can get workers for its next job. One of these must be true: fewer than
-    /// the maximum number of tenants have workers, a tenant with workers is idle, or more tenants are releasing their
-    /// workers than are waiting.
+    /// Returns true if a tenant without workers can get workers for its next job. This is the case if fewer than the
+    /// maximum number of tenants have workers, a tenant with workers is idle, or more tenants are releasing workers
+    /// than are waiting.
     #[inline]
     pub(crate) fn can_wake(&mut self, compartments: &Compartments, index: CompartmentIndex) -> bool {
         let compartment = &compartments[index];
@@ -292,8 +294,8 @@ impl Bulkheads {
 
     // Commands that apply to a whole bulkhead.
 
-    /// Applies a command to compartments that will be created in a bulkhead with isolated tenants. Returns true if
-    /// operators must get a single event for all tenants.
+    /// Applies an operator's command to compartments that will be created later, if tenants are isolated. Returns true
+    /// in that case, because the caller must then report a single event for all tenants.
     pub(crate) fn steer(&mut self, bulkhead: BulkheadIndex, action: SteerAction) -> bool {
         let Some(isolated) = self.slab[bulkhead].isolated_mut() else { return false };
         match action {
@@ -305,8 +307,8 @@ impl Bulkheads {
         true
     }
 
-    /// Sets whether compartments created later start with their breaker forced open. Returns the previous value, or
-    /// `None` if tenants are not isolated.
+    /// Sets whether the breakers of compartments created later are forced open. Returns the previous setting, or `None`
+    /// if tenants are not isolated.
     pub(crate) fn force_breaker(&mut self, bulkhead: BulkheadIndex, open: bool) -> Option<bool> {
         let isolated = self.slab[bulkhead].isolated_mut()?;
         Some(std::mem::replace(&mut isolated.is_forced_open, open))

@@ -6,7 +6,8 @@ use bulkhead_api::{Cause, CrashId};
 
 use super::ReportLimit;
 
-/// Maximum number of causes remembered per bulkhead. The cause that occurred least recently is discarded first.
+/// Maximum number of causes remembered per bulkhead. When there are more, the cause that has not occurred for the
+/// longest time is discarded.
 const CAUSES_MAX: usize = 8;
 
 #[derive(Debug, Default)]
@@ -25,7 +26,8 @@ struct Seen {
 }
 
 impl StartFailures {
-    /// Counts a start failure whose cause was already reported. Returns the ID of that crash report and the new count.
+    /// Counts a start failure whose cause was already reported. Returns the ID of the crash report about the cause, and
+    /// the new count.
     pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
         let place = self.seen.iter().position(|seen| seen.cause.has_same_cause(cause))?;
         let mut seen = self.seen.remove(place);

@@ -41,12 +41,12 @@ impl JobPosition {
         self.has_started = true;
     }
 
-    /// Returns true if a worker that has read `read` bytes cannot have started the job.
+    /// Returns true if the job cannot have been started by a worker that has read only `read` bytes.
     pub(crate) fn is_unread(&self, read: u64) -> bool {
         !self.has_started && self.offset >= read
     }
 
-    /// Returns true if a worker that has started `begun` jobs has not started this job.
+    /// Returns true if the job cannot have been started by a worker that has started only the first `begun` jobs.
     pub(crate) fn is_unbegun(&self, begun: Option<u64>) -> bool {
         !self.has_started && begun.is_some_and(|begun| self.number > begun)
     }
@@ -68,8 +68,8 @@ impl ReadPosition {
         JobPosition { offset: self.written + waiting as u64, number: self.jobs, has_started: false }
     }
 
-    /// Reads the bytes that the worker left unread. Called when the worker is gone or must stop reading. Returns the
-    /// number of bytes that the worker has read.
+    /// Finds out how many bytes the worker has read, by reading the bytes that the worker left unread. Called when the
+    /// worker is gone or must not read any more.
     pub(crate) fn end(&mut self) -> u64 {
         let Some(theirs) = self.theirs.take() else { return self.written };
         let mut left = 0;

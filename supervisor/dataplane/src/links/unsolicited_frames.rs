@@ -14,21 +14,21 @@ const PER_SECOND: i64 = 1000;
 /// the SDK reports the progress of a job.
 const PER_SECOND_AND_JOB: i64 = 20;
 
-/// Additional number of notices per job, for RETURNED and the heartbeat that follows it.
+/// Number of additional notices allowed for each job: RETURNED and the heartbeat that follows it.
 const FOR_A_JOB: i64 = 2;
 
 /// Maximum time for which a link is not read after the worker has exceeded its budget. After a longer pause, the worker
 /// would appear to be hanging.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
 
-/// Maximum number of notices beyond the budget for which pauses could not compensate (see `docs/protocol.md`). A worker
-/// that exceeds this number is killed. The count is reset when the budget is full.
+/// Maximum number of notices by which a worker can exceed its budget even though its link is paused (see
+/// `docs/protocol.md`). A worker that exceeds this number is killed. The count is reset when the budget is full.
 const EXCESS_MAX: i64 = 300_000;
 
 /// Budget for the notices from one worker.
 pub(crate) struct UnsolicitedFrames {
-    /// Number of notices that the worker can still send, at most the budget for one second. A negative number causes a
-    /// pause.
+    /// Number of notices that the worker can still send. At most the budget for one second. If the number is negative,
+    /// the link is paused.
     remaining: i64,
     filled_at: Time,
     excess: i64,
@@ -64,7 +64,7 @@ impl UnsolicitedFrames {
         self.remaining -= 1 + (bytes / 8192) as i64;
     }
 
-    /// Records a status text, replacing an earlier one from the current read.
+    /// Stores a status text. If several arrive during the same read, only the last one is kept.
     pub(super) fn set_status(&mut self, text: String) {
         self.status = Some(text);
     }
@@ -74,7 +74,7 @@ impl UnsolicitedFrames {
         self.paused_until.is_some()
     }
 
-    /// Returns the end of the pause, or `None` if the link can be read now.
+    /// Returns the time at which the pause ends, or `None` if the link can be read now.
     pub(super) fn paused_until(&self) -> Option<Time> {
         self.paused_until
     }

@@ -23,7 +23,8 @@ pub(crate) enum ClientEndpoint {
 }
 
 impl ClientEndpoint {
-    /// Registers a socket with the event loop. In-process clients signal through `InProcessWaker` instead.
+    /// Registers a socket with the event loop. Does nothing for an in-process client, which signals through
+    /// `InProcessWaker`.
     pub(crate) fn register(&self, registry: &Registry, token: Token) -> io::Result<()> {
         match self {
             Self::Socket(socket) => registry.register(&mut SourceFd(&socket.as_raw_fd()), token, INTEREST),
@@ -58,8 +59,8 @@ impl ClientEndpoint {
         }
     }
 
-    /// Shuts down the sending side of a socket. After reading everything, the client sees the end of the stream. An
-    /// in-process connection ends when this value is dropped.
+    /// Shuts down the sending side of a socket, so that the client sees the end of the stream after reading everything.
+    /// An in-process connection ends when this value is dropped.
     pub(crate) fn finish(&self) {
         if let Self::Socket(socket) = self {
             let _ = socket.shutdown(Shutdown::Write);

@@ -27,7 +27,8 @@ const JOB_WEIGHT: u32 = 4;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct QueueState {
     is_waiting: bool,
-    /// Round in which the connection was last read. `bytes` is the number of bytes read in that round.
+    /// Scheduling round in which the connection was last read. `bytes` is the number of bytes that were read in that
+    /// round.
     round: u64,
     bytes: usize,
     /// True if the client has closed its side. The remaining bytes in the socket then have low priority.
@@ -36,16 +37,16 @@ pub(super) struct QueueState {
     rejected: u32,
 }
 
-/// A user's connections that have input.
+/// The connections of one user that have input.
 #[derive(Default)]
 struct User {
     /// Connections from which few bytes have been read in the current round. They come first, so that a connection with
     /// occasional jobs does not wait for connections that always have input.
     fresh: VecDeque<SessionIndex>,
     backlog: VecDeque<SessionIndex>,
-    /// Number of the current round. Round numbers are never reused.
+    /// Number of the user's current scheduling round. Round numbers are never reused.
     round: u64,
-    /// Number of connections in the backlog that must still be read in the current round.
+    /// Number of connections in the backlog that have not been read in the current round yet.
     backlog_left: usize,
 }
 
@@ -81,8 +82,9 @@ impl FairQueue {
         if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
     }
 
-    /// Returns the next connection for which `begin` returns true. The arguments of `begin` are the connection and the
-    /// user's round. `begin` must return false if the connection was closed after it was queued.
+    /// Returns the next connection for which `begin` returns true. `begin` is called with a connection and the current
+    /// scheduling round of the connection's user. It must return false if the connection was closed while it was
+    /// queued.
     pub(super) fn begin_read(
         &mut self,
         mut begin: impl FnMut(SessionIndex, u64) -> bool,
@@ -100,7 +102,8 @@ impl FairQueue {
         if self.is_empty() { QUANTUM_BYTES_ALONE } else { QUANTUM_BYTES }
     }
 
-    /// Returns the next connection and the user's round. The connection might have been closed after it was queued.
+    /// Returns the next connection, and the current scheduling round of the connection's user. The connection might
+    /// have been closed while it was queued.
     fn next(&mut self) -> Option<(SessionIndex, u64)> {
         let owner = self.order.pop_front()?;
         let user = self.users.get_mut(&owner)?;
@@ -154,8 +157,8 @@ impl QueueState {
         self.is_read_closed
     }
 
-    /// Begins a read from the connection in this round. Returns false if the connection is not queued, because another
-    /// session has reused its index.
+    /// Begins a read from the connection in the given scheduling round. Returns false if the connection is not queued,
+    /// which means that another session has reused the index.
     pub(super) fn try_begin(&mut self, round: u64) -> bool {
         let is_waiting = self.is_waiting;
         if is_waiting {
@@ -170,7 +173,7 @@ impl QueueState {
         read_cost(bytes, frames)
     }
 
-    /// Begins a read from the connection in this round.
+    /// Begins a read from the connection in the given scheduling round.
     fn begin(&mut self, round: u64) {
         self.is_waiting = false;
         self.enter(round);
@@ -211,7 +214,7 @@ mod tests {
             );
         }
 
-        /// Reads from a connection, and queues the connection again if it has more input.
+        /// Reads from the next connection, and queues the connection again if it has more input.
         fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
             let (index, round) = self.turns.next().unwrap();
             let index = index.number();

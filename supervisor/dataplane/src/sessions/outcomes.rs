@@ -25,7 +25,7 @@ pub(crate) struct OutcomeExtensions {
 }
 
 impl Sessions {
-    /// Sends an outcome to a client, unless the session is closing.
+    /// Sends the outcome of a job to a client, unless the session is being closed.
     pub(crate) fn send_outcome(
         &mut self,
         (index, request): (SessionIndex, u64),

@@ -12,7 +12,7 @@ fn client(uid: u32) -> Client {
     Client { peer: None, grant: Grant::Unrestricted, owner: Owner::User(uid), permit: None }
 }
 
-/// Opens a session for user 1 that has been waiting for HELLO since `now`.
+/// Opens a session for user 1. The session has been waiting for HELLO since `now`.
 fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoint) {
     let (end, peer) = in_process::pair();
     let epoch = sessions.next_epoch();

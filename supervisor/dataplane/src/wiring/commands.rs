@@ -172,8 +172,8 @@ impl DataPlane {
         }
     }
 
-    /// Stops all bulkheads. After the first call, jobs in flight can continue for `drain_timeout`. A second call stops
-    /// them immediately.
+    /// Stops all bulkheads. The first call allows jobs in flight to continue for up to `drain_timeout`. A second call
+    /// stops them immediately.
     pub(crate) fn stop(&mut self) {
         let patience = if self.is_stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };
         if !self.is_stopping {

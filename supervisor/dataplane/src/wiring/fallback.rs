@@ -71,8 +71,8 @@ impl DataPlane {
         self.is_client_connected(&answer.record).then_some(next)
     }
 
-    /// Charges the job to the rate limit of the bulkhead to which the client submitted it, unless it was already
-    /// charged. If the job exceeds the limit, returns the time to wait.
+    /// Charges a job's cost to the rate limit of the bulkhead to which the client submitted the job, unless the cost
+    /// was already charged. If the limit is exceeded, returns the time to wait.
     fn charge_origin(
         &mut self,
         fallback: &FallbackState,
@@ -126,7 +126,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns the outcome for the client. For a job that was in several bulkheads, attempts and times are added up.
+    /// Returns the outcome for the client. If the job was passed on, adds up the attempts and times from all bulkheads.
     pub(crate) fn combined_outcome(
         &mut self,
         index: CompartmentIndex,
@@ -145,8 +145,8 @@ impl DataPlane {
         combined
     }
 
-    /// Reports that jobs are passed on to another bulkhead. Events are rate-limited, and each event contains the number
-    /// of jobs since the last one.
+    /// Reports that jobs are being passed on to another bulkhead. Events are rate-limited, and each contains the number
+    /// of jobs passed on since the last one.
     fn report_fallback(
         &mut self,
         origin: BulkheadIndex,

@@ -148,8 +148,8 @@ impl DataPlane {
         state
     }
 
-    /// Returns the compartments of jobs whose payload has not arrived yet. The predecessor runs these jobs, because it
-    /// has accepted their metadata.
+    /// Returns the compartments of jobs whose metadata has arrived but whose payload has not. These jobs are run by the
+    /// predecessor, because it has already accepted their metadata.
     fn incoming_jobs(&mut self) -> Vec<CompartmentIndex> {
         let storing = self.sessions.values().filter_map(|session| session.inbox.storing_metadata());
         let named = storing.filter_map(|metadata| {
@@ -192,8 +192,8 @@ impl DataPlane {
         Some(CompartmentName { bulkhead, tenant: compartment.tenant.as_deref().map(str::to_owned) })
     }
 
-    /// Passes idle connections on to the successor. If the upgrade can no longer fail, stops this data plane after the
-    /// last job and connection. Runs after output has been written.
+    /// Passes idle connections on to the successor. If the upgrade can no longer fail, stops this data plane once the
+    /// last job and connection have ended. Runs after output has been written.
     pub(crate) fn pass_on_sessions(&mut self) {
         // When the supervisors are stopping, both stop together. Further requests are then rejected here, because the
         // successor might have exited.
@@ -438,8 +438,8 @@ impl DataPlane {
 
     // The transfer socket.
 
-    /// Receives connections and permits from the predecessor. Called before clients are read, so that a freed permit is
-    /// available to the client that is waiting for it.
+    /// Receives connections and permits from the predecessor. Called before clients are read, so that waiting clients
+    /// can get permits that the predecessor has freed.
     pub(crate) fn receive_transfers(&mut self) {
         if self.handover.transfer.is_none() || self.handover.is_under_way() {
             return;
@@ -511,8 +511,8 @@ fn incoming_in(incoming: &[CompartmentIndex], index: CompartmentIndex) -> u32 {
     incoming.iter().filter(|compartment| **compartment == index).count() as u32
 }
 
-/// Returns the live value. Returns `None` if it equals the value in the predecessor's file, or if the successor's file
-/// has a different value.
+/// Returns the live value that the successor must adopt. Returns `None` if the live value equals the value in the
+/// predecessor's file, or if the successor's file has a different value.
 fn kept<T: PartialEq>(own: Option<T>, file: Option<T>, live: Option<T>) -> Option<T> {
     live.filter(|live| own == file && file.as_ref() != Some(live))
 }

@@ -19,7 +19,7 @@ use crate::{DataPlane, Endpoint, Incoming};
 /// Maximum number of reports that are read ahead to find a violation. The keeper's queue cannot contain more reports.
 const REPORTS_AHEAD_MAX: usize = 1024;
 
-/// Maximum number of reads from a dead worker's link. Enough to drain a full socket.
+/// Maximum number of times that a dead worker's link is read. This is enough to drain a full socket.
 const READS_AFTER_DEATH_MAX: usize = 256;
 
 impl DataPlane {
@@ -76,13 +76,14 @@ impl DataPlane {
         self.descendants_reaped(spawn);
     }
 
-    /// Removes and returns the deferred death of a worker that runs programs, so that the death can be reported now.
+    /// Removes and returns the death of a worker that runs programs. Called when the deferred report of the death must
+    /// be made.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.links.of_spawn_mut(spawn).filter(|link| link.program().runs_programs());
         link?.take_deferred_death()
     }
 
-    /// Handles the death of a worker. `death` is `None` if the worker died with the keeper.
+    /// Handles the death of a worker. `death` is `None` if the worker died because the keeper died.
     fn worker_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
         let Some(index) = self.links.index_of_spawn(spawn) else { return };
         let read = self.links[index].read_position.end();
@@ -123,8 +124,8 @@ impl DataPlane {
         self.links.keep_closed(link);
     }
 
-    /// Reports to policy which jobs a worker that has read `read` bytes cannot have started. If the worker has a
-    /// journal, also reports the jobs after the last job that the worker started.
+    /// Tells policy which jobs cannot have been started by a worker that has read only `read` bytes. If the worker has
+    /// a journal, this includes all jobs after the last job that the worker started.
     fn report_unread_jobs(
         &mut self,
         compartment: CompartmentIndex,
@@ -172,7 +173,7 @@ impl DataPlane {
     }
 
     /// Returns the cause of death of a program that was killed by a signal. The worker knows only the signal, but the
-    /// keeper might have reported a violation.
+    /// keeper might have reported that the program made a forbidden system call.
     pub(crate) fn program_death(&mut self, index: LinkIndex, signal: i32, process: Option<u32>) -> Death {
         if signal == libc::SIGKILL && process.is_some() {
             // The keeper reports a violation before it kills the process. Other reports are deferred, because
@@ -239,7 +240,7 @@ impl DataPlane {
     }
 }
 
-/// Returns true if out-of-band bytes are pending. They are ignored until the worker's process is known.
+/// Returns true if out-of-band bytes are pending. Such bytes are ignored until the worker's process is known.
 fn has_out_of_band(socket: &UnixStream) -> bool {
     let mut entries = [PollFd::new(socket, PollFlags::PRI)];
     rustix::event::poll(&mut entries, Some(&Timespec::default())).is_ok_and(|count| count > 0)

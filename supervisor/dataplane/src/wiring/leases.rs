@@ -92,7 +92,7 @@ impl DataPlane {
     }
 
     /// Recalls the leases that a new or changed bulkhead no longer permits, because poison detection needs the bytes of
-    /// each payload. Includes leases for bulkheads that use this bulkhead as a fallback.
+    /// each payload. This includes leases for bulkheads that use this bulkhead as a fallback.
     pub(crate) fn recall_leases_needing_bytes(&mut self, bulkhead: BulkheadIndex) {
         for name in self.bulkheads.needing_payload_bytes(bulkhead) {
             self.leases.recall_for_bulkhead(self.now, &name);
@@ -100,7 +100,7 @@ impl DataPlane {
         self.perform_lease_effects();
     }
 
-    /// Calls `update` and performs the resulting effects.
+    /// Calls `update` to change the leases, and then performs the resulting effects.
     pub(crate) fn update_leases<T>(&mut self, update: impl FnOnce(&mut Leases, Time) -> T) -> T {
         let result = update(&mut self.leases, self.now);
         self.perform_lease_effects();
@@ -150,7 +150,7 @@ impl DataPlane {
 
     // Jobs.
 
-    /// Marks a lease as used by a job. Returns the payload, and the worker to which the files were lent, if any.
+    /// Marks a lease as used by a job. Returns the payload, and the worker that has the lease's files, if any.
     pub(crate) fn begin_leased_job(
         &mut self,
         named: LeaseRef,
@@ -160,8 +160,7 @@ impl DataPlane {
         Some((payload, link.map(Link::worker)))
     }
 
-    /// Returns a job's payload in the form in which it is sent to a worker. If possible, also lends the files
-    /// to the worker.
+    /// Prepares a job's payload for sending to a worker. If possible, also lends the files to the worker.
     pub(crate) fn give_leased_payload(
         &mut self,
         index: LinkIndex,
@@ -200,7 +199,7 @@ impl DataPlane {
         sent(lent)
     }
 
-    /// Ends a worker's access to the files of a job, because the worker has replied or returned the job.
+    /// Ends a worker's access to a job's files after the worker has replied or returned the job.
     pub(crate) fn end_file_use(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
         let record = self.compartments[compartment].policy.record_mut(job);
         let payload = record.and_then(|record| record.held.file.as_deref_mut());
@@ -208,7 +207,7 @@ impl DataPlane {
         self.perform_lease_effects();
     }
 
-    /// Ends a job's use of a lease. Returns the location of the result if it is in the result file.
+    /// Ends a job's use of a lease. Returns the location of the result if the result file contains it.
     pub(crate) fn end_leased_job(
         &mut self,
         payload: LeasedPayload,

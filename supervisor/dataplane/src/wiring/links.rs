@@ -29,10 +29,10 @@ use crate::slab::{CompartmentIndex, LinkIndex, SlabIndex};
 use crate::starvation::{Watch, beat_at};
 use crate::{DataPlane, Endpoint, INTEREST, Incoming};
 
-/// Maximum number of start orders sent per iteration.
+/// Maximum number of orders to start a worker that are sent per iteration.
 const SPAWNS_PER_ITERATION_MAX: usize = 4;
 
-/// Number of workers whose journal heartbeats are read together.
+/// Number of workers whose journals are read together to check for heartbeats.
 const BEATS_READ_TOGETHER: usize = 128;
 
 /// Method by which a worker's process is created.
@@ -47,8 +47,8 @@ enum SpawnOrigin {
 impl DataPlane {
     // Ordering workers.
 
-    /// Sends start orders for queued workers. Only a few are sent per iteration, because an order takes time and
-    /// replies are more urgent.
+    /// Sends orders to start queued workers. Only a few are sent per iteration, because an order takes time and replies
+    /// are more urgent.
     pub(crate) fn spawn_queued_workers(&mut self) {
         for _ in 0..SPAWNS_PER_ITERATION_MAX {
             let Some(order) = self.keeper.next_worker_order() else { return };
@@ -227,8 +227,8 @@ impl DataPlane {
         self.links.schedule_flush(index);
     }
 
-    /// Ends a worker's access to the memory files of a recalled job, because the worker will neither read the payload
-    /// nor write the result.
+    /// Ends a worker's access to the memory files of a job that was recalled from the worker. The worker will neither
+    /// read the payload nor write the result.
     pub(crate) fn job_recalled(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         if let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) {
             self.end_file_use((compartment, self.links[index].spawn()), job);
@@ -261,9 +261,9 @@ impl DataPlane {
 
     // Output of workers.
 
-    /// Passes the read ends of a worker's output to the control plane, unless this has already been done. If the
-    /// channel is full, keeps the read ends open and tries again later, because a worker that cannot write its output
-    /// would die.
+    /// Passes the read ends of a worker's output to the control plane, unless this was already done. If the channel is
+    /// full, keeps the read ends open and tries again later. Otherwise, the worker would die because it could not write
+    /// its output.
     pub(crate) fn forward_output(&mut self, index: LinkIndex) {
         // The worker may be gone by the time of a later attempt.
         let Some(link) = self.links.get_mut(index) else { return };
@@ -290,8 +290,8 @@ impl DataPlane {
         link.set_watch(self.background.watch(&watch).then_some(watch));
     }
 
-    /// Reads the journal heartbeats of this worker and of the workers that follow it, so that those workers do not need
-    /// separate iterations.
+    /// Reads heartbeats from the journals of this worker and its neighbors in the table of links. The other workers
+    /// then do not need separate iterations.
     fn read_journal_beats(&mut self, index: LinkIndex) {
         if !self.links[index].beats_in_journal() {
             return;
@@ -308,8 +308,8 @@ impl DataPlane {
         }
     }
 
-    /// Starts checking a silent worker whose processor time was being observed. Policy gets the result in a later
-    /// iteration.
+    /// Starts to check whether a silent worker that was being observed got too little processor time. Policy gets the
+    /// result in a later iteration.
     pub(crate) fn check_starvation(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let index = self.links.of_worker(&self.compartments, (compartment, worker));
         if let Some(index) = index {
@@ -336,8 +336,8 @@ impl DataPlane {
 
     // Checks.
 
-    /// Kills workers that have closed their link but are still running. Also retries passing on output for which the
-    /// channel to the control plane was full before.
+    /// Kills workers that have closed their link but are still running. Also tries again to pass on worker output that
+    /// did not fit into the channel to the control plane.
     pub(crate) fn check_links(&mut self) {
         for (index, is_late) in self.links.check_closed(self.now) {
             let link = &self.links[index];

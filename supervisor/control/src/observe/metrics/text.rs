@@ -20,8 +20,8 @@ impl Format {
         }
     }
 
-    /// Selects the format with the highest weight in an `Accept` header. If the weights are equal, selects the format
-    /// that comes first. The default is OpenMetrics.
+    /// Selects the format with the highest weight in an `Accept` header. If weights are equal, selects the format
+    /// listed first. Defaults to OpenMetrics.
     pub(crate) fn from_accept(accept: &str) -> Self {
         let mut best = None;
         for range in accept.split(',') {
@@ -101,7 +101,7 @@ impl Page {
         }
     }
 
-    /// Begins a metric family, to which the following samples belong.
+    /// Begins a metric family. All samples written until the next call belong to this family.
     pub(super) fn family(&mut self, family: &'static FamilyInfo) {
         #[cfg(test)]
         self.families.push(family.name);
@@ -120,7 +120,7 @@ impl Page {
         self.line(self.suffix(), values, number);
     }
 
-    /// Writes samples of a counter or a gauge that differ only in the last label.
+    /// Writes several samples of a counter or gauge. The samples differ only in the value of the last label.
     pub(super) fn samples<'v>(&mut self, values: &[&str], lasts: impl IntoIterator<Item = (&'v str, u64)>) {
         let Some(FamilyInfo { labels: [.., label], .. }) = self.family else { return };
         self.lines(self.suffix(), values, label, lasts);
@@ -186,7 +186,7 @@ impl Page {
     }
 }
 
-/// Writes the name of a sample and its first labels, without the closing brace.
+/// Writes the name of a sample and the labels that have a value in `values`, without the closing brace.
 fn begin(text: &mut String, family: &FamilyInfo, suffix: &str, values: &[&str]) {
     text.push_str(family.name);
     text.push_str(suffix);

@@ -39,10 +39,10 @@ pub(super) struct Export {
     queued_spans: VecDeque<Box<JobSpan>>,
     /// Time when the oldest span in the queue arrived.
     oldest_at: Instant,
-    /// Message that is being sent or must be resent because the collector has not accepted it yet.
+    /// Message that is being sent, or that must be sent again because the collector has not accepted it.
     batch: Option<Batch>,
     sending: Option<JoinHandle<Result<(), SendError>>>,
-    /// Earliest time of the next attempt after a failure.
+    /// Earliest time at which to try again after a failure.
     retry_at: Instant,
     /// Pause after the next failure.
     pause: Duration,
@@ -64,7 +64,7 @@ impl Export {
         }
     }
 
-    /// Returns the number of spans that will never be sent.
+    /// Returns the number of spans dropped so far, for example because the queue was full.
     pub(super) fn lost(&self) -> u64 {
         self.lost
     }
@@ -80,7 +80,7 @@ impl Export {
         self.queued_spans.push_back(span);
     }
 
-    /// Waits until the next step is due, and performs it. Cancel safe.
+    /// Waits until the next step is due, and then performs the step. Cancel safe.
     pub(super) async fn step(&mut self) {
         let due = self.due();
         match (&mut self.sending, due) {
@@ -213,7 +213,8 @@ mod tests {
         assert_eq!((export.queued_spans.len(), export.lost()), (QUEUED_SPANS_MAX, 10));
     }
 
-    /// Also checks that an incomplete batch waits for more spans, and that a full batch is due immediately.
+    /// The test begins by checking that an incomplete batch waits for more spans and that a full batch is due
+    /// immediately.
     #[test]
     fn failed_span_export_is_retried_after_pause() {
         let mut export = export();

@@ -20,7 +20,7 @@ const TRACES_ENDPOINT: &str = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT";
 /// Environment variable with the base URL of the collector. The path for spans is appended to it.
 const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 
-/// Environment variable with the service name of the spans.
+/// Environment variable with the service name that is sent with the spans.
 const SERVICE_NAME: &str = "OTEL_SERVICE_NAME";
 
 const SERVICE_NAME_DEFAULT: &str = "bulkhead";
@@ -34,10 +34,11 @@ const KIND_SERVER: u32 = 2;
 /// Value of `STATUS_CODE_ERROR` in OTLP.
 const STATUS_ERROR: u32 = 2;
 
-/// Flags of each span: the span is sampled, and its parent span is known to be in another process.
+/// Flags set on every span. They state that the span is sampled, and that its parent span is known to be in another
+/// process.
 const FLAGS: u32 = 0x01 | 0x100 | 0x200;
 
-/// Address of the collector, and the service name of the spans.
+/// Address of the collector, and the service name that is sent with the spans.
 #[derive(Debug)]
 pub(super) struct Collector {
     endpoint: Uri,
@@ -133,7 +134,8 @@ impl Collector {
         }
     }
 
-    /// Sends a message on a new connection. Connections are not reused, because messages are few and large.
+    /// Sends a message on a new connection. Connections are not reused, because there are few messages and each is
+    /// large.
     async fn post(&self, message: Bytes) -> Result<StatusCode, Box<dyn std::error::Error + Send + Sync>> {
         // Brackets around an IPv6 address are part of the URL, but not of the host name.
         let host = self.host.trim_start_matches('[').trim_end_matches(']');
