@@ -11,7 +11,7 @@ pub struct LayerSupport {
     /// True if the layer is available.
     #[serde(rename = "available")]
     pub is_available: bool,
-    /// Details of an available layer, such as a version or a path.
+    /// Details about an available layer, such as a version or a path.
     pub found: Option<String>,
     /// Reason why the layer is not available, such as a kernel error.
     pub why_not: Option<String>,
@@ -20,7 +20,7 @@ pub struct LayerSupport {
 }
 
 impl LayerSupport {
-    /// Creates the entry for `layer` from the result of a trial.
+    /// Creates the entry for `layer` from the result of a trial of this layer.
     pub fn of(layer: &str, tried: Result<Option<String>, String>, what_to_do: &str) -> Self {
         let is_available = tried.is_ok();
         let what_to_do = (!is_available).then(|| what_to_do.into());
