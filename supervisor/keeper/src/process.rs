@@ -69,19 +69,19 @@ const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 const EVENTS_MAX: usize = 64;
 
 // The token of a worker's descriptor consists of the process ID and one of the following bits.
-/// Token bit for the seccomp listener.
+/// Bit in the `poll` token of a child's seccomp listener.
 const LISTENER: usize = 1 << 32;
-/// Token bit for the pidfd.
+/// Bit in the `poll` token of a child's pidfd.
 const EXIT: usize = 1 << 33;
-/// Token bit for the status pipe of the first process in a PID namespace.
+/// Bit in the `poll` token of a status pipe from the first process in a PID namespace.
 const STATUS: usize = 1 << 34;
-/// Token bit for the socket of a template.
+/// Bit in the `poll` token of a template's socket.
 const TEMPLATE: usize = 1 << 35;
-/// Token bit for the socket of the first process in a template's PID namespace.
+/// Bit in the `poll` token of the socket of the first process in a template's PID namespace.
 const NAMESPACE: usize = 1 << 36;
 const PID_MASK: usize = LISTENER - 1;
 
-/// Token for the pidfds of the guard and the application. A pidfd becomes readable when its process exits.
+/// The `poll` token for the pidfds of the guard and the application. A pidfd becomes readable when its process exits.
 const WATCHED: usize = 1 << 37;
 
 /// Token with which the sampling thread wakes the loop.
@@ -119,8 +119,7 @@ fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<
     poll.registry().register(&mut source, Token(token), Interest::READABLE)
 }
 
-/// Registers descriptors of a child process. The token of a descriptor consists of `pid` and the descriptor's
-/// bit.
+/// Registers descriptors of a child process with `poll`. Each token consists of `pid` and the bit for the descriptor.
 fn register_each<'d>(
     poll: &Poll,
     pid: u32,
@@ -151,8 +150,8 @@ struct Child {
     rlimits: Vec<Rlimit>,
     /// True if the keeper has allowed the child to execute its program.
     is_confined: bool,
-    /// PID of the worker once the PID is known. In a PID namespace, the worker is a child of the process that the
-    /// keeper forked.
+    /// PID of the worker once it is known, and otherwise of the process that the keeper forked. In a PID namespace, the
+    /// worker is a child of that process.
     process: u32,
     /// Descriptor that receives notifications of forbidden system calls.
     listener: Option<OwnedFd>,

@@ -99,7 +99,8 @@ impl SubordinateIds {
     }
 }
 
-/// Returns the ranges that are assigned to a user in the text of a file. The user is identified by name or number.
+/// Parses the text of a file such as `/etc/subuid`. Returns the ranges that the file assigns to a user, who is
+/// identified by name or number.
 fn parse_ranges(text: &str, name: Option<&str>, uid: u32) -> Vec<IdRange> {
     let range = |line: &str| {
         let mut fields = line.trim().split(':');
@@ -112,7 +113,7 @@ fn parse_ranges(text: &str, name: Option<&str>, uid: u32) -> Vec<IdRange> {
     text.lines().filter_map(range).collect()
 }
 
-/// Returns the largest range of IDs that lies within a range of each list.
+/// Returns the largest range of IDs that is contained in both lists.
 fn largest_common(users: &[IdRange], groups: &[IdRange]) -> Option<IdRange> {
     let both = |one: &IdRange, other: &IdRange| IdRange {
         first: one.first.max(other.first),

@@ -99,8 +99,8 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     }
 }
 
-/// Moves a folder to the top under a random name. If the name were predictable, the untrusted process could create an
-/// entry of this name to block the move.
+/// Moves an inner folder to the top level of the folder that is being emptied, and gives it a random name. If the name
+/// were predictable, the untrusted process could create an entry of this name to block the move.
 fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     let mut random = [0; 16];
     getrandom(&mut random, GetRandomFlags::empty())?;

@@ -65,8 +65,8 @@ pub fn add_path_rule(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64
 /// Enforces the rules on the calling thread, and on all threads and processes that it starts. This cannot be
 /// undone.
 ///
-/// Actions of the calling program itself that are denied are not written to the audit log, if the Landlock version
-/// `abi` has a flag for this. Pass 0 to leave the log unchanged.
+/// If the Landlock version `abi` has a flag for this, denied actions of the calling program itself are not written to
+/// the audit log. Pass 0 to leave the log unchanged.
 pub fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<()> {
     const LOG_SAME_EXEC_OFF: libc::c_uint = 1;
     const LOG_SINCE: u32 = 7;

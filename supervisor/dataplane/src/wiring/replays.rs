@@ -35,7 +35,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Performs the steps of all replays that are due.
+    /// Performs all pending steps of replays.
     pub(crate) fn advance_replays(&mut self) {
         loop {
             let compartments = &self.compartments;

@@ -53,7 +53,7 @@ impl DataPlane {
         self.send_crash_report(index, (worker, &post), None, context);
     }
 
-    /// Sends a crash report. `link` must be given if the worker's link has already been removed from the table of
+    /// Sends a crash report. `link` must be passed if the worker's link has already been removed from the table of
     /// links.
     fn send_crash_report(
         &mut self,
@@ -73,7 +73,7 @@ impl DataPlane {
         self.reporter.notify(context.report(slot, names, (worker, post), confinement, jobs));
     }
 
-    /// Reports how many crashes had no crash report of their own, for each bulkhead whose count is due.
+    /// For each bulkhead whose event is due, reports the number of crashes for which no crash report was sent.
     pub(crate) fn report_skipped_crashes(&mut self) {
         for (bulkhead, crashes) in self.crashes.take_skipped(self.now) {
             let what = EventKind::CrashesNotReported { crashes, reported_per_second: 1 };
@@ -117,8 +117,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the ID of the crash report that explains a job's outcome: a report about the crash that ended the job,
-    /// or about the job still running at its deadline.
+    /// Returns the ID of the crash report that explains a job's outcome. The report is about the crash that ended the
+    /// job, or about the job still running at its deadline.
     pub(crate) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         match answer.verdict {
             Verdict::DeadlineRunning => self.samples.report(),

@@ -24,7 +24,7 @@ use crate::samples::HeldAction;
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, JobData};
 
-/// Data about a stack sample in progress, used for the report about it.
+/// Context of a stack sample in progress, needed for the report once the sample is complete.
 pub(crate) struct SampleSubject {
     compartment: CompartmentIndex,
     worker: WorkerId,

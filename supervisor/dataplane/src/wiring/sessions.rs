@@ -97,7 +97,7 @@ impl DataPlane {
         self.sessions.clients() + self.intake.closing() >= self.limits.clients_max
     }
 
-    /// Opens a session for an in-process client. It is handled like a client of the jobs socket whose identity is
+    /// Opens a session for an in-process client. The client is handled like one of the jobs socket whose identity is
     /// known.
     pub(crate) fn open_in_process_session(&mut self, end: in_process::Endpoint) {
         let is_full = self.is_full();
@@ -146,8 +146,8 @@ impl DataPlane {
         self.counters.clients.store(self.sessions.clients() as u64, Ordering::Relaxed);
     }
 
-    /// Identifies a connecting client. Returns its permissions, or the reason why it is rejected. Fast checks come
-    /// first.
+    /// Identifies a connecting client. Returns the client's permissions, or the reason why the client is rejected. Fast
+    /// checks come first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);

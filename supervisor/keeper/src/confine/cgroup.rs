@@ -42,10 +42,10 @@ const MAIN_GROUP: &str = "bulkhead-main";
 /// the next.
 const MOVE_ROUNDS_MAX: usize = 16;
 
-/// Maximum number of leaf groups of previous keepers to clean up in one call.
+/// Maximum number of leaf groups to clean up in one call. These groups were left behind by previous keepers.
 const STALE_LEAVES_MAX: usize = 4096;
 
-/// Maximum number of processes that do not belong to the supervisor to list in an error message.
+/// Maximum number of foreign processes to list in an error message.
 const NAMED_PROCESSES_MAX: usize = 3;
 
 /// Advice for administrators, appended to errors about control groups.

@@ -151,8 +151,8 @@ impl Ruleset {
         self.add_path(folder, temporary_access(ABI::from(self.abi as i32)))
     }
 
-    /// Grants read access to a folder that was mounted over a folder with granted access. Safe in a forked child,
-    /// because it makes only system calls.
+    /// Grants read access to a folder that was mounted over a folder to which access was granted. Safe in a forked
+    /// child, because it makes only system calls.
     pub(crate) fn add_readable(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_path(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
     }

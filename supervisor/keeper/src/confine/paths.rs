@@ -125,7 +125,7 @@ const SHIMS_FOLDER: &str = "shims";
 /// Number of bytes at the start of a script that the kernel searches for the interpreter.
 const SHEBANG_BYTES_MAX: u64 = 256;
 
-/// Maximum number of entries of a folder that are granted individually instead of the whole folder.
+/// Maximum number of entries to grant individually if a folder is not granted as a whole.
 const GRANTED_ENTRIES_MAX: usize = 4096;
 
 /// Maximum number of directory entries to search for hard links to a withheld file.
@@ -186,7 +186,7 @@ pub(crate) fn program_folders(programs: &[&Path], directory: Option<&Path>, writ
     given
 }
 
-/// Returns the real paths of those of the given paths that exist.
+/// Returns the real path of each given path that exists.
 fn real_paths(paths: &[&Path]) -> Vec<PathBuf> {
     paths.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect()
 }
@@ -200,9 +200,9 @@ fn is_shared(real: &Path) -> bool {
         || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Returns true if a rule for a configured path can be added as is. A path that leads through a folder in `write` is
-/// different, because the worker can change where the path leads. Returns `Ok(false)` for such a path if the target is
-/// inside a writable folder and thus granted anyway, and an error otherwise.
+/// Returns true if a rule for a configured path can be added as is. A path that leads through a folder in `write`
+/// cannot be granted, because the worker can change the target of such a path. Returns `Ok(false)` for such a path if
+/// its target is inside a writable folder and thus granted anyway, and an error otherwise.
 pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve_outside(path, &writable).is_some() {

@@ -40,7 +40,7 @@ pub(crate) enum Purpose {
     MountPoint,
 }
 
-/// A granted path that leads through a folder that the user cannot traverse, or that is such a folder.
+/// A granted path that leads through, or is itself, a folder that the user cannot traverse.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HiddenPath {
     /// The granted path as given, or the same path without symbolic links.
@@ -88,7 +88,7 @@ impl Unreachable {
     }
 }
 
-/// A granted path that the worker's user cannot use because of its permissions, even through a mount.
+/// A granted path that the worker's user cannot use because of the path's permissions, even through a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UnusablePath {
     path: PathBuf,

@@ -77,7 +77,7 @@ pub(crate) enum FatalAction {
     Notify,
 }
 
-/// Result of a system call, depending on its arguments.
+/// Result of a system call, depending on the call's arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Rule {
     Always(Verdict),

@@ -132,7 +132,7 @@ impl EventLoop {
     }
 }
 
-/// Wakes the keeper's loop when the thread exits, even after a panic.
+/// Wakes the keeper's loop when the sampling thread exits, even after a panic.
 struct End {
     has_ended: Arc<AtomicBool>,
     waker: Arc<Waker>,

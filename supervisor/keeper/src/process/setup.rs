@@ -96,9 +96,9 @@ fn raise_open_files_limit() -> (u64, u64) {
     (own.current.unwrap_or(u64::MAX), own.maximum.unwrap_or(u64::MAX))
 }
 
-/// Makes the keeper ignore signals, so that it exits only at end of file on its socket. The workers must not die
-/// because of a signal that was sent to the supervisor's process group, or by a user who found the keeper in a process
-/// list. SIGCHLD is blocked and read from a descriptor.
+/// Makes the keeper ignore signals, so that it exits only at end of file on its socket. Otherwise, a signal to the
+/// supervisor's process group could kill the workers, and so could a signal from a user who finds the keeper in a
+/// process list. SIGCHLD is blocked and read from a descriptor.
 #[expect(unsafe_code, reason = "setting the disposition of a signal")]
 pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};

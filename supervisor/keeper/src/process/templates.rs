@@ -244,7 +244,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns the next time at which a template will exceed the time limit for a fork.
+    /// Returns the earliest time at which a template will exceed the time limit for a fork in progress.
     pub(super) fn next_fork_timeout(&self) -> Option<Instant> {
         let is_awaited = |child: &Child| child.template.as_ref().is_some_and(|template| !template.is_hung);
         let forking = self.forking_templates().filter(|(_, child, _)| is_awaited(child));
@@ -264,15 +264,15 @@ impl EventLoop {
         }
     }
 
-    /// Reads the messages of all templates with forks in progress. Needed because a process that exits might have
-    /// identified itself as a worker before. Returns the number of bytes read.
+    /// Reads the messages of all templates with forks in progress. Needed because a process that has exited might have
+    /// identified itself as a worker beforehand. Returns the number of bytes read.
     pub(super) fn read_fork_messages(&mut self) -> u64 {
         self.templates_forking_own_children().into_iter().map(|pid| self.read_pending_messages(pid)).sum()
     }
 
-    /// Reads the messages from a template and its workers that are already in the socket. Messages that arrive in the
-    /// meantime are left for the next iteration, because they can arrive faster than the keeper reads. Returns the
-    /// total size of the messages read, in bytes.
+    /// Reads the messages that a template and its workers have already sent. Messages that arrive in the meantime are
+    /// left for the next iteration, because they can arrive faster than the keeper reads. Returns the total size of the
+    /// messages read, in bytes.
     pub(super) fn read_pending_messages(&mut self, pid: u32) -> u64 {
         let Some(template) = self.template_mut(pid) else { return 0 };
         let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
@@ -285,7 +285,7 @@ impl EventLoop {
         waiting
     }
 
-    /// Handles messages from a template or from the processes that it has forked.
+    /// Handles messages from a template or from processes that were forked by the template.
     pub(super) fn handle_template_messages(&mut self, pid: u32) {
         if (0..MESSAGES_MAX).all(|_| self.read_message(pid).is_some())
             && let Some(template) = self.template_mut(pid)
@@ -537,8 +537,8 @@ fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError
     pids.ok().filter(|_| !is_over).ok_or(SpawnError::new(EXITED_STEP, Errno::CHILD))
 }
 
-/// Receives a message. Returns the length before truncation, and the PID of the sender. An empty message has
-/// a sender, unlike the end of file.
+/// Receives a message. Returns the message's length before truncation, and the sender's PID. Unlike an empty message,
+/// the end of file has no sender.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -33,8 +33,7 @@ const NAME_ATTEMPTS_MAX: u32 = 100;
 /// removed.
 const PENDING_REMOVALS_MAX: usize = 16 * 1024;
 
-/// Maximum number of base folders of killed keepers that one keeper removes. Each of these folders needs an open
-/// descriptor.
+/// Maximum number of killed keepers' base folders to remove. Each of these folders needs an open descriptor.
 const STALE_FOLDERS_MAX: usize = 64;
 
 /// Maximum number of entries to remove from one folder before the remover turns to the next folder. Needed because a
@@ -206,7 +205,7 @@ fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
     }
 }
 
-/// Removes a folder and its contents, or as much as possible. Returns `false` if the folder has more than `entries_max`
+/// Removes a folder and its contents as far as possible. Returns `false` if the folder has more than `entries_max`
 /// entries.
 fn remove(path: &Path, entries_max: usize) -> bool {
     if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {

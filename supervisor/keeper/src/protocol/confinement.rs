@@ -24,9 +24,9 @@ pub struct Confinement<'a> {
     pub withheld: Vec<&'a str>,
     /// Ports to which the worker can connect by TCP if its network access is [`NetworkAccess::Connections`].
     pub tcp_ports: Vec<u16>,
-    /// System calls to allow in addition to those that the profile allows.
+    /// System calls to allow in addition to the calls that the profile allows.
     pub allow: Vec<&'a str>,
-    /// System calls to deny in addition to those that the profile denies.
+    /// System calls to deny in addition to the calls that the profile denies.
     pub deny: Vec<&'a str>,
 }
 

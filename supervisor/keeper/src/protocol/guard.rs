@@ -5,10 +5,10 @@ use bincode::{BorrowDecode, Encode};
 
 use super::LayerSupport;
 
-/// Second command-line argument of a keeper that is to be started with a guard. The third argument is [`VERSION`].
+/// Second command-line argument of a keeper that is started with a guard. The third argument is [`VERSION`].
 pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
 
-/// Fourth command-line argument, with which the guard reports the layers that the machine supports.
+/// Fourth command-line argument, which makes the guard report the layers that the machine supports.
 pub(crate) const PROBE_ARGUMENT: &str = "first";
 
 /// Version of the order and report formats. The messages themselves carry no version, because both ends are usually the

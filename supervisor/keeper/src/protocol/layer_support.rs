@@ -20,7 +20,7 @@ pub struct LayerSupport {
 }
 
 impl LayerSupport {
-    /// Creates the entry for `layer` from the result of a trial of this layer.
+    /// Creates the entry for `layer` from the result of a trial.
     pub fn of(layer: &str, tried: Result<Option<String>, String>, what_to_do: &str) -> Self {
         let is_available = tried.is_ok();
         let what_to_do = (!is_available).then(|| what_to_do.into());

@@ -27,7 +27,7 @@ pub(crate) const SPAWN_DESCRIPTORS: usize = 3;
 pub struct SpawnOrder<'a> {
     /// Spawn number, which identifies the worker in reports. Chosen by the caller, and never reused.
     pub worker: u64,
-    /// Path of the program, which is not searched for in `PATH`.
+    /// Path of the program. `PATH` is not searched.
     pub program: &'a str,
     /// All arguments, including the program's name as the first one.
     pub arguments: Vec<&'a str>,
@@ -69,11 +69,11 @@ pub(crate) enum Order<'a> {
     /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids). The namespace is sent as a
     /// descriptor.
     Namespace,
-    /// Provides a descriptor that the keeper keeps open until it exits. Whoever holds the other end can thus notice
-    /// that all workers are gone.
+    /// Provides a descriptor that the keeper keeps open until it exits. A process that holds the other end can thus
+    /// notice that all workers are gone.
     Lifeline,
-    /// Kills the worker immediately. The worker might be unknown, because its exit might already have been reported or
-    /// be about to be reported.
+    /// Kills the worker immediately. The order can refer to an unknown worker, whose exit has already been reported or
+    /// is about to be reported.
     Kill { worker: u64 },
     /// Samples the stacks of the worker's threads and of its descendants. With `job`, samples only the programs of this
     /// job or, if there are none, all descendants. Sent with the file for the records and, if the worker can write its

@@ -137,7 +137,7 @@ pub enum TemplateReport {
     Status(String),
     /// Reason why the template is about to exit.
     Refused(String),
-    /// Asks to extend the deadline for starting to at least this long from now.
+    /// Asks for the start deadline to be extended to at least this long from now.
     Extend(Duration),
 }
 

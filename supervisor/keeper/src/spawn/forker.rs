@@ -31,7 +31,7 @@ pub(crate) struct Forker {
 
 impl Forker {
     /// Starts the thread that forks workers. `original` holds the settings that the keeper had when it was started.
-    /// Workers get these settings instead of the ones that the keeper later applied to itself.
+    /// Workers get these settings instead of the keeper's current settings.
     pub(crate) fn start(original: OriginalSettings) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);
@@ -97,9 +97,9 @@ pub(crate) fn fork_step(namespaces: Namespaces) -> &'static str {
     if namespaces.any() { "fork into new namespaces" } else { "fork" }
 }
 
-/// Tests whether a thread of the keeper can wait on this kernel for orphans only, and not for children of the forking
-/// thread. The keeper uses this to tell workers from the processes that they leave behind. Must be called on the first
-/// thread, before any worker exists.
+/// Tests whether this kernel lets a thread wait only for orphans, and not for children of the forking thread. The
+/// keeper relies on this to tell workers from the processes that they leave behind. Must be called on the first thread,
+/// before any worker exists.
 pub(crate) fn distinguishes_orphans(forker: &Forker) -> io::Result<bool> {
     let child = forker.fork(Job::Child)?;
     let sees_workers = thread_has_children();

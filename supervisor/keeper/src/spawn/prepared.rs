@@ -51,8 +51,8 @@ pub(crate) struct Prepared {
     pub(super) confinement: PreparedConfinement,
 }
 
-/// Environment of a worker, as `NAME=value`. The memory is erased when the value is dropped, because the variables can
-/// contain secrets, and children that are forked later for other workers contain copies of the keeper's memory.
+/// Environment of a worker, as `NAME=value`. The memory is erased when the value is dropped, because variables can
+/// contain secrets. Children that are forked later contain copies of the keeper's memory.
 pub(super) struct Environment(Vec<CString>);
 
 impl Deref for Environment {

@@ -252,8 +252,8 @@ fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Makes granted paths that the worker's user cannot reach accessible through mounts. Does nothing if the worker has a
-/// private root folder.
+/// Mounts the granted paths that the worker's user cannot reach, which makes them accessible. Does nothing if the
+/// worker has a private root folder.
 fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(covers) = &confinement.covers else { return Ok(()) };
@@ -393,7 +393,7 @@ fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Sets up the standard streams. Standard input is the keeper's `/dev/null` or, if the worker is a host of programs,
-/// the file that contains their rules.
+/// the file that contains the rules for these programs.
 fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(rules) = &plan.prepared.confinement.program_rules {
         duplicate_to(rules, libc::STDIN_FILENO)?;
@@ -406,7 +406,7 @@ fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(duplicate_to(&plan.prepared.link, LINK_FD)?)
 }
 
-/// Duplicates a descriptor to this number. Replaces any descriptor that had the number before.
+/// Duplicates a descriptor to this number, replacing any descriptor that already has the number.
 pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
     // SAFETY: the previous descriptor is standard input, output or error, or in the child the keeper's
     // socket. Nothing that this process owns and continues to use has this number.
@@ -428,8 +428,8 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Sets the limit on open files. If the order contains no such limit, the worker gets the limit that the keeper had
-/// when it was started. For a confined worker, this default is at most three quarters of the keeper's hard limit. If
-/// the limit were higher, a worker could prevent the keeper from starting other workers, because descriptors that a
+/// when it was started. For a confined worker, this default is at most three quarters of the keeper's hard limit. With
+/// a higher limit, a worker could prevent the keeper from starting other workers. The reason is that descriptors that a
 /// worker sends to itself but never receives count against the limits of all processes of the user.
 fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
@@ -461,7 +461,7 @@ fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Closes all descriptors except standard input, output and error, the link, the file that a host loads or runs, and
-/// the descriptors that later steps need. The descriptors for later steps are close-on-exec.
+/// descriptors for later steps. The descriptors for later steps are close-on-exec.
 fn descriptors(plan: &Plan<'_>) -> Result<(), StepError> {
     let prepared = plan.prepared;
     let ruleset = prepared.confinement.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());

@@ -116,8 +116,8 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
 }
 
 /// Returns the PIDs of a process and its ancestors, nearest first. The list ends with `root`, or with the outermost
-/// visible ancestor if `root` is not an ancestor. The caller must keep the process alive during the call. In that case,
-/// the list is consistent: at some point during the call, each process was the parent of the one before it.
+/// visible ancestor if `root` is not an ancestor. The caller must keep the process alive during the call, so that the
+/// list is consistent: at some point during the call, each process was the parent of the one before it.
 ///
 /// Takes a few microseconds per process. Fails if a process in the list cannot be read in `/proc`, if there are more
 /// than 64 ancestors, or if the ancestors keep changing.

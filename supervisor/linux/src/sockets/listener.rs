@@ -14,7 +14,7 @@ use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 use socket2::{SockFilter, SockRef};
 
-/// A listener that was inherited, by address family.
+/// An inherited listener, by address family.
 #[derive(Debug)]
 pub enum InheritedListener {
     /// A Unix socket.

@@ -103,7 +103,8 @@ impl Peer {
 #[derive(Debug, Default)]
 pub struct UnrelatedProcesses {
     known: Mutex<VecDeque<(u32, u64)>>,
-    /// PID of a second process whose descendants are treated like descendants of this process. 0 if there is none.
+    /// PID of a second process whose descendants are treated like descendants of this process, or 0 if there is no such
+    /// process.
     other_root: AtomicU32,
 }
 

@@ -95,7 +95,7 @@ impl DataPlane {
         }
     }
 
-    /// Passes the notices that were received in one read to policy. Returns an error if the worker must be killed.
+    /// Passes on to policy all notices that were received in one read. Returns an error if the worker must be killed.
     fn apply_unsolicited_frames(&mut self, index: LinkIndex) -> Result<(), String> {
         let (compartment, worker) = self.links[index].key();
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;

@@ -21,7 +21,7 @@ pub(crate) struct Limits {
 pub(super) struct Setting {
     file: &'static str,
     value: String,
-    /// True if it is not an error that the file does not exist.
+    /// True if the limit is skipped when the kernel lacks the file.
     is_optional: bool,
 }
 

@@ -353,7 +353,7 @@ fn landlock_restricts_sockets_passed_to_the_worker() {
     });
 }
 
-/// With TCP fast open, `connect` returns before a connection is established, but the rules still apply to `connect`.
+/// The rules apply to `connect` even with TCP fast open, where `connect` returns before a connection is established.
 #[test]
 fn landlock_restricts_delayed_connections() {
     if !has_abi(4) {

@@ -108,7 +108,7 @@ pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     rules
 }
 
-/// Denies processes that were forked by a template the call that [`allow_siblings`] allows the template.
+/// Denies the call that [`allow_siblings`] allows. Used for the processes that a template has forked.
 pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
     rules.set("clone", refuse_flags(libc::CLONE_PARENT as u32));
     rules

@@ -335,7 +335,7 @@ fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     command
 }
 
-/// Arguments that are so invalid that every call fails even if the kernel executes it.
+/// Invalid arguments. With these, every call fails even if the kernel executes it.
 const INVALID_ARGUMENTS: [u64; 3] = [u64::MAX; 3];
 
 fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {

@@ -42,14 +42,15 @@ const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 /// State of a template's PID namespace.
 pub(crate) struct TemplateNamespace {
     socket: OwnedFd,
-    /// Orders that have not been sent to the namespace's first process yet: at most one kill per worker, one kill of
-    /// the template, and one order to kill leftover processes.
+    /// Unsent orders to the namespace's first process: at most one kill per worker, one kill of the template, and one
+    /// order to kill leftover processes.
     outbox: Outbox,
-    /// The template's PID in the namespace, once it is known.
+    /// The template's PID in the namespace. `None` until the PID is known.
     pub(crate) template: Option<u32>,
     /// Workers in the namespace. Maps each worker's PID inside the namespace to its PID outside.
     workers: HashMap<u32, u32>,
-    /// Other children of the first process, with the time at which each was discovered.
+    /// Children of the namespace's first process that are neither the template nor known workers, each with the time at
+    /// which it was discovered.
     unidentified: Vec<(u32, Instant)>,
     /// True if the namespace might contain more unidentified children than are listed.
     has_more: bool,
@@ -57,8 +58,8 @@ pub(crate) struct TemplateNamespace {
     recent_exits: VecDeque<u32>,
     /// Workers that have exited. They are reported as reaped once no unidentified process is left.
     exited: Vec<ExitedWorker>,
-    /// Set while leftover processes are being killed: the time at which this started, the time of the next order, and
-    /// the pause after the next order.
+    /// Set while leftover processes are being killed. Contains the start time, the time of the next order, and the
+    /// pause after the next order.
     kills: Option<(Instant, Instant, Duration)>,
 }
 
@@ -242,7 +243,7 @@ impl EventLoop {
         }
     }
 
-    /// Reports the exited workers as reaped if no leftover process remains. Otherwise orders the first
+    /// Reports the exited workers as reaped if no leftover process remains. Otherwise orders the namespace's first
     /// process to kill the leftover processes.
     pub(crate) fn clean_namespace(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };

@@ -145,8 +145,8 @@ impl DescendantKiller {
         Ok(())
     }
 
-    /// Evaluates a complete scan. Stops the processes that were found and have not been stopped yet. If there are none,
-    /// kills all processes that were found.
+    /// Evaluates a complete scan. Stops the processes that have not been stopped yet. Once all processes have been
+    /// stopped, or after too many scans, kills all of them.
     fn evaluate_scan(
         &mut self,
         table: &HashMap<u32, Process>,
