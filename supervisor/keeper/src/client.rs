@@ -40,7 +40,7 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum number of orphans reaped in one call.
 const ORPHANS_PER_CALL_MAX: usize = 64;
 
-/// Returns advice for a worker whose start failed at `step`, or an empty string if there is none.
+/// Returns a hint for the operator about a worker whose start failed at `step`, or an empty string if there is no hint.
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         "exec" if error.kind() == io::ErrorKind::ArgumentListTooLong => {
@@ -69,12 +69,12 @@ pub struct Keeper {
     socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
-    /// Workers whose pidfd was lost because this process had reached its file descriptor limit. These workers
-    /// are killed and reported as failed.
+    /// Workers whose pidfd could not be received because this process had reached its file descriptor limit. These
+    /// workers are killed and reported as failed.
     without_pidfd: HashSet<u64>,
     /// Subordinate user IDs for workers. If this keeper is lost, the IDs are sent to the next keeper.
     ids: Option<Arc<SubordinateIds>>,
-    /// Descriptor that this keeper and its replacements keep open.
+    /// Descriptor that this keeper, and any keeper that replaces it, keeps open until it exits.
     lifeline: Option<Arc<OwnedFd>>,
 }
 
@@ -86,7 +86,8 @@ enum KeeperProcess {
     Detached(DetachedKeeper),
 }
 
-/// Starts a replacement for a lost keeper, with the same program, subordinate user IDs and lifeline.
+/// Starts a replacement for a lost keeper. The replacement uses the same program, subordinate user IDs and lifeline
+/// (see [`Keeper::send_lifeline`]).
 #[derive(Clone, Debug)]
 pub struct KeeperLauncher {
     program: PathBuf,
@@ -101,7 +102,8 @@ impl KeeperLauncher {
         &self.program
     }
 
-    /// Starts the keeper, and sends it the subordinate user IDs for workers and the lifeline.
+    /// Starts the keeper, and sends it the subordinate user IDs for workers and the lifeline (see
+    /// [`Keeper::send_lifeline`]).
     pub fn start(&self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
             true => Keeper::launch_detached(&self.program, ProbeMachine::No)?.0,
@@ -387,7 +389,7 @@ impl Keeper {
         })
     }
 
-    /// Kills a worker whose pidfd is missing, because its exit could not be detected.
+    /// Kills a worker whose pidfd is missing, because the worker's exit could not be detected without the pidfd.
     fn kill_without_pidfd(&mut self, worker: u64) -> io::Result<Report> {
         self.without_pidfd.insert(worker);
         self.kill(worker)?;

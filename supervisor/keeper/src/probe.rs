@@ -24,7 +24,7 @@ use crate::confine::seccomp::{self, FatalAction};
 use crate::protocol::LayerSupport;
 
 impl LayerSupport {
-    /// Creates the entry for a layer from the result of a trial that reports no details.
+    /// Creates the entry for a layer whose trial reports no details.
     fn without_details(layer: &str, tried: Result<(), impl Into<TrialError>>, what_to_do: &str) -> Self {
         Self::of(layer, tried.map(|()| None).map_err(|why| why.into().error_text()), what_to_do)
     }
@@ -96,8 +96,8 @@ fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
     )
 }
 
-/// Environment variable with a comma-separated list of layers to treat as missing, for testing a
-/// configuration for a machine with fewer layers.
+/// Environment variable that contains a comma-separated list of layers to treat as missing. Used to test a
+/// configuration for machines that support fewer layers.
 pub(crate) const DISABLED_LAYERS: &str = "BULKHEAD_WITHOUT";
 
 fn disable(layers: &mut [LayerSupport], disabled: &str) {
@@ -181,7 +181,7 @@ fn peer_pidfd() -> Result<(), Errno> {
     getsockopt(&socket, PeerPidfd).map(drop).map_err(|errno| Errno::from_raw_os_error(errno as i32))
 }
 
-/// Checks that `close_range` works, with a descriptor number that is never open.
+/// Checks that `close_range` works, by passing a descriptor number that is never open.
 fn close_range() -> Result<(), Errno> {
     const NONE: libc::c_uint = libc::c_uint::MAX;
     // SAFETY: no descriptor has this number.

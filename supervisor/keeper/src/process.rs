@@ -52,12 +52,12 @@ use crate::spawn::{
 };
 use crate::wait;
 
-/// Maximum number of pending reports. At this limit, the keeper accepts no further orders, so that only the
-/// last three reports of each worker can be added.
+/// Maximum number of pending reports. Once this limit is reached, the keeper accepts no further orders. Each worker can
+/// then add at most its last three reports.
 const PENDING_REPORTS_MAX: usize = 1024;
 
-/// Maximum number of deferred fork orders, each of which holds three descriptors. At this limit, the keeper
-/// accepts no further orders.
+/// Maximum number of deferred fork orders, each of which holds three descriptors. Once this limit is reached, the
+/// keeper accepts no further orders.
 const DEFERRED_FORKS_MAX: usize = 256;
 
 /// Maximum time for killing all processes before the keeper exits. After this time, the keeper exits even if
@@ -69,19 +69,19 @@ const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 const EVENTS_MAX: usize = 64;
 
 // The token of a worker's descriptor consists of the process ID and one of the following bits.
-/// Token bit for the seccomp listener.
+/// Bit in the `poll` token of a child's seccomp listener.
 const LISTENER: usize = 1 << 32;
-/// Token bit for the pidfd.
+/// Bit in the `poll` token of a child's pidfd.
 const EXIT: usize = 1 << 33;
-/// Token bit for the status pipe of the first process in a PID namespace.
+/// Bit in the `poll` token of a status pipe from the first process in a PID namespace.
 const STATUS: usize = 1 << 34;
-/// Token bit for the socket of a template.
+/// Bit in the `poll` token of a template's socket.
 const TEMPLATE: usize = 1 << 35;
-/// Token bit for the socket of the first process in a template's PID namespace.
+/// Bit in the `poll` token of the socket of the first process in a template's PID namespace.
 const NAMESPACE: usize = 1 << 36;
 const PID_MASK: usize = LISTENER - 1;
 
-/// Token for the pidfds of the guard and the application. A pidfd becomes readable when its process exits.
+/// The `poll` token for the pidfds of the guard and the application. A pidfd becomes readable when its process exits.
 const WATCHED: usize = 1 << 37;
 
 /// Token with which the sampling thread wakes the loop.
@@ -119,8 +119,7 @@ fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<
     poll.registry().register(&mut source, Token(token), Interest::READABLE)
 }
 
-/// Registers descriptors of a child process. The token of a descriptor consists of `pid` and the descriptor's
-/// bit.
+/// Registers descriptors of a child process with `poll`. Each token consists of `pid` and the bit for the descriptor.
 fn register_each<'d>(
     poll: &Poll,
     pid: u32,
@@ -151,8 +150,8 @@ struct Child {
     rlimits: Vec<Rlimit>,
     /// True if the keeper has allowed the child to execute its program.
     is_confined: bool,
-    /// PID of the worker, once it is known. In a PID namespace, the worker is a child of the process that the
-    /// keeper forked.
+    /// PID of the worker once it is known, and otherwise of the process that the keeper forked. In a PID namespace, the
+    /// worker is a child of that process.
     process: u32,
     /// Descriptor that receives notifications of forbidden system calls.
     listener: Option<OwnedFd>,
@@ -164,16 +163,16 @@ struct Child {
     observed: Observed,
     /// Pipe on which the first process of a PID namespace reports how the worker exited.
     status: Option<OwnedFd>,
-    /// State of the template, if this child is one.
+    /// State of the template, if this child is a template.
     template: Option<Template>,
-    /// The PID namespace that the template and its workers share, if this child is such a template.
+    /// The PID namespace that a template shares with its workers, if this child is a template that has one.
     namespace: Option<TemplateNamespace>,
-    /// The worker's place in a template's PID namespace, if this child is such a worker.
+    /// The worker's place in a template's PID namespace, if this child is a worker in one.
     member: Option<NamespaceMember>,
 }
 
 impl Child {
-    /// Creates a child without optional parts. An example of such a child is a worker that a template has forked.
+    /// Creates a child with no optional parts, such as a worker that was forked by a template.
     fn new(
         worker: u64,
         pid: u32,
@@ -203,7 +202,7 @@ impl Child {
         }
     }
 
-    /// Determines why the worker exited, from the exit status and the keeper's own record of the worker.
+    /// Determines why the worker exited, from the exit status and what the keeper has recorded about the worker.
     fn exit_cause(&self, exit: Exit) -> Exit {
         let is_out_of_memory = |leaf: &Leaf| leaf.oom_kills().is_ok_and(|kills| kills > 0);
         match (exit, self.violation) {
@@ -235,9 +234,9 @@ impl Child {
             .for_each(|descriptor| deregister(poll, descriptor));
     }
 
-    /// Checks the worker's confinement again when its program runs, because executing the program could have
-    /// given it privileges. Returns the name of a value that does not match the order, or `None` if all match
-    /// or the process has already exited.
+    /// Checks the worker's confinement again once its program is running, because executing the program could have
+    /// given the worker privileges. Returns the name of the first value that does not match the order. Returns `None`
+    /// if all values match, or if the process has already exited.
     fn recheck_confinement(&mut self) -> Option<&'static str> {
         let mut observed = self.observed;
         observe::read_status(self.process, &mut observed).ok()?;
@@ -256,7 +255,7 @@ enum Stage {
     Starting(ChildConnections),
     /// The worker was reported as spawned.
     Running,
-    /// The start was reported as failed. The child now only has to be reaped.
+    /// The start was reported as failed. The child only needs to be reaped.
     Failed,
     /// The worker's exit was reported, but the first process of the worker's PID namespace is still running.
     Ended,
@@ -265,16 +264,17 @@ enum Stage {
 struct EventLoop {
     poll: Poll,
     socket: OwnedFd,
-    /// The guard and the application. The keeper exits when one of them exits.
+    /// The guard and the application. The keeper exits when either of them exits.
     watched: Option<WatchedProcesses>,
     sigchld: SignalFd,
     forker: Forker,
     /// User namespace with the subordinate IDs. `None` if the supervisor has not sent one.
     subordinate_namespace: Option<Arc<OwnedFd>>,
-    /// Descriptor that stays open until this process exits, so that a process with the other end notices the exit.
+    /// Descriptor that stays open until this process exits. A process that holds the other end can thus notice the
+    /// exit.
     lifeline: Option<OwnedFd>,
     children: HashMap<u32, Child>,
-    /// PIDs of workers, by spawn number.
+    /// Maps the spawn number of each worker to its PID.
     by_worker: HashMap<u64, u32>,
     templates: BTreeSet<u32>,
     own_status: observe::KeeperStatus,
@@ -282,7 +282,7 @@ struct EventLoop {
     folders: TemporaryFolders,
     groups: WorkerGroups,
     reaper: DescendantReaper,
-    /// Fork orders that are deferred until the reaper has finished its current run.
+    /// Fork orders that are deferred until the killer has finished its current run.
     deferred_forks: VecDeque<DeferredFork>,
     priority: PriorityBoost,
     samples: Samples,
@@ -529,7 +529,7 @@ impl EventLoop {
     }
 }
 
-/// Returns true if the keeper can accept another order.
+/// Returns true if the keeper can accept another order now.
 fn has_room(pending_reports: usize, deferred_forks: usize) -> bool {
     pending_reports < PENDING_REPORTS_MAX && deferred_forks < DEFERRED_FORKS_MAX
 }

@@ -19,33 +19,34 @@ use nix::sys::ptrace;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
-/// Maximum time for sampling one worker.
+/// Maximum time that sampling one worker may take.
 pub(crate) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(15);
 
-/// Maximum number of sampled threads, and of processes to which they belong.
+/// Maximum number of threads to sample, and maximum number of processes to which these threads can belong.
 const THREADS_MAX: usize = 64;
 const PROCESSES_MAX: usize = 16;
 
-/// The search for descendants stops when it has found this many.
+/// Number of descendants at which the search for further descendants stops.
 const DESCENDANTS_MAX: usize = 256;
 
-/// Maximum size in bytes of the recorded part of a stack.
+/// Maximum number of bytes of a stack to record.
 const STACK_BYTES_MAX: usize = 64 * 1024;
 
 /// Maximum size in bytes of `/proc/PID/maps` and `/proc/PID/environ`.
 const PROC_FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Number of bytes below the stack pointer that functions without a frame can use (x86-64).
+/// Size of the red zone (x86-64), in bytes. Functions that have no stack frame can use the red zone, which is below the
+/// stack pointer.
 const RED_ZONE_BYTES: u64 = 128;
 
-/// Interval between checks for stopped threads, and for text from the worker.
+/// Interval between checks for stopped threads, and interval between checks for text from the worker.
 const STOP_INTERVAL: Duration = Duration::from_micros(50);
 const TEXT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Offset of the first record in the file. The total size of all records comes before it.
+/// Offset of the first record in the file. The records are preceded by their total size.
 const RECORDS_OFFSET: usize = size_of::<u64>();
 
-/// Worker to sample, and files that receive the stacks.
+/// A worker to sample, and the files to which its stacks are written.
 pub(crate) struct SampleRequest {
     pub(crate) process: ProcessStart,
     /// If set, samples only the programs of this job, which are the worker's descendants whose `BULKHEAD_JOB` variable
@@ -65,12 +66,12 @@ pub(crate) struct ProcessStart {
 }
 
 impl ProcessStart {
-    /// Looks up the start time of a process. Returns `None` if no process has this ID.
+    /// Looks up the start time of a process. Returns `None` if no process with this ID exists.
     pub(crate) fn of(id: u32) -> Option<Self> {
         Some(Self { id, started: start_time(id)? })
     }
 
-    /// Returns true if the ID still refers to this process.
+    /// Returns true if the ID still belongs to the same process.
     fn is_current(self) -> bool {
         Self::of(self.id) == Some(self)
     }
@@ -95,7 +96,7 @@ impl SampleRequest {
         result
     }
 
-    /// Returns the processes to sample, most important first.
+    /// Returns the processes to sample, the most important first.
     fn processes(&self) -> Vec<ProcessStart> {
         let descendants = descendants(self.process.id);
         let descendants: Vec<_> = descendants.into_iter().filter_map(ProcessStart::of).collect();
@@ -132,8 +133,8 @@ fn descendants(root: u32) -> Vec<u32> {
     found.split_off(1)
 }
 
-/// Makes the worker write the stacks of its threads as text, and waits until the text is complete. Progress is
-/// visible in the file offset, which the worker shares.
+/// Makes the worker write the stacks of its threads as text, and waits until the text is complete. The file offset is
+/// shared with the worker and shows the worker's progress.
 fn request_text(process: ProcessStart, mut text: &File, until: Instant) {
     let start = text.stream_position().unwrap_or(0);
     if send_stack_signal(process).is_err() {
@@ -163,7 +164,7 @@ fn send_stack_signal(process: ProcessStart) -> io::Result<()> {
     if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The file for the records.
+/// The file to which the records are written.
 struct Sample {
     file: File,
     /// Number of bytes written so far.
@@ -233,7 +234,7 @@ impl Sample {
         result
     }
 
-    /// Appends a record, if there is room. The first record of a process also contains its mappings.
+    /// Appends a record if there is room. The first record of each process also contains the process's mappings.
     fn write(&mut self, mut header: Header, mappings: &mut Vec<u8>, stack: &[u8]) {
         (header.maps_bytes, header.stack_bytes) = (mappings.len() as u32, stack.len() as u32);
         let mut bytes = [0; HEADER_BYTES];
@@ -273,12 +274,12 @@ fn is_dead(header: &Header) -> bool {
 }
 
 struct Registers {
-    /// Register values, in the order of [`Header::registers`].
+    /// Values of registers, in the order of [`Header::registers`].
     all: [u64; REGISTERS_MAX],
     stack_pointer: u64,
 }
 
-/// Returns the registers of a thread, or `None` if it has not stopped yet.
+/// Returns the registers of a thread, or `None` if the thread has not stopped yet.
 #[cfg(target_arch = "x86_64")]
 fn registers(id: u32) -> Option<Registers> {
     let found = ptrace::getregset::<ptrace::regset::NT_PRSTATUS>(pid(id)).ok()?;
@@ -290,7 +291,7 @@ fn registers(id: u32) -> Option<Registers> {
     Some(Registers { all, stack_pointer: found.rsp })
 }
 
-/// Returns the registers of a thread, or `None` if it has not stopped yet.
+/// Returns the registers of a thread, or `None` if the thread has not stopped yet.
 #[cfg(target_arch = "aarch64")]
 fn registers(id: u32) -> Option<Registers> {
     let found = ptrace::getregset::<ptrace::regset::NT_PRSTATUS>(pid(id)).ok()?;
@@ -300,7 +301,8 @@ fn registers(id: u32) -> Option<Registers> {
     Some(Registers { all, stack_pointer: found.sp })
 }
 
-/// Returns the stack from the red zone to the end of its mapping, and stores its start address in the header.
+/// Returns a thread's stack, from the red zone to the end of the stack's mapping. Stores the start address in the
+/// header.
 fn read_stack(id: u32, stack_pointer: u64, maps: &[u8], header: &mut Header) -> Vec<u8> {
     let start = stack_pointer.saturating_sub(RED_ZONE_BYTES);
     let Some(end) = mapping_end(maps, stack_pointer) else { return Vec::new() };
@@ -322,8 +324,8 @@ fn mapping_end(maps: &[u8], address: u64) -> Option<u64> {
     })
 }
 
-/// Returns the lines of `/proc/PID/maps` that describe executable mappings. The result is never empty, because a
-/// record without mappings counts towards the previous process.
+/// Returns the lines of `/proc/PID/maps` that describe executable mappings. The result is never empty, because a record
+/// without mappings is taken as belonging to the previous process.
 fn executable_mappings(maps: &[u8]) -> Vec<u8> {
     let mut lines = Vec::new();
     for line in maps.split_inclusive(|byte| *byte == b'\n') {
@@ -339,7 +341,7 @@ fn executable_mappings(maps: &[u8]) -> Vec<u8> {
     lines
 }
 
-/// Returns the thread IDs of a process, starting with the first thread.
+/// Returns the IDs of a process's threads, starting with the first thread.
 fn threads_of(process: u32) -> Vec<u32> {
     let entries = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
     let mut threads: Vec<u32> =
@@ -348,7 +350,7 @@ fn threads_of(process: u32) -> Vec<u32> {
     threads
 }
 
-/// Returns a header with the information about a thread that `/proc` provides.
+/// Returns a header that contains the information in `/proc` about a thread.
 fn describe(process: u32, id: u32) -> Header {
     let folder = format!("/proc/{process}/task/{id}");
     let read = |name: &str| read_limited(&format!("{folder}/{name}")).unwrap_or_default();

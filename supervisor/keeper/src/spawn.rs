@@ -43,8 +43,8 @@ pub(crate) use self::prepared::{ChildConnections, Prepared};
 pub(crate) use self::progress::{Progress, let_continue, read as read_progress};
 pub(crate) use self::steps::duplicate_to;
 
-/// Descriptor number of the worker's link. In the keeper, this is the number of the order socket, so that no
-/// other descriptor of the keeper has a number that a child needs.
+/// Descriptor number of the link in a worker. The keeper uses this number for the order socket, so that no other
+/// descriptor of the keeper has a number that a child needs.
 pub(crate) const LINK_FD: RawFd = 3;
 
 // Names of steps that can also fail before the fork.
@@ -52,10 +52,10 @@ const ROOT_STEP: &str = "mount namespace";
 const LANDLOCK_STEP: &str = "landlock";
 const SECCOMP_STEP: &str = "seccomp";
 
-/// Exit code of a child that failed before `execve`. Not reported by the keeper.
+/// Exit code of a child that failed before `execve`. The keeper does not report this exit code.
 const FAILED_EXIT_CODE: i32 = 127;
 
-/// Error from starting a worker: the failed step and the error number.
+/// Error from starting a worker, which consists of the failed step and the error number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SpawnError {
     pub(crate) step: String,
@@ -72,7 +72,7 @@ impl SpawnError {
     }
 }
 
-/// Checks that the first process of a template's PID namespace can list its children.
+/// Checks that this kernel lets the first process of a template's PID namespace list its children.
 pub(crate) fn can_list_children() -> Result<(), Errno> {
     init::template::open_children().map(drop)
 }

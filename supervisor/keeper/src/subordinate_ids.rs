@@ -27,16 +27,17 @@ use crate::wait::exits_within;
 /// Name of this layer in the output of `doctor`.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
 
-/// Maximum run time of `newuidmap` and of `newgidmap`. These programs can query a directory service over the network.
+/// Maximum time that `newuidmap` or `newgidmap` may run. These programs might query a directory service over the
+/// network.
 const MAP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time to wait until a child has created an empty user namespace.
+/// Maximum time that a child may take to create an empty user namespace.
 const CHILD_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum number of bytes of a program's error output that are included in an error message.
+/// Maximum number of bytes of a program's standard error output to include in an error message.
 const STDERR_BYTES_MAX: u64 = 512;
 
-/// A range of IDs that includes both ends.
+/// A range of IDs. Includes the first and the last ID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct IdRange {
     first: u32,
@@ -87,18 +88,19 @@ impl SubordinateIds {
         Ok(Self { first, last, namespace })
     }
 
-    /// Takes over the IDs and the user namespace that the guard created.
+    /// Takes over the IDs and the user namespace from the guard, which created the namespace.
     pub(crate) fn from_guard((first, last): (u32, u32), namespace: OwnedFd) -> Self {
         Self { first, last, namespace }
     }
 
-    /// Returns a new descriptor for the user namespace.
+    /// Returns a new descriptor that refers to the user namespace.
     pub(crate) fn namespace(&self) -> io::Result<OwnedFd> {
         self.namespace.try_clone()
     }
 }
 
-/// Returns the ranges that the text of a file assigns to a user, who is identified by name or number.
+/// Parses the text of a file such as `/etc/subuid`. Returns the ranges that the file assigns to a user, who is
+/// identified by name or number.
 fn parse_ranges(text: &str, name: Option<&str>, uid: u32) -> Vec<IdRange> {
     let range = |line: &str| {
         let mut fields = line.trim().split(':');
@@ -121,7 +123,7 @@ fn largest_common(users: &[IdRange], groups: &[IdRange]) -> Option<IdRange> {
     all.filter(|range| range.first <= range.last).max_by_key(|range| range.last - range.first)
 }
 
-/// Creates a user namespace with this process's own user and group, and with the IDs of `range`.
+/// Creates a user namespace that maps this process's own user and group, and the IDs in `range`.
 fn create_namespace(programs: &[(&str, u32)], range: IdRange) -> Result<OwnedFd, String> {
     let child =
         NamespaceHolder::start().map_err(|error| format!("failed to create a user namespace: {error}"))?;
@@ -207,7 +209,7 @@ impl Drop for NamespaceHolder {
     }
 }
 
-/// Runs in the child: enters a new namespace, reports the result, and waits to be killed.
+/// Enters a new namespace, reports the result, and waits to be killed. Runs in the child.
 fn hold_namespace(writer: &OwnedFd, parent: Pid) -> ! {
     // SAFETY: only numbers are passed, and this process has one thread. The process ends with its parent.
     unsafe {

@@ -13,10 +13,10 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::protocol::{Exit, Usage};
 
-/// Interval between scans of all processes on the machine while all descendants are being killed.
+/// Interval between scans of all processes on the machine while the descendants of this process are being killed.
 const SCAN_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Pause between checks for processes that have died.
+/// Pause between checks for dead processes.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Result of waiting for a child.
@@ -28,7 +28,7 @@ pub(crate) enum Waited {
     NoChange,
     /// A child has exited, and its PID can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
-    /// A child has stopped because it asked to be traced by its parent, which only hostile programs do.
+    /// A child has stopped because it asked to be traced by its parent. Only hostile programs ask for this.
     Stopped { pid: u32 },
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn wait(pid: i32, flags: i32) -> Waited {
     }
 }
 
-/// Converts a wait status to the cause of the exit. Returns `None` if the process has not exited.
+/// Converts a wait status into the cause of the exit. Returns `None` if the process has not exited.
 pub(crate) fn exit(status: i32) -> Option<Exit> {
     if libc::WIFEXITED(status) {
         Some(Exit::Code(libc::WEXITSTATUS(status)))
@@ -80,7 +80,7 @@ pub(crate) fn exits_within(process: &Child, timeout: Duration) -> io::Result<boo
     wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, timeout)
 }
 
-/// Sends SIGKILL to a child that has not been waited for. The PID therefore still belongs to the child.
+/// Sends SIGKILL to a child that has not been waited for, so that the PID still belongs to the child.
 pub(crate) fn kill_child(pid: u32) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
         // Fails only if the child is already dead or has changed its user. The keeper can do nothing else in
@@ -92,8 +92,8 @@ pub(crate) fn kill_child(pid: u32) {
 /// Sends SIGKILL to a worker and to the process group that it leads. The worker can be dead already, but must not have
 /// been reaped.
 ///
-/// The kernel signals the whole group at once, and no process in the group can fork in the meantime. This stops most
-/// fork bombs before a scan, during which the keeper would compete with them for processor time.
+/// The kernel signals the whole group at once, and no process in the group can fork in the meantime. Most fork bombs
+/// are thus stopped before the keeper scans for descendants and would have to compete with them for processor time.
 pub(crate) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
         // Fails if the worker does not lead a process group yet. In that case, there is no other process to

@@ -14,7 +14,7 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Maximum time to wait for a condition. This is far longer than necessary.
+/// Maximum time to wait for a condition. Conditions should become true far sooner.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 // The kernel's resource numbers, whose types differ between C libraries.
@@ -69,7 +69,7 @@ struct Fixture {
     workers: u64,
 }
 
-/// The test's ends of a worker's connections.
+/// The test's ends of the connections to a worker.
 struct Worker {
     number: u64,
     link: UnixStream,
@@ -100,7 +100,7 @@ impl Fixture {
         this
     }
 
-    /// Returns the next report. Sends pending orders in the meantime.
+    /// Waits for the next report and returns it. Sends pending orders in the meantime.
     fn next(&mut self) -> Report {
         let until = Instant::now() + TIMEOUT;
         loop {
@@ -135,7 +135,7 @@ impl Fixture {
         }
     }
 
-    /// Waits until a worker is reaped. Returns the cause of the worker's exit.
+    /// Waits until a worker has been reaped. Returns the cause of the worker's exit.
     fn exit_of(&mut self, worker: &Worker) -> Exit {
         let exit = match self.next() {
             Report::Exited { worker: number, exit, .. } if number == worker.number => exit,
@@ -178,7 +178,7 @@ fn shell(script: &str) -> SpawnOrder<'_> {
 }
 
 impl Worker {
-    /// Reads a line that contains a PID from the worker's output.
+    /// Reads a line from the worker's output and returns the PID in it.
     fn read_pid(&mut self) -> u32 {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -219,8 +219,8 @@ fn wait_until(what: &str, limit: Duration, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Script that starts a process in a separate session, prints the PID of this process, and exits when the
-/// link is closed.
+/// Script that starts a process in a separate session, prints the PID of the process, and exits when the link is
+/// closed.
 const LEAVES_ORPHAN: &str = "(setsid sleep 1000 & echo $!); read -r line <&3";
 
 fn starts_as_ordered() {
@@ -350,7 +350,7 @@ fn orphans_of_dead_workers() {
     assert!(!is_alive(stays));
 }
 
-/// A process whose intermediate parent is killed is reparented to the worker, not to the keeper.
+/// If the intermediate parent of a process is killed, the process is reparented to the worker, not to the keeper.
 fn orphans_of_living_workers() {
     let mut fixture = Fixture::start();
     let script = "sh -c 'sh -c \"setsid sleep 1000 & echo \\$!\" & wait; kill -9 $$' 2>&-; read -r line <&3";
@@ -378,7 +378,7 @@ fn ignored_signals() {
     assert_eq!(fixture.exit_of(&worker), Exit::Code(3));
 }
 
-/// Starts workers that have orphans. Returns the workers, and the PIDs of the workers and of the orphans.
+/// Starts workers that have orphans. Returns the workers, the workers' PIDs and the orphans' PIDs.
 fn start_workers_with_orphans(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     let mut workers = Vec::new();
     let mut pids = Vec::new();
@@ -478,7 +478,7 @@ fn other_programs() {
     });
 }
 
-/// Several workers die while the keeper is stopped. The first one leaves many processes behind.
+/// Kills several workers while the keeper is stopped. The first worker leaves many processes behind.
 fn prompt_exit_reports() {
     let mut fixture = Fixture::start();
     let script = "for i in $(seq 300); do sleep 1000 & done; echo 1; read -r line <&3";
@@ -507,8 +507,8 @@ fn prompt_exit_reports() {
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
-/// The first process of a namespace exits after all other processes in the namespace. A process that this
-/// test traces is gone only once the test has waited for it.
+/// The first process of a namespace exits after all other processes in the namespace. A process that is traced by this
+/// test disappears only once the test has waited for it.
 #[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
 fn prompt_exit_report_in_namespace() {
     if !rustix::process::geteuid().is_root() {
@@ -557,7 +557,7 @@ fn traced_worker() {
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
 }
 
-/// Kill and ping orders are accepted regardless of the number of pending orders.
+/// Kill and ping orders are accepted no matter how many orders are pending.
 fn unlimited_kills() {
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("read -r line <&3");

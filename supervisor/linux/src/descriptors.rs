@@ -11,7 +11,7 @@ use crate::errno;
 ///
 /// # Safety
 ///
-/// Nothing in this process may use a closed descriptor afterwards.
+/// No code in this process may use a closed descriptor afterwards.
 pub unsafe fn close_all_except(first: RawFd, kept: &mut [RawFd]) -> Result<()> {
     let close = |low: RawFd, high: RawFd| {
         if low > high {

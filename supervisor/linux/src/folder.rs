@@ -9,10 +9,10 @@ use rustix::io::{Errno, Result};
 use rustix::path::Arg;
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// Flags for opening a folder. The last component of the path must not be a symbolic link.
+/// Flags for opening a folder. Opening fails if the last component of the path is a symbolic link.
 pub const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// Maximum number of entry names that are kept in memory for one folder.
+/// Maximum number of a folder's entry names to keep in memory.
 const NAMES_MAX: usize = 16 * 1024;
 
 /// Opens a folder for listing. If the folder's mode lacks `rights`, first changes the mode to 0700.
@@ -54,8 +54,8 @@ pub fn restrict_to_owner(folder: &OwnedFd) -> Result<()> {
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }
 
-/// Empties a folder. Can run in several processes and threads at the same time. Returns false if entries are left
-/// after `entries_max` have been processed.
+/// Empties a folder. Several processes and threads can empty the same folder at the same time. Returns false if entries
+/// are left after `entries_max` have been processed.
 ///
 /// Entries of a subfolder are first moved up to the top, so that there are never more than two levels. A tree
 /// of a million levels needs no more descriptors than a flat folder, and no recursion.
@@ -99,8 +99,8 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     }
 }
 
-/// Moves a folder to the top under a random name. With a predictable name, the untrusted process could create an entry
-/// of this name to block the move.
+/// Moves an inner folder to the top level of the folder that is being emptied, and gives it a random name. If the name
+/// were predictable, the untrusted process could create an entry of this name to block the move.
 fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     let mut random = [0; 16];
     getrandom(&mut random, GetRandomFlags::empty())?;
@@ -118,8 +118,8 @@ fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Returns the names of at most `NAMES_MAX` entries. After removing these entries, the caller calls this function
-/// again.
+/// Returns the names of at most `NAMES_MAX` entries. The caller removes these entries, and calls this function again
+/// for more.
 fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));

@@ -17,7 +17,7 @@ pub struct HandledAccess {
     pub files: u64,
     /// Rights for TCP sockets.
     pub network: u64,
-    /// Scopes, which restrict access to processes and sockets outside the sandbox.
+    /// Scopes, which deny access to processes and sockets outside the sandbox.
     pub scopes: u64,
 }
 
@@ -44,8 +44,8 @@ pub fn create_ruleset(handled: HandledAccess) -> Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result as i32) })
 }
 
-/// Grants rights for a file or folder, and for everything below it. Fails with `INVAL` if `rights` contains
-/// rights for folders and `place` is not a folder.
+/// Grants rights for a file or folder, and for everything below it. Fails with `INVAL` if `rights` contains rights that
+/// apply only to folders and `place` is not a folder.
 pub fn add_path_rule(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64) -> Result<()> {
     /// `struct landlock_path_beneath_attr`.
     #[repr(C, packed)]
@@ -65,8 +65,8 @@ pub fn add_path_rule(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64
 /// Enforces the rules on the calling thread, and on all threads and processes that it starts. This cannot be
 /// undone.
 ///
-/// Denied actions of the calling program itself are not written to the audit log, if the Landlock version
-/// `abi` has a flag for this. Pass 0 to leave the log unchanged.
+/// If the Landlock version `abi` has a flag for this, denied actions of the calling program itself are not written to
+/// the audit log. Pass 0 to leave the log unchanged.
 pub fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<()> {
     const LOG_SAME_EXEC_OFF: libc::c_uint = 1;
     const LOG_SINCE: u32 = 7;

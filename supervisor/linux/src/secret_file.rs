@@ -12,17 +12,18 @@ use zeroize::Zeroizing;
 
 use crate::errno;
 
-/// Maximum size, in bytes, of the value of an environment variable that is read from a file.
+/// Maximum size of an environment variable's value that is read from a file, in bytes.
 pub const VARIABLE_BYTES_MAX: usize = 64 * 1024;
 
-/// Mode bits that a secret file must not have: write permission for the group, and any permission for others.
+/// Permissions that must not be granted in a secret file's mode: write permission for the group, and any permission for
+/// others.
 const NOT_FOR_OTHERS: u32 = 0o027;
 
 /// Content of a secret file. The memory is erased when the value is dropped.
 pub type Secret = Zeroizing<Vec<u8>>;
 
-/// Reason why a secret file is rejected. `Display` writes the end of a sentence that begins with the path, and never
-/// reveals the content of the file.
+/// Reason why a secret file is rejected. `Display` writes text that completes a sentence that begins with the path. The
+/// text never reveals the content of the file.
 #[derive(Debug)]
 pub enum SecretFileError {
     /// The file cannot be opened or read.
@@ -31,14 +32,14 @@ pub enum SecretFileError {
     NotRegular,
     /// The mode lets other users read or change the file.
     Mode(u32),
-    /// The content is larger than this maximum, in bytes.
+    /// The content exceeds this maximum size, in bytes.
     TooLarge(usize),
     /// The content contains a NUL byte.
     Nul,
 }
 
 impl SecretFileError {
-    /// Returns the error number that best describes the problem.
+    /// Returns the error number that describes the reason best.
     pub fn errno(&self) -> Errno {
         match self {
             Self::Unreadable(error) => errno::from_io(error, Errno::IO),

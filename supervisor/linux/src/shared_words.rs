@@ -9,7 +9,7 @@ use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::{MembarrierCommand, membarrier, membarrier_query};
 
-/// The beginning of a memory file, mapped as 64-bit numbers in little-endian order.
+/// The beginning of a memory file, mapped as an array of 64-bit numbers in little-endian order.
 #[derive(Debug)]
 pub struct SharedWords {
     base: NonNull<AtomicU64>,
@@ -24,8 +24,8 @@ unsafe impl Send for SharedWords {}
 unsafe impl Sync for SharedWords {}
 
 impl SharedWords {
-    /// Maps the first `count` numbers of a file. The file must be sealed against shrinking. Otherwise the other process
-    /// could kill this one by truncating the file.
+    /// Maps the first `count` numbers of a file. The file must be sealed against shrinking. Without the seal, the
+    /// process that shares the file could kill this one by truncating the file.
     ///
     /// Fails if `mmap(2)` fails, if the file is too short or not sealed, or if the kernel lacks the memory barrier for
     /// [`SharedWords::store_then_load`].
@@ -66,9 +66,9 @@ impl SharedWords {
 
     /// Stores a number at index `at`, then loads the number at index `from`.
     ///
-    /// If the other process stores at `from` and then loads at `at`, at least one side sees the other's store. The
-    /// other process must prevent its load from moving before its store, with a fence or by registering for global
-    /// expedited barriers (`membarrier(2)`).
+    /// If the process that shares the file stores at `from` and then loads at `at`, at least one of the two sees the
+    /// other's store. The other process must prevent its load from moving before its store, with a fence or by
+    /// registering for global expedited barriers (`membarrier(2)`).
     pub fn store_then_load(&self, (at, number): (usize, u64), from: usize) -> u64 {
         self.word(at).store(number.to_le(), Ordering::Release);
         fence(Ordering::SeqCst);

@@ -28,7 +28,8 @@ impl DataPlane {
         }
     }
 
-    /// Publishes the total size of held memory, and the share that is always available to payloads arriving over HTTP.
+    /// Publishes the total amount of memory in use, and the share that is always available to payloads that arrive over
+    /// HTTP.
     pub(crate) fn publish_memory(&self) {
         self.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.equal_share(self.limits.buffered_bytes_max);
@@ -36,7 +37,7 @@ impl DataPlane {
     }
 
     /// Enforces the memory limit. The holders that exceed their fair share the most must free memory. `wants` contains
-    /// the connection and the bulkhead that need the memory.
+    /// the connection and the bulkhead that currently need memory.
     pub(crate) fn enforce_memory_limit(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         self.memory.recount_spools();
         if self.leases.bytes() > 0 {
@@ -56,7 +57,7 @@ impl DataPlane {
         }
     }
 
-    /// Rejects a holder's newest waiting job of the lowest priority class.
+    /// Frees memory by rejecting the holder's newest waiting job in the lowest priority class.
     fn evict_job(&mut self, holder: Holder) {
         while let Some((index, job)) = self.memory.pop_waiting(holder) {
             let Some(compartment) = self.compartments.get_mut(index) else { continue };

@@ -62,7 +62,7 @@ impl DataPlane {
 
     // Removing bulkheads.
 
-    /// Continues removing the bulkheads that are no longer configured.
+    /// Continues to remove the bulkheads that are no longer in the configuration.
     pub(crate) fn continue_removals(&mut self) {
         for bulkhead in self.bulkheads.leaving() {
             if self.stop_idle_compartments(bulkhead) {
@@ -71,7 +71,7 @@ impl DataPlane {
         }
     }
 
-    /// Stops compartments that have no jobs. Returns true if the removal of the bulkhead can be completed.
+    /// Stops the bulkhead's compartments that have no jobs. Returns true if the bulkhead can now be removed.
     fn stop_idle_compartments(&mut self, bulkhead: BulkheadIndex) -> bool {
         let by = self.now + self.limits.drain_timeout;
         let is_replayed = |index: CompartmentIndex| self.compartments[index].bulkhead == bulkhead;

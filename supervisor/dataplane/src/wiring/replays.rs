@@ -11,7 +11,7 @@ use crate::replays::{Step, limits_for_one};
 use crate::slab::CompartmentIndex;
 use crate::{DataPlane, HeldPayload, Incoming, JobData};
 
-/// Maximum time for a replay's worker to exit after the job has ended.
+/// Maximum time that the worker used for a replay may take to exit after the replayed job has ended.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl DataPlane {
@@ -35,7 +35,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Performs the next steps of all replays.
+    /// Performs all pending steps of replays.
     pub(crate) fn advance_replays(&mut self) {
         loop {
             let compartments = &self.compartments;

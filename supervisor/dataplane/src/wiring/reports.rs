@@ -15,7 +15,8 @@ use crate::slab::CompartmentIndex;
 use crate::{DataPlane, JobData};
 
 impl DataPlane {
-    /// Reports a worker's death, unless the worker exited normally. Must be called before policy gets the exit event.
+    /// Reports a worker's death, unless the worker exited normally. Must be called before the exit event is passed to
+    /// policy.
     pub(crate) fn report_death(&mut self, link: &mut Link, death: Death, usage: Usage) {
         let compartment = &mut self.compartments[link.compartment()];
         if compartment.is_replay {
@@ -28,7 +29,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports that a program was killed by a signal. The worker that started the program continues to run.
+    /// Reports that a program was killed by a signal. The worker that started the program is still running.
     pub(crate) fn report_program_death(
         &mut self,
         index: CompartmentIndex,
@@ -52,7 +53,8 @@ impl DataPlane {
         self.send_crash_report(index, (worker, &post), None, context);
     }
 
-    /// Sends a crash report. `link` is the worker's link if it was already removed from the table.
+    /// Sends a crash report. `link` must be passed if the worker's link has already been removed from the table of
+    /// links.
     fn send_crash_report(
         &mut self,
         index: CompartmentIndex,
@@ -71,7 +73,7 @@ impl DataPlane {
         self.reporter.notify(context.report(slot, names, (worker, post), confinement, jobs));
     }
 
-    /// Sends the events that are due about crashes without a crash report.
+    /// For each bulkhead whose event is due, reports the number of crashes for which no crash report was sent.
     pub(crate) fn report_skipped_crashes(&mut self) {
         for (bulkhead, crashes) in self.crashes.take_skipped(self.now) {
             let what = EventKind::CrashesNotReported { crashes, reported_per_second: 1 };
@@ -107,7 +109,7 @@ impl DataPlane {
         self.reporter.compartment_event(severity, subject, what, self.crashes.report_about(dead));
     }
 
-    /// Returns the operation and the tenant of a job that has just crashed or lost its worker.
+    /// Returns the operation and the tenant of a job that has just crashed or whose worker has just died.
     fn job_names(&mut self, index: CompartmentIndex, job: JobId) -> Option<(String, String)> {
         match self.compartments[index].policy.record_mut(job) {
             Some(record) => Some((record.operation.to_string(), record.tenant.to_string())),
@@ -115,7 +117,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the crash report about the death that ended this job, or about this job still running at its deadline.
+    /// Returns the ID of the crash report that explains a job's outcome. The report is about the crash that ended the
+    /// job, or about the job still running at its deadline.
     pub(crate) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         match answer.verdict {
             Verdict::DeadlineRunning => self.samples.report(),

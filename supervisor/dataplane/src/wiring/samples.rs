@@ -24,19 +24,19 @@ use crate::samples::HeldAction;
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, JobData};
 
-/// Context of a sample, used for the report.
+/// Context of a stack sample in progress, needed for the report once the sample is complete.
 pub(crate) struct SampleSubject {
     compartment: CompartmentIndex,
     worker: WorkerId,
-    /// File that receives the stacks.
+    /// File to which the worker's stacks are written.
     file: OwnedFd,
     program: Arc<Program>,
-    /// The report about the worker's late job, if one of its jobs is late. Otherwise, the worker does not respond, and
-    /// the stacks are added to the report about its death.
+    /// Report about a late job, if the sample is taken because one of the worker's jobs is late. Otherwise the worker
+    /// is unresponsive, and the stacks are added to the report about its death.
     late: Option<Box<LateJob>>,
 }
 
-/// A report about a late job, without the stacks.
+/// A report about a late job, before the stacks are added.
 struct LateJob {
     slot: ReportSlot,
     post: PostMortem,
@@ -44,14 +44,14 @@ struct LateJob {
 }
 
 impl DataPlane {
-    /// Starts sampling the worker that is still running a job at its deadline. The outcome of the job refers to the
+    /// Starts sampling a worker that is still running a job at the job's deadline. The job's outcome will refer to the
     /// report.
     pub(crate) fn sample_late_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         let report = self.begin_late_report(index, answer);
         self.samples.set_report(report);
     }
 
-    /// Returns the report's ID, or `None` if there is no report about the job.
+    /// Starts a report about a late job. Returns the report's ID, or `None` if no report will be made.
     fn begin_late_report(
         &mut self,
         index: CompartmentIndex,
@@ -103,13 +103,14 @@ impl DataPlane {
         true
     }
 
-    /// Returns true if the action was delayed until the worker has been sampled.
+    /// Delays an action until the worker's current sample is complete. Returns false if the worker is not being
+    /// sampled.
     pub(crate) fn is_held(&mut self, link: Option<LinkIndex>, action: HeldAction) -> bool {
         link.is_some_and(|link| self.samples.hold(self.links[link].spawn(), action))
     }
 
-    /// Ends a sample. Sends the report about a late job, and performs the delayed actions. `result` is `None` if the
-    /// keeper did not reply in time.
+    /// Ends a sample. Sends the report if the sample was about a late job, and performs the actions that were delayed
+    /// by the sample. `result` is `None` if the keeper did not reply in time.
     pub(crate) fn sample_taken(&mut self, spawn: u64, result: Option<io::Result<()>>) {
         let Some((subject, held)) = self.samples.finish(spawn) else { return };
         let SampleSubject { compartment, worker, file, program, late } = subject;

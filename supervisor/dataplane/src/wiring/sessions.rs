@@ -28,21 +28,21 @@ use crate::{DataPlane, Endpoint, Incoming};
 /// client takes time.
 const ACCEPTS_PER_ITERATION_MAX: usize = 4;
 
-/// Once accepting connections has taken this long in an iteration, no further connection is accepted.
+/// Time budget per iteration for accepting connections. Once it is used up, no further connection is accepted.
 const ACCEPT_TIME: Duration = Duration::from_micros(100);
 
 /// Maximum cost of reading from clients per iteration: the number of bytes, plus a fixed cost per frame.
 /// Enough for a few hundred small jobs.
 const READ_COST_MAX: usize = 64 * 1024;
 
-/// Once reading from clients has taken this long in an iteration, no further client is read. Needed because closing a
-/// client's session takes longer than reading from the client.
+/// Time budget per iteration for reading from clients. Once it is used up, no further client is read. Needed in
+/// addition to [`READ_COST_MAX`] because closing a client's session takes longer than reading from the client.
 const READ_TIME: Duration = Duration::from_micros(100);
 
 impl DataPlane {
     // Connecting.
 
-    /// Accepts waiting connections as far as the time budget allows.
+    /// Accepts waiting connections until the iteration's budget is used up.
     pub(crate) fn accept(&mut self) {
         self.acceptor.arrived();
         let began = Instant::now();
@@ -97,7 +97,7 @@ impl DataPlane {
         self.sessions.clients() + self.intake.closing() >= self.limits.clients_max
     }
 
-    /// Opens a session for an in-process client. It is handled like a client of the jobs socket whose identity is
+    /// Opens a session for an in-process client. The client is handled like one of the jobs socket whose identity is
     /// known.
     pub(crate) fn open_in_process_session(&mut self, end: in_process::Endpoint) {
         let is_full = self.is_full();
@@ -126,8 +126,8 @@ impl DataPlane {
         self.open_session(ClientEndpoint::Socket(socket), client, Phase::Open);
     }
 
-    /// Opens a session. A socket must be non-blocking. If the client is rejected, the session might already be closed
-    /// when this function returns.
+    /// Opens a session. If `end` is a socket, it must be non-blocking. If the client is rejected, the session might
+    /// already be closed when this function returns.
     pub(crate) fn open_session(&mut self, end: ClientEndpoint, client: Client, phase: Phase) -> SessionIndex {
         let epoch = self.sessions.next_epoch();
         let holder = self.memory.open(client.owner, epoch);
@@ -146,8 +146,8 @@ impl DataPlane {
         self.counters.clients.store(self.sessions.clients() as u64, Ordering::Relaxed);
     }
 
-    /// Identifies a connecting client. Returns its permissions, or the reason why it is rejected. Fast checks come
-    /// first.
+    /// Identifies a connecting client. Returns the client's permissions, or the reason why the client is rejected. Fast
+    /// checks come first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
@@ -169,7 +169,8 @@ impl DataPlane {
     }
 
     /// Updates the permissions of all clients after `[[access]]` has changed. A client that has lost its permissions
-    /// stays connected to receive the outcomes of its earlier jobs, but its further requests are `forbidden`.
+    /// stays connected to receive the outcomes of its earlier jobs, but any further requests are rejected as
+    /// `forbidden`.
     pub(crate) fn update_grants(&mut self) {
         for session in self.sessions.values_mut() {
             let peer = session.peer.filter(|_| session.phase != Phase::Closing);
@@ -181,7 +182,7 @@ impl DataPlane {
 
     // Disconnecting.
 
-    /// Closes an idle connection to make room for another user.
+    /// Closes an idle connection to make room for a connection of another user.
     pub(crate) fn close_idle_session(&mut self, index: SessionIndex) {
         let message = "this idle connection was closed to make room for another user: the limit of max_clients \
                        was reached, and your user has the most connections; connect again";
@@ -226,7 +227,7 @@ impl DataPlane {
 
     // Incomplete frames.
 
-    /// Updates the memory counted for a session's incomplete frame.
+    /// Updates the amount of memory that is counted for a session's incomplete frame.
     fn count_frame(&mut self, index: SessionIndex) {
         let memory = &mut self.memory;
         let counted = self.sessions.count_frame(index, |holder, bulkhead| memory.leaf(holder, bulkhead));
@@ -261,7 +262,7 @@ impl DataPlane {
 
     // Reading and writing.
 
-    /// Reads from clients that have input, up to the maximum per iteration.
+    /// Reads from clients that have sent data, until the iteration's budget is used up.
     pub(crate) fn read_clients(&mut self) {
         if self.handover.pauses_reading() {
             return;
@@ -310,7 +311,7 @@ impl DataPlane {
 
     // Events.
 
-    /// Records the rejection of a connection or a job.
+    /// Records the rejection of a connection or job, and sends the event about it if one is due.
     pub(crate) fn report_rejection(&mut self, socket: SocketKind, refusal: ClientRejection) {
         let (links, compartments) = (&self.links, &self.compartments);
         let worker =

@@ -28,8 +28,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the template that can fork a worker now. If no template is ready, adds the worker to the waiting
-    /// workers, and starts a template if the compartment has none.
+    /// Returns a template that can fork the worker now. If no template is ready, queues the worker until one is, and
+    /// starts a template if the compartment has none.
     pub(crate) fn template_for(
         &mut self,
         index: CompartmentIndex,
@@ -68,20 +68,20 @@ impl DataPlane {
         Ok(None)
     }
 
-    /// Calls `update` and performs the resulting effects.
+    /// Calls `update` on the templates and performs the resulting effects.
     pub(crate) fn update_templates<T>(&mut self, update: impl FnOnce(&mut Templates, Time) -> T) -> T {
         let result = update(&mut self.templates, self.now);
         self.perform_template_effects();
         result
     }
 
-    /// Kills templates that were not ready in time.
+    /// Kills templates that did not become ready in time.
     pub(crate) fn check_templates(&mut self) {
         self.update_templates(Templates::check_deadlines);
         self.forward_template_outputs();
     }
 
-    /// Passes the output of templates to the control plane.
+    /// Passes the templates' output to the control plane.
     pub(crate) fn forward_template_outputs(&mut self) {
         for (spawn, output) in self.templates.take_outputs() {
             if let Err(WorkerOutput { stdout, stderr, .. }) = self.reporter.output(output) {

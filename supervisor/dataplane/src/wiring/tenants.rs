@@ -32,7 +32,8 @@ impl DataPlane {
     }
 
     /// Submits a job to a compartment. If the compartment has no workers and its tenant is allowed to have some, starts
-    /// workers after the job was accepted. A rejected job therefore does not take workers away from other tenants.
+    /// workers once the job has been accepted. Because of this order, a rejected job does not take workers away from
+    /// other tenants.
     pub(crate) fn submit_to_compartment(
         &mut self,
         index: CompartmentIndex,
@@ -55,7 +56,8 @@ impl DataPlane {
         job
     }
 
-    /// Applies an event to a compartment without reporting it to operators, because a single event covers all tenants.
+    /// Applies an event to a compartment. If the compartment belongs to a tenant, nothing is reported to operators,
+    /// because a single report covers all tenants of the bulkhead.
     pub(crate) fn apply_quietly(&mut self, index: CompartmentIndex, event: Event<Box<JobData>>) {
         self.reporter.set_quiet(self.compartments[index].tenant.is_some());
         self.apply(index, event, Incoming::None);

@@ -22,8 +22,8 @@ use crate::protocol::{
     SERVICE_MANAGER_VARIABLES, VERSION,
 };
 
-/// Maximum time to wait until the keeper is running. Includes probing the machine, which takes milliseconds, or
-/// seconds if a trial process hangs.
+/// Maximum time to wait until the keeper is running. This includes the time for probing the machine, which usually
+/// takes milliseconds, but can take seconds if a trial process hangs.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Lowest descriptor number above standard input, output and error.
@@ -38,7 +38,7 @@ pub struct ProbeResult {
     pub ids: Result<Arc<SubordinateIds>, String>,
 }
 
-/// Whether the guard determines which layers of confinement the machine supports.
+/// Whether the guard probes the machine to find out which layers of confinement are supported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProbeMachine {
     Yes,
@@ -54,8 +54,8 @@ pub(crate) struct DetachedKeeper {
 }
 
 impl DetachedKeeper {
-    /// Starts the guard and the keeper, and waits until both are running. `theirs` becomes the keeper's end of
-    /// the socket.
+    /// Starts the guard and the keeper, and waits until both are running. `theirs` is the end of the socket that the
+    /// keeper will use.
     pub(crate) fn start(
         program: &Path,
         probe: ProbeMachine,
@@ -200,7 +200,7 @@ fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Resu
     Ok(started?.pidfd)
 }
 
-/// Returns the environment of this process, without variables that must not be inherited.
+/// Returns the environment of this process without the variables that other processes must not inherit.
 fn environment() -> Vec<CString> {
     let kept = std::env::vars_os()
         .filter(|(name, _)| !SERVICE_MANAGER_VARIABLES.iter().any(|withheld| name == withheld));

@@ -33,19 +33,19 @@ pub(crate) use clone::fork_into;
 pub(crate) use leaf::Leaf;
 pub(crate) use limits::Limits;
 
-/// Child group to which the supervisor and the keeper are moved. The kernel applies limits to the children of a
-/// group only if the group itself contains no process. With `DelegateSubgroup=`, systemd starts the supervisor
-/// in this child group.
+/// Name of the child group to which the supervisor and the keeper are moved. The kernel applies limits to the children
+/// of a group only if the group itself contains no process. With `DelegateSubgroup=`, systemd starts the supervisor in
+/// this child group.
 const MAIN_GROUP: &str = "bulkhead-main";
 
-/// Maximum number of rounds for moving processes out of a group. Processes that are forked during a round are
-/// moved in the next round.
+/// Maximum number of rounds in which processes are moved out of a group. Processes forked during one round are moved in
+/// the next.
 const MOVE_ROUNDS_MAX: usize = 16;
 
-/// Maximum number of previous keepers' leaf groups that are cleaned up in one call.
+/// Maximum number of leaf groups to clean up in one call. These groups were left behind by previous keepers.
 const STALE_LEAVES_MAX: usize = 4096;
 
-/// Maximum number of foreign processes listed in an error message.
+/// Maximum number of foreign processes to list in an error message.
 const NAMED_PROCESSES_MAX: usize = 3;
 
 /// Advice for administrators, appended to errors about control groups.
@@ -135,7 +135,8 @@ pub(crate) struct DelegatedGroup {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StaleLeaves {
     pub(crate) removed: usize,
-    /// Number of leaves whose processes were killed but have not exited yet. The caller must try again.
+    /// Number of leaf groups whose processes were killed but have not exited yet. If it is not zero, the caller must
+    /// try again later.
     pub(crate) left: usize,
 }
 
@@ -156,8 +157,8 @@ impl DelegatedGroup {
         self.folder.path()
     }
 
-    /// Kills the processes in leaves of previous keepers, and removes the leaves. Continues after a failure,
-    /// and returns the first failure. Call this again after a pause until no leaves are left.
+    /// Kills the processes in leaf groups of previous keepers, and removes these groups. Continues after a failure, and
+    /// returns the first one. Call this again after a pause until no such groups are left.
     pub(crate) fn remove_stale_leaves(&self) -> Result<StaleLeaves, Failure> {
         let is_stale =
             |name: &str| Owner::from_leaf_name(name).is_some_and(|owner| self.owner.outlived(&owner));
@@ -198,7 +199,7 @@ impl DelegatedGroup {
         }
     }
 
-    /// Enables controllers for the child groups of this group.
+    /// Enables controllers for this group's child groups.
     fn enable(&self, controllers: &[&str]) -> Result<(), Failure> {
         let available = self.folder.read_words("cgroup.controllers")?;
         if let Some(missing) = controllers.iter().find(|name| !available.iter().any(|have| have == *name)) {

@@ -55,7 +55,7 @@ fn uses_origin(search_path: &[u8]) -> bool {
         .any(|word| search_path.windows(word.len()).any(|part| part == *word))
 }
 
-/// Returns the library search paths in the file, or `None` if the file has an unknown format.
+/// Returns the library search paths that the file contains, or `None` if the file has an unknown format.
 fn search_paths(file: &File) -> Option<Vec<Vec<u8>>> {
     let mut header = [0; 64];
     file.read_exact_at(&mut header, 0).ok()?;

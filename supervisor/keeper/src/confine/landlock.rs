@@ -29,8 +29,8 @@ use self::self_test::ForbiddenAction;
 use super::paths::{self, PROC_FOLDER};
 use crate::protocol::confinement::NetworkAccess;
 
-/// Newest Landlock version that the library knows. Used only to find the rights that apply to files. The
-/// granted rights depend on the version of the running kernel.
+/// Newest Landlock version that the `landlock` crate supports. Used only to determine which rights apply to files. The
+/// rights that are granted depend on the version of the running kernel.
 const NEWEST_ABI: ABI = ABI::V9;
 
 /// Paths that a worker can access in addition to the paths that every program needs.
@@ -54,14 +54,14 @@ pub(crate) struct Rules<'a> {
     pub(crate) temporary: Option<&'a Path>,
     /// Paths that the worker must not access, even inside granted folders.
     pub(crate) withheld: &'a [&'a Path],
-    /// True if the worker has a private root folder. A rule for the system's root folder does not apply to it.
+    /// True if the worker has a private root folder, to which a rule for the system's root folder would not apply.
     pub(crate) has_own_root: bool,
     pub(crate) network: NetworkAccess,
     /// Ports to which the worker can connect if its network access is [`NetworkAccess::Connections`].
     pub(crate) tcp_ports: &'a [u16],
 }
 
-/// Failure to create a ruleset.
+/// Error from preparing Landlock rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     /// Description of the failed action, for use directly after the words "failed to".
@@ -76,7 +76,7 @@ pub(crate) struct Ruleset {
     descriptor: OwnedFd,
     abi: u32,
     forbidden: ForbiddenAction,
-    /// Granted paths that existed when the rules were prepared, with the granted rights.
+    /// Granted paths that existed when the rules were prepared, and the rights granted for each.
     granted: Vec<program_rules::Grant>,
 }
 
@@ -90,7 +90,7 @@ pub(crate) enum RestrictError {
 }
 
 impl Ruleset {
-    /// Creates the ruleset. Skips missing system paths, but fails if a configured path is missing.
+    /// Creates the ruleset. Missing system paths are skipped, but a missing path from the configuration is an error.
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
         let abi = abi_version().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
@@ -112,8 +112,8 @@ impl Ruleset {
         Ok(Self { descriptor, abi, forbidden, granted })
     }
 
-    /// Returns the rules that the worker applies to the programs it runs. Each program can access only its
-    /// own subfolder of the worker's temporary folder.
+    /// Returns the rules that the worker applies to the programs that it runs. Each program can access only its own
+    /// subfolder of the worker's temporary folder.
     pub(crate) fn program_rules(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
         let abi = ABI::from(self.abi as i32);
         let is_other = |grant: &&program_rules::Grant| Some(grant.path.as_path()) != temporary;
@@ -151,8 +151,8 @@ impl Ruleset {
         self.add_path(folder, temporary_access(ABI::from(self.abi as i32)))
     }
 
-    /// Grants read access to a folder that was mounted over a granted folder. Safe in a forked child, because
-    /// it makes only system calls.
+    /// Grants read access to a folder that was mounted over a folder to which access was granted. Safe in a forked
+    /// child, because it makes only system calls.
     pub(crate) fn add_readable(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_path(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
     }
@@ -162,9 +162,9 @@ impl Ruleset {
         add_path_rule(self.descriptor.as_fd(), folder.as_fd(), access.bits())
     }
 
-    /// Enforces the rules on the calling thread and on all processes that it starts. This cannot be undone.
-    /// Afterwards, tests the rules with an action that must fail. The thread must have no capabilities, and
-    /// must have set `PR_SET_NO_NEW_PRIVS`. Safe in a forked child, because it makes only system calls.
+    /// Enforces the rules on the calling thread and on all processes that it starts. This cannot be undone. Then checks
+    /// that the rules have taken effect, by attempting an action that must fail. The thread must have no capabilities,
+    /// and must have set `PR_SET_NO_NEW_PRIVS`. Safe in a forked child, because it makes only system calls.
     pub(crate) fn restrict(&self) -> Result<(), RestrictError> {
         // The test is inconclusive if the action fails even without the rules, because the user lacks a right.
         let is_conclusive = self.forbidden.attempt().is_ok();
@@ -218,7 +218,7 @@ struct Grant {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Condition {
-    /// The path must exist, because the configuration names it.
+    /// The path must exist, because it comes from the configuration.
     Required,
     IfPresent,
     IfWorldReadable,
@@ -279,7 +279,7 @@ impl Grant {
     }
 }
 
-/// A rule that was added because its path exists.
+/// A rule that was added to the ruleset.
 struct AddedRule {
     /// Device number and inode number of the path.
     identity: (u64, u64),

@@ -12,7 +12,7 @@ use bulkhead_linux::errno;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-/// Folders with programs, libraries and their data. Workers can read and execute these files.
+/// Folders that contain programs, libraries and their data. Workers can read and execute these files.
 pub(crate) const SYSTEM_FOLDERS: [&str; 9] = [
     "/usr",
     "/bin",
@@ -89,11 +89,11 @@ pub(crate) const ETC_ENTRIES: [&str; 52] = [
     "xml",
 ];
 
-/// Name prefixes of entries in `/etc` whose full names differ between systems.
+/// Prefixes of entries in `/etc` whose full names differ between systems.
 pub(crate) const ETC_PREFIXES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
-/// Caches outside `/usr` and `/etc`. Without access to them, programs would rebuild them on each run.
+/// Caches outside `/usr` and `/etc`. Programs without access to these caches would rebuild them on each run.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 
@@ -101,7 +101,8 @@ const CACHES: [&str; 4] =
 /// returns, because many programs use an ioctl request to detect a terminal.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
-/// Devices that workers can only read. Writes and ioctl requests would affect the random numbers of all processes.
+/// Devices that workers can only read. Writes and ioctl requests would affect the random numbers that all processes
+/// read.
 pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
 /// Path of the `/proc` folder. All of `/proc` is granted, because rules cannot name the folder of a process
@@ -124,13 +125,13 @@ const SHIMS_FOLDER: &str = "shims";
 /// Number of bytes at the start of a script that the kernel searches for the interpreter.
 const SHEBANG_BYTES_MAX: u64 = 256;
 
-/// Maximum number of entries of a folder that are granted individually instead of the whole folder.
+/// Maximum number of entries to grant individually if a folder is not granted as a whole.
 const GRANTED_ENTRIES_MAX: usize = 4096;
 
 /// Maximum number of directory entries to search for hard links to a withheld file.
 const SEARCHED_ENTRIES_MAX: usize = 100_000;
 
-/// Returns the paths in `/etc` and the caches that are granted if all users can read them.
+/// Returns the caches and the entries of `/etc` that are granted if all users can read them.
 pub(crate) fn world_readable() -> Vec<PathBuf> {
     let etc = Path::new("/etc");
     let belongs =
@@ -141,7 +142,7 @@ pub(crate) fn world_readable() -> Vec<PathBuf> {
     ETC_ENTRIES.iter().map(|name| etc.join(name)).chain(families).chain(caches).collect()
 }
 
-/// Folders that all users share, or that contain all files of a user. A program or working directory in such
+/// Folders that are shared by all users, or that contain all of a user's files. A program or working directory in such
 /// a folder does not imply access to the whole folder.
 const SHARED_FOLDERS: [&str; 16] = [
     "/", "/boot", "/dev", "/etc", "/home", "/media", "/mnt", "/opt", "/proc", "/root", "/run", "/srv",
@@ -185,7 +186,7 @@ pub(crate) fn program_folders(programs: &[&Path], directory: Option<&Path>, writ
     given
 }
 
-/// Returns the real path of each path that exists.
+/// Returns the real path of each given path that exists.
 fn real_paths(paths: &[&Path]) -> Vec<PathBuf> {
     paths.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect()
 }
@@ -199,9 +200,9 @@ fn is_shared(real: &Path) -> bool {
         || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Returns true if a configured path can be granted as is. A path through a folder in `write` cannot be granted,
-/// because the worker can change its target. Returns `Ok(false)` for such a path if the target is inside a writable
-/// folder and thus granted anyway, and an error otherwise.
+/// Returns true if a rule for a configured path can be added as is. A path that leads through a folder in `write`
+/// cannot be granted, because the worker can change the target of such a path. Returns `Ok(false)` for such a path if
+/// its target is inside a writable folder and thus granted anyway, and an error otherwise.
 pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve_outside(path, &writable).is_some() {
@@ -214,8 +215,8 @@ pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> 
     }
 }
 
-/// Resolves a path. Returns `None` if the path leads through one of the `writable` folders, or has too many
-/// links.
+/// Resolves a path to a real path. Returns `None` if the path leads through one of the `writable` folders, or through
+/// too many links.
 fn resolve_outside(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
     let mut real = PathBuf::from("/");
     let mut remaining: Vec<OsString> = reversed_components(path);
@@ -253,8 +254,7 @@ fn reversed_components(path: &Path) -> Vec<OsString> {
     parts
 }
 
-/// Returns the folder of a program. For a `bin` folder, also returns the folders that are installed next to
-/// it.
+/// Returns the folder of a program. If this is a `bin` folder, also returns the folders that are installed next to it.
 fn installed_with(program: &Path) -> Vec<PathBuf> {
     let Some(folder) = program.parent() else { return Vec::new() };
     if std::fs::canonicalize(folder).is_ok_and(|real| is_shared(&real)) {
@@ -270,7 +270,7 @@ fn installed_with(program: &Path) -> Vec<PathBuf> {
     std::iter::once(folder.to_path_buf()).chain(beside).collect()
 }
 
-/// Returns the interpreter in the first line of a script.
+/// Returns the interpreter named in the first line of a script.
 fn interpreter(script: &Path) -> Option<PathBuf> {
     let mut start = Vec::new();
     // With these flags, opening a named pipe does not block.
@@ -286,8 +286,8 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
     path.is_absolute().then_some(path)
 }
 
-/// Returns the folder itself if nothing in it is withheld. Otherwise returns the current entries of the folder,
-/// without the withheld entries.
+/// Returns the folder itself if no path in it is withheld. Otherwise returns the entries that the folder currently has,
+/// without the withheld ones.
 pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
     let real = std::fs::canonicalize(folder)?;
     let mut secrets: Vec<PathBuf> =
@@ -322,9 +322,8 @@ pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<V
     Ok(given)
 }
 
-/// Returns hard links in this folder to files in `secrets`. Rules and mounts apply to files, so a file is
-/// accessible under all of its names. Fails if a file has several names and the folder is too large to be
-/// searched.
+/// Returns the hard links in this folder to files in `secrets`. Needed because a withheld file would still be
+/// accessible under its other names. Fails if a file has several names and the folder is too large to be searched.
 fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let linked =
         |found: &Metadata| (found.is_file() && found.nlink() > 1).then(|| (found.dev(), found.ino()));

@@ -15,7 +15,7 @@ const READ: u32 = 4;
 const WRITE: u32 = 2;
 const SEARCH: u32 = 1;
 
-/// Paths that are granted to a worker.
+/// Paths to which a worker is granted access.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GrantedPaths<'a> {
     /// Path of the executed program.
@@ -30,20 +30,20 @@ pub(crate) struct GrantedPaths<'a> {
     pub(crate) temporary_is_mounted: bool,
 }
 
-/// Purpose for which a path is granted.
+/// Purpose for which access to a path is granted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Purpose {
     WorkingDirectory,
-    /// Reading files, and traversing folders.
+    /// Reading files and traversing folders.
     Read,
     Write,
     MountPoint,
 }
 
-/// A path in a folder that the user cannot traverse, or the folder itself.
+/// A granted path that leads through, or is itself, a folder that the user cannot traverse.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HiddenPath {
-    /// The path that is hidden. Either the granted path, or the same path without symbolic links.
+    /// The granted path as given, or the same path without symbolic links.
     pub(crate) place: PathBuf,
     /// The real path, without symbolic links.
     pub(crate) real: PathBuf,
@@ -53,19 +53,20 @@ pub(crate) struct HiddenPath {
 /// Granted paths that a user cannot reach, and the folders that the user cannot traverse.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Unreachable {
-    /// Folders that the user cannot traverse. No folder is inside another, and the paths contain no links.
+    /// Folders that the user cannot traverse. No folder contains another, and the paths contain no links.
     pub(crate) folders: Vec<PathBuf>,
     /// Granted paths inside `folders`.
     pub(crate) hidden: Vec<HiddenPath>,
-    /// Granted folders that the user cannot list or traverse. The entries of these folders are shown instead.
+    /// Granted folders that the user cannot list or traverse. The worker sees the entries of each folder instead of the
+    /// folder as a whole.
     pub(crate) expanded: BTreeSet<PathBuf>,
 }
 
 impl Unreachable {
-    /// Returns true if the only hidden paths are the working directory, the programs, and the paths next to
-    /// the programs. The child can open these paths before it changes to the worker's user. This does not
-    /// work for scripts, which the interpreter opens by name, or for libraries that load other libraries next
-    /// to them.
+    /// Returns true if the only hidden paths are the working directory, the programs, and the paths next to the
+    /// programs. In this case, the child can open the paths before it changes to the worker's user. This does not work
+    /// for scripts, which the interpreter opens by name, or for libraries that load other libraries from the same
+    /// folder.
     pub(crate) fn hides_only_programs(&self, granted: &GrantedPaths<'_>) -> bool {
         let others = granted.programs.iter();
         let others = others.filter(|path| **path != granted.program && !elf::is_self_contained(path));
@@ -87,7 +88,7 @@ impl Unreachable {
     }
 }
 
-/// A granted path that the worker's user cannot use because of its permissions, even through a mount.
+/// A granted path that the worker's user cannot use because of the path's permissions, even through a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UnusablePath {
     path: PathBuf,
@@ -119,7 +120,7 @@ impl fmt::Display for UnusablePath {
     }
 }
 
-/// Checks all granted paths. Ignores missing paths, because a later step reports the error.
+/// Checks all granted paths. Missing paths are ignored, because a later step reports them.
 pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Unreachable, UnusablePath> {
     let mut unreachable = Unreachable::default();
     let mut folders = BTreeSet::new();
@@ -177,7 +178,7 @@ fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
     all
 }
 
-/// Returns the topmost parent folder of this path that the user cannot traverse.
+/// Returns the topmost folder above this path that the user cannot traverse.
 fn topmost_closed(
     path: &Path,
     identity: Identity,

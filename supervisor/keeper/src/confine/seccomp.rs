@@ -63,21 +63,21 @@ pub(crate) enum Verdict {
     Errno(Errno),
     /// The call returns zero, and has no effect.
     Ignore,
-    /// Only hostile programs make the call. The worker is killed, as [`FatalAction`] specifies.
+    /// Fatal, because only hostile programs make the call. The worker is killed as [`FatalAction`] specifies.
     Fatal,
 }
 
-/// Method of killing a worker after a fatal call.
+/// Way of killing a worker after a fatal call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FatalAction {
-    /// The kernel kills the worker, and reports only SIGSYS.
+    /// The kernel kills the worker. The only information about the call is that the worker died of SIGSYS.
     Kill,
-    /// The keeper receives a notification and kills the worker. The call blocks until then. Responding with
-    /// an error would let the worker survive.
+    /// The keeper receives a notification and kills the worker, whose call blocks until then. If the keeper made the
+    /// call fail instead, the worker would survive.
     Notify,
 }
 
-/// Result of a system call, depending on its arguments.
+/// Result of a system call, depending on the call's arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Rule {
     Always(Verdict),
@@ -93,8 +93,8 @@ struct Pointer {
     otherwise: Rule,
 }
 
-/// Compares the bits of an argument's lower half that are set in `mask`. The first matching case determines the
-/// result.
+/// A check of an argument: compares the bits of the argument's lower half that are set in `mask`. The first case that
+/// matches determines the result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Check {
     argument: u8,
@@ -184,7 +184,7 @@ impl Rules {
         }
     }
 
-    /// Replaces the rule for each of these system calls with the result of applying `narrower` to the current rule.
+    /// Applies `narrower` to the current rule of each of these system calls, and replaces the rule with the result.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
             debug_assert!(syscalls::is_known(name), "unknown system call {name}");
@@ -224,7 +224,7 @@ impl Rules {
         Filter { program, fatal_action }
     }
 
-    /// Returns the ranges of consecutive system call numbers with the same rule, in order. Each range is
+    /// Returns ranges of consecutive system call numbers that have the same rule, in ascending order. Each range is
     /// represented by its first number.
     fn ranges(&self) -> Vec<(u32, &Rule)> {
         const UNKNOWN_CALL: Rule = Rule::Always(Verdict::Errno(Errno::NOSYS));
@@ -239,7 +239,8 @@ impl Rules {
     }
 }
 
-/// Returns instructions that find the range of the loaded number and apply the rule of that range.
+/// Returns instructions that find the range that contains the loaded system call number, and apply the rule of that
+/// range.
 fn search(ranges: &[(u32, &Rule)], fatal_action: FatalAction) -> Block {
     if let [(_, rule)] = ranges {
         return rule.assemble(fatal_action);
@@ -307,8 +308,8 @@ impl Filter {
     }
 }
 
-/// Returns a filter for testing whether filters work. The filter makes a call fail that otherwise always
-/// succeeds; see [`is_test_filter_active`].
+/// Returns a filter for testing whether filters work. The filter makes one system call fail that would otherwise always
+/// succeed; see [`is_test_filter_active`].
 pub(crate) fn test_filter(fatal_action: FatalAction) -> Filter {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("getppid", Verdict::Errno(Errno::NOSYS));

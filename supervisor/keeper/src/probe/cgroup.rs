@@ -87,8 +87,8 @@ impl Drop for ProbeLeaf {
     }
 }
 
-/// Checks that the controller can be enabled for child groups of this process's group. If the controller is
-/// not enabled yet, enables and disables it.
+/// Checks that the controller can be enabled for child groups of this process's group. If the controller is not enabled
+/// yet, enables it briefly.
 fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
     let lists = |file: &str| -> Result<bool, String> {
         let text =

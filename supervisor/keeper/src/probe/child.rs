@@ -10,7 +10,7 @@ use super::error_text;
 /// unless it blocks.
 const TRIAL_SECONDS_MAX: libc::c_uint = 3;
 
-/// Exit code of a trial whose layer the kernel accepts but does not enforce. No error number has this value.
+/// Exit code of a trial if the kernel accepts the layer but does not enforce it. No error number has this value.
 const NOT_ENFORCED: i32 = 255;
 
 /// Reason why a trial failed.

@@ -13,14 +13,14 @@ use super::child::{self, TrialError};
 use super::error_text;
 use crate::protocol::LayerSupport;
 
-/// A kind of Landlock rule.
+/// A kind of Landlock rule to test.
 struct Feature {
     layer: &'static str,
     /// Version of Landlock that introduced the feature.
     since: u32,
     what_to_do: &'static str,
     handled: HandledAccess,
-    /// Action that must fail with the error `refusal` under the rule. Without rules, the action succeeds.
+    /// Action that must fail with the error `refusal` when the rule is enforced. Without the rule, the action succeeds.
     forbidden: fn() -> Result<(), Errno>,
     refusal: Errno,
 }
@@ -75,8 +75,8 @@ fn features() -> [Feature; 5] {
     ]
 }
 
-/// Reason and advice if a Landlock call fails with `EPERM`. The kernel itself never returns this error, because the
-/// probe sets no_new_privs. A newer kernel would not help.
+/// Reason and advice for a Landlock call that fails with `EPERM`. The kernel itself never returns this error here,
+/// because the probe sets no_new_privs, so a newer kernel would not help.
 const FILTERED: &str = "a seccomp filter above this process rejects Landlock's system calls";
 const FILTER_ADVICE: &str = "allow landlock_create_ruleset, landlock_add_rule and landlock_restrict_self in that \
                              filter: the seccomp profile of the container (deploy/seccomp.json allows them), or \

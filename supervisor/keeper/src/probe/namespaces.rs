@@ -24,8 +24,8 @@ type Step = fn() -> Result<(), Errno>;
 
 const NEEDS_USER_NAMESPACES: &str = "see `user namespace`, or run as root with CAP_SYS_ADMIN";
 
-/// Steps of the child in order, each with the name of its layer and advice. The kernel allows mounting the
-/// new `/proc` only while the old one is still visible. `pivot_root` comes last.
+/// Steps of the child process in order, each with the name of its layer and advice. The new `/proc` is mounted early,
+/// because the kernel allows this only while the old `/proc` is still visible. `pivot_root` comes last.
 const STEPS: [(&str, Step, &str); 9] = [
     (
         "user namespace",
@@ -51,7 +51,8 @@ const STEPS: [(&str, Step, &str); 9] = [
 /// visible in any other mount namespace.
 const MOUNT_NAMESPACE: usize = 5;
 
-/// Size of the child's message about a step, in bytes. The message is the error number, or zero on success.
+/// Size of the message that the child sends after each step, in bytes. The message is the error number, or zero on
+/// success.
 const MESSAGE_BYTES: usize = 4;
 
 pub(super) fn probe() -> Vec<LayerSupport> {

@@ -5,11 +5,11 @@ use crate::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
 use crate::protocol::confinement::CgroupLimits;
 use crate::spawn::SpawnError;
 
-/// The parent group of all worker groups, and the groups that could not be removed yet.
+/// The parent group of all worker groups, and the worker groups that could not be removed yet.
 #[derive(Default)]
 pub(super) struct WorkerGroups {
     root: Option<DelegatedGroup>,
-    /// True if groups of previous keepers might be left.
+    /// True if groups that were created by previous keepers might be left.
     may_have_stale: bool,
     to_remove: Vec<Leaf>,
 }
@@ -50,15 +50,15 @@ impl WorkerGroups {
         Ok(leaf)
     }
 
-    /// Removes a group in which all processes have been killed. If this fails, [`WorkerGroups::retry_removals`]
-    /// tries again.
+    /// Removes a group whose processes have all been killed. If this fails, [`WorkerGroups::retry_removals`] tries
+    /// again.
     pub(super) fn remove(&mut self, leaf: Leaf) {
         if !try_remove(&leaf) {
             self.to_remove.push(leaf);
         }
     }
 
-    /// Retries the removal of groups. Returns true if no group is left.
+    /// Tries again to remove the groups that could not be removed. Returns true if no group is left.
     pub(super) fn retry_removals(&mut self) -> bool {
         self.to_remove.retain(|leaf| !try_remove(leaf));
         self.remove_stale();

@@ -27,7 +27,8 @@ use crate::protocol::{GuardReady, LayerSupport, VERSION};
 use crate::spawn::duplicate_to;
 use crate::{SubordinateIds, wait};
 
-/// Time for the keeper to exit after the application has exited, in addition to the keeper's own time limit.
+/// Time that the keeper gets to exit after the application has exited, in addition to the keeper's own time limit for
+/// killing all processes.
 const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
 /// Forks the keeper and turns this process into the guard. Returns only in the keeper, with the guard's PID.
@@ -82,8 +83,8 @@ fn fork() -> io::Result<Option<Pid>> {
     Ok(Pid::from_raw(pid))
 }
 
-/// Sends the ready message to the application, and closes `writer` so that the keeper continues. Then waits
-/// until the keeper or the application exits. Returns true if the keeper exited without an error.
+/// Sends the ready message to the application, and closes `writer`, which lets the keeper continue. Then waits until
+/// the keeper or the application exits. Returns true if the keeper exited without an error.
 fn watch_keeper(
     keeper: Pid,
     layers: Vec<LayerSupport>,

@@ -11,7 +11,7 @@ use bulkhead_linux::rlimits::Resource;
 use crate::protocol::Rlimit;
 use crate::protocol::confinement::{Namespaces, Observed};
 
-/// Names, as used in `/proc`, of the namespaces that can be private to a worker.
+/// Names of the namespaces that can be private to a worker, as used in `/proc`.
 const NAMESPACE_NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
 
 fn parse_filter_count(status: &str) -> u32 {
@@ -19,7 +19,7 @@ fn parse_filter_count(status: &str) -> u32 {
     count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// Namespaces and filters of the keeper itself, for comparison with those of a worker.
+/// The keeper's own namespaces and filters, for comparison with a worker's.
 pub(super) struct KeeperStatus {
     namespaces: [Option<std::path::PathBuf>; NAMESPACE_NAMES.len()],
     /// Number of seccomp filters that apply to the keeper itself.
@@ -61,8 +61,8 @@ pub(super) fn open_descriptors(pid: u32) -> io::Result<u32> {
     }
 }
 
-/// Reads `/proc/PID/status` of a process into `observed`. Returns the number of seccomp filters, or 0 on
-/// kernels that do not report it.
+/// Reads `/proc/PID/status` of a process into `observed`. Returns the number of seccomp filters, or 0 if the kernel
+/// does not report the number.
 pub(super) fn read_status(pid: u32, observed: &mut Observed) -> io::Result<u32> {
     let text = read_proc_file(&format!("/proc/{pid}/status"))?;
     parse_status(&text, observed);
@@ -90,8 +90,8 @@ fn parse_status(text: &str, observed: &mut Observed) {
     observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
-/// Returns the name, as in `/proc/PID/limits`, of the first limit in `ordered` that the process does not have. Skips
-/// the `deferred` resource, whose limit is set later.
+/// Returns the name of the first limit in `ordered` that is not in effect for the process, as spelled in
+/// `/proc/PID/limits`. Skips the `deferred` resource, whose limit is set later.
 pub(super) fn limit_mismatch(
     pid: u32,
     ordered: &[Rlimit],
@@ -104,7 +104,7 @@ pub(super) fn limit_mismatch(
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
 
-/// Returns the name of the first limit in `ordered` that is lower than the process's actual limit.
+/// Returns the name of the first limit in `ordered` that the process's actual limit exceeds.
 pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
     let text = read_proc_file(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
@@ -135,8 +135,8 @@ pub(super) fn is_in_cgroup(pid: u32, leaf: &Path) -> bool {
     own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
-/// Returns the PID of the process to which a thread belongs, both in this PID namespace and in the process's
-/// own PID namespace.
+/// Returns the PID of the process that contains a thread, both in this PID namespace and in the process's own PID
+/// namespace.
 pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     let text = read_proc_file(&format!("/proc/{thread}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));
@@ -146,7 +146,7 @@ pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     Ok((process, inner.unwrap_or(process)))
 }
 
-/// PID of a process's parent, and PID of the process in its own PID namespace.
+/// PID of a process's parent, and the process's PID in its own PID namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NamespacePids {
     pub(super) parent: u32,

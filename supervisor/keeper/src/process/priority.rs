@@ -6,14 +6,14 @@
 
 use std::fs;
 
-/// Nice value with the highest priority.
+/// Nice value that gives a process the highest priority.
 const HIGHEST: i32 = -20;
 
-/// File with the nice value of the keeper's session. With autogroups (a kernel setting), each session gets a
-/// share of the processor.
+/// File that contains the nice value of the keeper's session. With autogroups (a kernel setting), processor time is
+/// divided among sessions according to these values.
 const AUTOGROUP: &str = "/proc/self/autogroup";
 
-/// Scheduling priority of the keeper's thread.
+/// Raises and restores the scheduling priority of the keeper's thread.
 #[derive(Debug)]
 pub(super) struct PriorityBoost {
     normal: i32,
@@ -30,7 +30,7 @@ impl PriorityBoost {
         Self { normal, normal_group, is_raised: false, can_be_raised: true }
     }
 
-    /// Gives the keeper the highest priority. Does nothing without the necessary privileges.
+    /// Gives the keeper the highest priority. Does nothing if the keeper lacks the privileges.
     pub(super) fn raise(&mut self) {
         if self.can_be_raised && !self.is_raised {
             self.can_be_raised = rustix::process::setpriority_process(None, HIGHEST).is_ok();

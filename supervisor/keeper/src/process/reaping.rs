@@ -13,16 +13,15 @@ use crate::protocol::{Exit, ReportMessage, Usage};
 use crate::spawn::{self, SpawnError};
 use crate::wait::{self, Waited};
 
-/// Time after which the keeper gives up on processes that survive SIGKILL, and reports their worker as
-/// reaped.
+/// Time after which the keeper gives up on processes that survive SIGKILL. It then reports their worker as reaped.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Minimum and maximum pause between runs of the killer while descendants of dead workers are left.
 const RUN_INTERVAL_MIN: Duration = Duration::from_millis(2);
 const RUN_INTERVAL_MAX: Duration = Duration::from_millis(64);
 
-/// Delay of an additional scan of all processes after a worker's death, and minimum interval between such
-/// scans. The scan finds processes forked with CLONE_PARENT, which are siblings of the worker instead of
+/// Delay of an additional scan of all processes after a worker's death, and minimum interval between such scans. The
+/// scan finds processes that were forked with CLONE_PARENT and are therefore siblings of the worker instead of
 /// descendants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -38,34 +37,33 @@ const MESSAGE_BYTES_PER_ITERATION: u64 = 4096;
 /// A dead worker that has been reaped, but whose descendants are still being killed.
 struct DeadWorker {
     worker: u64,
-    /// True if the keeper must report the worker as reaped. False for a worker whose start was reported as
-    /// failed.
+    /// True if the keeper must report the worker as reaped. False if the start of the worker was reported as failed.
     is_reported: bool,
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     since: Instant,
-    /// Number of scans that had begun when the worker died.
+    /// Number of scans that the killer had begun when the worker died.
     scan_number: u64,
 }
 
-/// Dead workers, and the killer for the processes that they left behind.
+/// Dead workers, and the killer of the processes that they left behind.
 pub(super) struct DescendantReaper {
     /// True if the kernel does not distinguish orphans from workers. In that case, only a scan of all
     /// processes shows whether descendants are left.
     scans_always: bool,
     dead_workers: Vec<DeadWorker>,
     killer: DescendantKiller,
-    /// Start time of the killer's next run.
+    /// Time at which the killer's next run starts.
     next_run: Option<Instant>,
     run_interval: Duration,
     /// Number of processes that the last run killed.
     last_killed: usize,
-    /// Number of processes that could not be killed, and that later runs are expected to find again.
+    /// Number of processes that could not be killed. Later runs are expected to find this many processes again.
     unkillable: usize,
     next_audit: Option<Instant>,
     /// True if some exited processes might not have been reaped yet.
     may_have_unreaped: bool,
-    /// True if the killer's next run waits for forks in progress.
+    /// True if the killer's next run is waiting for forks in progress to end.
     waits_for_forks: bool,
 }
 
@@ -85,7 +83,7 @@ impl DescendantReaper {
         }
     }
 
-    /// Returns true if no fork can start now, because a run of the killer is in progress or about to begin.
+    /// Returns true if no fork can start now, because the killer is running or is about to run.
     pub(super) fn blocks_forks(&self) -> bool {
         self.waits_for_forks || self.killer.is_active()
     }
@@ -104,7 +102,7 @@ impl DescendantReaper {
 }
 
 impl EventLoop {
-    /// Handles the exit of a worker's process, or of the first process of the worker's namespace.
+    /// Handles the exit of a worker, or of the first process in a worker's PID namespace.
     pub(super) fn reap_worker(&mut self, pid: u32, now: Instant) {
         if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
             // The worker may have sent messages before it exited, which must be handled first.
@@ -116,8 +114,8 @@ impl EventLoop {
         }
     }
 
-    /// Reaps exited workers and orphans. A worker's exit also raises a separate event, so that it does not wait behind
-    /// a thousand orphans.
+    /// Reaps exited workers and orphans. A worker's exit also raises a separate event, so that the exit is handled
+    /// promptly even if a thousand orphans are waiting to be reaped.
     pub(super) fn reap(&mut self, now: Instant) {
         self.reaper.may_have_unreaped = false;
         if self.samples.is_busy(now) {
@@ -156,8 +154,8 @@ impl EventLoop {
         true
     }
 
-    /// Handles a report from a PID namespace's first process that the worker has exited. The first process itself
-    /// exits later, after all other processes in the namespace.
+    /// Handles the report that a worker has exited, sent by the first process of the worker's PID namespace. This first
+    /// process exits later, after all other processes in the namespace.
     pub(super) fn handle_init_status(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
@@ -174,7 +172,7 @@ impl EventLoop {
         }
     }
 
-    /// Handles a reaped child. Reports the exit immediately, and begins to clean up.
+    /// Handles a reaped child. Reports the exit immediately, and begins to clean up after the child.
     fn clean_up_after(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
         child.deregister_all(&self.poll);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
@@ -218,14 +216,14 @@ impl EventLoop {
         self.reaper.next_audit.get_or_insert(now + AUDIT_INTERVAL);
     }
 
-    /// Cleans up after a worker whose program never ran.
+    /// Cleans up after a worker whose program was never executed.
     fn clean_up_failed(&mut self, child: Child) {
         self.priority.restore();
         self.remove_resources(child.folder, child.leaf);
     }
 
-    /// Performs one step of killing the processes that dead workers left behind. Reports the workers whose
-    /// processes are all gone.
+    /// Performs one step of killing the processes that dead workers left behind. Reports a worker as reaped once all of
+    /// these processes are gone.
     pub(super) fn reap_descendants(&mut self, now: Instant) {
         // Processes left behind by a worker become children of this thread.
         let is_waited_for = !self.reaper.dead_workers.is_empty() && !self.reaper.scans_always;

@@ -22,11 +22,11 @@ use crate::sample::{ProcessStart, SAMPLE_TIMEOUT, SampleRequest};
 /// Maximum number of workers waiting to be sampled.
 const WAITING_MAX: usize = 16;
 
-/// Time after which the keeper reaps orphans again even if the thread is still running. A hostile process can block
-/// the thread until the process dies.
+/// Time after which the keeper resumes reaping orphans even if the sampling thread is still running. A hostile process
+/// can block this thread until the process dies.
 const BUSY_MAX: Duration = SAMPLE_TIMEOUT.saturating_add(Duration::from_millis(5));
 
-/// Period after a sample during which a stopped thread is assumed to have been stopped for the sample.
+/// Period after a sample during which any stopped thread is assumed to have been stopped by the sampling thread.
 const LATE_STOP_TIME: Duration = Duration::from_millis(500);
 
 /// Stack size of the sampling thread, in bytes.
@@ -44,7 +44,7 @@ pub(super) struct Samples {
 struct Order {
     worker: u64,
     job: Option<String>,
-    /// File for the records, and the worker's journal if the worker writes its stacks as text.
+    /// File for the records. If the worker writes its stacks as text, also the worker's journal.
     descriptors: Vec<OwnedFd>,
 }
 
@@ -61,25 +61,26 @@ impl Samples {
         Ok(Self { waker, waiting: VecDeque::new(), current: None, ended_at: None })
     }
 
-    /// Returns true if a thread might have been stopped for a sample, and not at its own request. A thread that stops
-    /// late can still be stopped when the sampling thread exits.
+    /// Returns true if a stopped thread might have been stopped for a sample instead of at its own request. This is
+    /// possible even after the sampling thread has exited, because threads can stop late.
     pub(super) fn may_have_stopped(&self, now: Instant) -> bool {
         self.current.is_some() || self.ended_at.is_some_and(|end| now < end + LATE_STOP_TIME)
     }
 
-    /// Returns true if threads might be stopped, so that a wait for children could report such a thread.
+    /// Returns true if threads might currently be stopped for a sample, so that a wait for children could report one of
+    /// them.
     pub(super) fn is_busy(&self, now: Instant) -> bool {
         self.next_due(now).is_some()
     }
 
-    /// Returns the time at which the keeper reaps orphans again even if the thread is still running.
+    /// Returns the time at which the keeper resumes reaping orphans even if the sampling thread is still running.
     pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
         self.current.as_ref().map(|current| current.since + BUSY_MAX).filter(|due| *due > now)
     }
 }
 
 impl EventLoop {
-    /// Starts sampling a worker, or reports why this is impossible.
+    /// Starts sampling a worker. If this is impossible, reports the reason.
     pub(super) fn sample(&mut self, worker: u64, job: Option<&str>, descriptors: Vec<OwnedFd>) {
         if self.samples.waiting.len() >= WAITING_MAX {
             return self.report_sample(worker, Err(Errno::EBUSY));
@@ -87,7 +88,7 @@ impl EventLoop {
         self.samples.waiting.push_back(Order { worker, job: job.map(str::to_owned), descriptors });
     }
 
-    /// Reports a completed sample, and starts the next one.
+    /// Reports the current sample if it is complete, and starts the next one.
     pub(super) fn advance_samples(&mut self) {
         let has_ended = |current: &mut Current| current.has_ended.load(Ordering::Acquire);
         if let Some(current) = self.samples.current.take_if(has_ended) {
@@ -131,7 +132,7 @@ impl EventLoop {
     }
 }
 
-/// Wakes the keeper's loop when the thread exits, even after a panic.
+/// Wakes the keeper's loop when the sampling thread exits, even after a panic.
 struct End {
     has_ended: Arc<AtomicBool>,
     waker: Arc<Waker>,

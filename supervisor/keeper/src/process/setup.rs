@@ -11,18 +11,17 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::spawn::{LINK_FD, OomSettings, OriginalSettings, duplicate_to};
 
-/// Maximum value of `oom_score_adj`. One point corresponds to a thousandth of the machine's memory.
+/// Maximum value of `oom_score_adj`. Each point corresponds to a thousandth of the machine's memory.
 const OOM_SCORE_MAX: i32 = 1000;
 
-/// Difference between the keeper's and the supervisor's out-of-memory score. Corresponds to more memory than the
+/// Amount by which the keeper's out-of-memory score exceeds the supervisor's. Corresponds to more memory than the
 /// supervisor usually uses.
 const OOM_KEEPER_STEP: i32 = 100;
 
-/// Difference between the workers' and the keeper's out-of-memory score.
+/// Amount by which a worker's out-of-memory score exceeds the keeper's.
 const OOM_WORKER_STEP: i32 = 500;
 
-/// Processes that the keeper watches in addition to the order socket. The keeper exits when one of these
-/// processes exits.
+/// Processes that the keeper watches in addition to the order socket. The keeper exits when any of them exits.
 pub(super) struct WatchedProcesses {
     application: OwnedFd,
     guard: OwnedFd,
@@ -74,8 +73,8 @@ pub(super) fn set_up(
     Ok((socket, watched, original))
 }
 
-/// Makes the kernel kill the workers first when memory runs out, then this process, and the supervisor last.
-/// A process can only raise its own score, so processes that must be killed earlier get higher scores.
+/// Makes the kernel kill the workers first when memory runs out, the keeper next, and the supervisor last. A process
+/// can only raise its own score, so processes that must be killed earlier get higher scores.
 fn raise_oom_score() -> OomSettings {
     const FILE: &str = "/proc/self/oom_score_adj";
     let supervisor = std::fs::read_to_string(FILE).ok().and_then(|score| score.trim().parse().ok());
@@ -97,9 +96,9 @@ fn raise_open_files_limit() -> (u64, u64) {
     (own.current.unwrap_or(u64::MAX), own.maximum.unwrap_or(u64::MAX))
 }
 
-/// Makes the keeper ignore signals, so that only the end of file on its socket makes it exit. Signals to the
-/// supervisor's process group, or from a user who finds the keeper in a process list, must not kill the workers.
-/// SIGCHLD is blocked and read from a descriptor.
+/// Makes the keeper ignore signals, so that it exits only at end of file on its socket. Otherwise, a signal to the
+/// supervisor's process group could kill the workers, and so could a signal from a user who finds the keeper in a
+/// process list. SIGCHLD is blocked and read from a descriptor.
 #[expect(unsafe_code, reason = "setting the disposition of a signal")]
 pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
@@ -129,8 +128,8 @@ pub(super) fn set_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Closes inherited descriptors. Otherwise, a connection that the supervisor's program did not mark as
-/// close-on-exec would stay open as long as the keeper lives, even after the supervisor has closed it.
+/// Closes inherited descriptors. If the supervisor's program forgot to mark a connection as close-on-exec, the keeper's
+/// copy would keep the connection open even after the supervisor has closed it.
 #[expect(unsafe_code, reason = "closing descriptors by number")]
 pub(super) fn close_inherited() -> io::Result<()> {
     // SAFETY: this process has just started, and has opened no descriptors yet.

@@ -18,8 +18,8 @@ use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
 use crate::wait;
 
-/// A forked child: its PID, pidfd and connections, and the part of its confinement that is known without
-/// reading `/proc`.
+/// A forked child: its PID, pidfd and connections, and the part of its confinement that is known before `/proc` is
+/// read.
 type Forked = (u32, OwnedFd, ChildConnections, Observed);
 
 /// Creates the socket between the keeper and a template. The first descriptor is the keeper's end, which
@@ -80,7 +80,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Forks a child, in a new control group if the order contains limits for a control group.
+    /// Forks a child. If the order limits a control group, the child starts in a new control group.
     fn fork_in_group(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -141,8 +141,8 @@ impl EventLoop {
         Ok(pidfd)
     }
 
-    /// Reads messages from a starting child, performs the actions that the child waits for, and reports the
-    /// result of the start.
+    /// Reads messages from a starting child, performs the actions that the child is waiting for, and reports the result
+    /// of the start.
     pub(super) fn advance_start(&mut self, pid: u32) {
         while let Some(Child { stage: Stage::Starting(connections), layers, .. }) = self.children.get(&pid) {
             let failure = match spawn::read_progress(&connections.progress) {
@@ -167,8 +167,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles a child's report that it is confined. If the confinement matches the order, lets the child
-    /// execute its program.
+    /// Handles a child's report that it is confined. Lets the child execute its program if the confinement matches the
+    /// order.
     pub(super) fn check_confinement(
         &mut self,
         pid: u32,
@@ -214,7 +214,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Completes the start of a child, which has either executed its program or failed.
+    /// Completes the start of a child that has either executed its program or failed.
     pub(super) fn finish_start(&mut self, pid: u32, failure: Option<SpawnError>) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let stage = if failure.is_some() { Stage::Failed } else { Stage::Running };

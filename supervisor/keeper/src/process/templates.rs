@@ -33,18 +33,18 @@ use crate::protocol::{ReportMessage, TemplateReport};
 use crate::spawn::SpawnError;
 use crate::wait;
 
-/// Maximum time for a template to fork a worker. After this time, the keeper kills the template.
+/// Maximum time that a template may take to fork a worker before the keeper kills the template.
 const FORK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Step name in reports about workers whose template exceeded [`FORK_TIMEOUT`].
+/// Step name in the reports about workers whose template exceeded [`FORK_TIMEOUT`].
 const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
                     stopped, or is waiting in `before_fork`";
 
 /// Step name in reports about forked workers that exited before they had identified themselves.
 const EXITED_STEP: &str = "fork: the forked process exited immediately";
 
-/// Maximum time that the killer of leftover processes waits for forks in progress. A process that is forked
-/// later, while the killer runs, is treated as a leftover, and its start fails.
+/// Maximum time that the killer of leftover processes waits for forks in progress. If a process is forked later, while
+/// the killer is running, it is treated as a leftover, and the start of its worker fails.
 const FORK_WAIT_MAX: Duration = Duration::from_millis(500);
 
 /// Maximum number of status messages that the keeper forwards from one template in each [`STATUS_INTERVAL`].
@@ -54,7 +54,7 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of messages read from a template in one iteration.
 const MESSAGES_MAX: usize = 64;
 
-/// State that the keeper stores for a template in addition to the state of a worker.
+/// State that the keeper stores only for templates, in addition to the state that it stores for every worker.
 pub(super) struct Template {
     socket: OwnedFd,
     outbox: Outbox,
@@ -62,11 +62,11 @@ pub(super) struct Template {
     forks: VecDeque<Fork>,
     /// True if the template was killed because a fork took too long.
     is_hung: bool,
-    /// Attributes that workers inherit; `None` until the template is ready.
+    /// Attributes that forked workers must have. `None` until the template is ready.
     attributes: Option<RecordedAttributes>,
     /// True if the template has sent the reason for its failure.
     has_refused: bool,
-    /// Start of the current interval for status messages, and number of messages since then.
+    /// Start of the current interval for counting status messages, and the number of messages in this interval.
     status_rate: Option<(Instant, u32)>,
 }
 
@@ -74,9 +74,9 @@ struct Fork {
     worker: u64,
     secret: u128,
     since: Instant,
-    /// PID of the forked process, as reported by the template.
+    /// PID of the forked process. `None` until the template has reported the PID.
     pid: Option<u32>,
-    /// True if the worker must be killed as soon as it exists.
+    /// True if the worker must be killed as soon as it has been forked.
     is_cancelled: bool,
 }
 
@@ -108,12 +108,12 @@ impl Template {
         !self.forks.is_empty()
     }
 
-    /// Returns the start time of the oldest fork in progress.
+    /// Returns the time at which the oldest fork in progress was started.
     pub(super) fn forks_since(&self) -> Option<Instant> {
         self.forks.front().map(|fork| fork.since)
     }
 
-    /// Counts a status message. Returns false if the template has exceeded the limit on status messages.
+    /// Counts a status message. Returns false if the template has sent too many of them.
     fn accepts_status(&mut self, now: Instant) -> bool {
         let (since, count) = self.status_rate.get_or_insert((now, 0));
         if now.saturating_duration_since(*since) >= STATUS_INTERVAL {
@@ -190,7 +190,8 @@ impl EventLoop {
         let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, !is_sent);
     }
 
-    /// Cancels the fork of a worker. If the fork is in progress, the worker is killed as soon as it exists.
+    /// Cancels the fork of a worker. If the fork is already in progress, kills the worker as soon as it has been
+    /// forked.
     pub(super) fn cancel_fork(&mut self, worker: u64) {
         if let Some(at) = self.deferred_forks.iter().position(|deferred| deferred.worker == worker) {
             self.deferred_forks.remove(at);
@@ -216,8 +217,7 @@ impl EventLoop {
         self.templates.iter().filter_map(of)
     }
 
-    /// Returns the PIDs of templates that have forks in progress and whose workers become children of the
-    /// keeper.
+    /// Returns the PIDs of the templates that have forks in progress and whose workers become children of the keeper.
     fn templates_forking_own_children(&self) -> Vec<u32> {
         self.forking_templates()
             .filter(|(_, child, _)| child.namespace.is_none())
@@ -244,7 +244,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns the next time at which a template will exceed the time limit for a fork.
+    /// Returns the earliest time at which a template will exceed the time limit for a fork in progress.
     pub(super) fn next_fork_timeout(&self) -> Option<Instant> {
         let is_awaited = |child: &Child| child.template.as_ref().is_some_and(|template| !template.is_hung);
         let forking = self.forking_templates().filter(|(_, child, _)| is_awaited(child));
@@ -264,15 +264,15 @@ impl EventLoop {
         }
     }
 
-    /// Reads the messages of all templates with forks in progress, because a worker can identify itself and
-    /// then exit. Returns the number of bytes read.
+    /// Reads the messages of all templates with forks in progress. Needed because a process that has exited might have
+    /// identified itself as a worker beforehand. Returns the number of bytes read.
     pub(super) fn read_fork_messages(&mut self) -> u64 {
         self.templates_forking_own_children().into_iter().map(|pid| self.read_pending_messages(pid)).sum()
     }
 
-    /// Reads the messages of a template and its workers that are already in the socket. Leaves messages that
-    /// arrive in the meantime to the next iteration, because senders can be faster than the keeper. Returns
-    /// the total size of the messages read, in bytes.
+    /// Reads the messages that a template and its workers have already sent. Messages that arrive in the meantime are
+    /// left for the next iteration, because they can arrive faster than the keeper reads. Returns the total size of the
+    /// messages read, in bytes.
     pub(super) fn read_pending_messages(&mut self, pid: u32) -> u64 {
         let Some(template) = self.template_mut(pid) else { return 0 };
         let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
@@ -285,7 +285,7 @@ impl EventLoop {
         waiting
     }
 
-    /// Handles messages from a template or from its forked processes.
+    /// Handles messages from a template or from processes that were forked by the template.
     pub(super) fn handle_template_messages(&mut self, pid: u32) {
         if (0..MESSAGES_MAX).all(|_| self.read_message(pid).is_some())
             && let Some(template) = self.template_mut(pid)
@@ -395,8 +395,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles a reaped process that is not a worker. If the template had forked it to become a worker, the
-    /// start of that worker has failed.
+    /// Handles the exit of a reaped process that is not a worker. If the template had forked the process to become a
+    /// worker, the start of this worker has failed.
     pub(super) fn fork_ended(&mut self, template: u32, pid: u32) {
         let Some(found) = self.template_mut(template) else { return };
         let Some(at) = found.forks.iter().position(|fork| fork.pid == Some(pid)) else { return };
@@ -405,8 +405,8 @@ impl EventLoop {
         }
     }
 
-    /// Reports that a forked process did not become a worker. Also removes the temporary folder, in case the process
-    /// has created one.
+    /// Reports that a forked process did not become a worker. Removes the worker's temporary folder, in case the
+    /// process had already created the folder.
     fn fork_failed(&mut self, template: u32, fork: &Fork, failure: &SpawnError) {
         let Fork { worker, secret, .. } = *fork;
         if let Some(child) = self.children.get(&template) {
@@ -423,7 +423,7 @@ impl EventLoop {
         self.report_failure(worker, failure);
     }
 
-    /// Calls `fork_ended` for each forking template whose workers are children of the keeper.
+    /// Calls `fork_ended` for each template that is forking and whose workers are children of the keeper.
     pub(super) fn any_fork_ended(&mut self, pid: u32) {
         self.templates_forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
     }
@@ -453,8 +453,8 @@ impl EventLoop {
         }
     }
 
-    /// Registers the process as the worker. Returns false if this violates the protocol. After an error, the
-    /// process is not a worker.
+    /// Registers a process as the forked worker. Returns false if the process violates the protocol. If this function
+    /// fails, the process does not become a worker.
     fn adopt_worker(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, SpawnError> {
         let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
@@ -507,7 +507,7 @@ impl EventLoop {
         Ok(true)
     }
 
-    /// Handles the exit of a template. Forks that the template had in progress have failed.
+    /// Handles the exit of a template. Any forks in progress have failed.
     pub(super) fn template_ended(&mut self, template: Template) {
         deregister(&self.poll, &template.socket);
         let failure = match template.is_hung {
@@ -537,8 +537,8 @@ fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError
     pids.ok().filter(|_| !is_over).ok_or(SpawnError::new(EXITED_STEP, Errno::CHILD))
 }
 
-/// Receives a message. Returns the length before truncation, and the PID of the sender. An empty message has
-/// a sender, unlike the end of file.
+/// Receives a message. Returns the message's length before truncation, and the sender's PID. Unlike an empty message,
+/// the end of file has no sender.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -26,18 +26,18 @@ const PREFIX: &str = "bulkhead-";
 /// Mode of the base folder. Other users can traverse the folder but not list it.
 const BASE_MODE: u32 = 0o711;
 
-/// Maximum number of attempts to find an unused name for the base folder.
+/// Maximum number of attempts to find a name for the base folder that is not in use.
 const NAME_ATTEMPTS_MAX: u32 = 100;
 
-/// Maximum number of folders that wait for removal, and maximum number of partially removed folders.
+/// Maximum number of folders that are waiting to be removed, and maximum number of folders that are only partially
+/// removed.
 const PENDING_REMOVALS_MAX: usize = 16 * 1024;
 
-/// Maximum number of base folders of killed keepers that one keeper removes. Each one needs an open
-/// descriptor.
+/// Maximum number of killed keepers' base folders to remove. Each of these folders needs an open descriptor.
 const STALE_FOLDERS_MAX: usize = 64;
 
-/// Maximum number of entries removed from one folder before the remover continues with the next one. Needed
-/// because a template can add entries to the folder of a worker while it is being emptied.
+/// Maximum number of entries to remove from one folder before the remover turns to the next folder. Needed because a
+/// template can add entries to a worker's folder while the remover is emptying the folder.
 const ENTRIES_PER_STEP: usize = 16 * 1024;
 
 /// The base folder, created when the first worker needs a folder.
@@ -48,7 +48,7 @@ pub(super) struct TemporaryFolders {
 
 struct Base {
     path: PathBuf,
-    /// Lock on the base folder, held as long as the keeper runs.
+    /// Lock on the base folder, held until the keeper exits.
     lock: OwnedFd,
     /// Sends folders to the removing thread, which exits when this sender is dropped.
     removals: SyncSender<PathBuf>,
@@ -70,7 +70,8 @@ impl TemporaryFolders {
         Ok(path)
     }
 
-    /// Schedules the removal of a worker's folder. The folder is removed, at the latest, when the keeper exits normally.
+    /// Schedules the removal of a worker's folder. If the folder has not been removed earlier, it is removed when the
+    /// keeper exits normally.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
             // If the queue is full, or if the process exits first, the folder is removed together with the
@@ -135,8 +136,8 @@ fn create_base(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Locks the folder with this name. Fails with `NOENT` or `WOULDBLOCK` if another keeper was faster. In that
-/// case, the folder is gone or is being removed, or a new folder has the name.
+/// Locks the folder with this name. Fails with `NOENT` or `WOULDBLOCK` if another keeper was faster. In that case, the
+/// folder is gone, is being removed, or has been replaced by a new folder of the same name.
 fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     let lock = rustix::fs::open(path, FOLDER_FLAGS, Mode::empty())?;
     rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
@@ -177,7 +178,8 @@ fn stale_folders(parent: &Path) -> VecDeque<Removal> {
     stale.take(STALE_FOLDERS_MAX).collect()
 }
 
-/// Removes the folders in `left`, and then the received folders, in order. Alternates between large folders.
+/// Removes the folders in `left`, and then the received folders. Switches between folders after a limited number of
+/// entries, so that a large folder does not delay the others.
 fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
     let removal = |folder| Removal { folder, _lock: None };
     loop {
@@ -203,7 +205,7 @@ fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
     }
 }
 
-/// Removes as much as possible of a folder and its contents. Returns `false` if the folder has more than `entries_max`
+/// Removes a folder and its contents as far as possible. Returns `false` if the folder has more than `entries_max`
 /// entries.
 fn remove(path: &Path, entries_max: usize) -> bool {
     if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {
@@ -224,7 +226,7 @@ mod tests {
         stale_folders(parent).iter().for_each(|stale| assert!(remove(&stale.folder, usize::MAX)));
     }
 
-    /// The removal of many files must not delay the start of the first worker.
+    /// Another thread removes the folders, so that removing many files does not delay the start of the first worker.
     #[test]
     fn another_thread_removes_folders_of_killed_keepers() {
         let parent = tempfile::tempdir().unwrap();
@@ -293,8 +295,8 @@ mod tests {
         assert!(Path::new("/etc").exists());
     }
 
-    /// The removal runs as an unprivileged user, because root can access every folder. An unprivileged user
-    /// cannot move a folder without access to it.
+    /// Runs the removal as an unprivileged user, because root can access every folder. An unprivileged user cannot move
+    /// a folder that it cannot access.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread only")]
     fn unprivileged_keeper_removes_nested_locked_folders() {
@@ -376,7 +378,7 @@ mod tests {
         std::fs::remove_dir(&top).unwrap();
     }
 
-    /// Another keeper cleans up in the same parent folder while folders are created.
+    /// Lets another keeper clean up in the same parent folder while folders are being created.
     #[test]
     fn concurrent_cleanup_keeps_new_folders() {
         let parent = tempfile::tempdir().unwrap();

@@ -64,7 +64,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns the PID of the worker to which a process belongs. The filter of a template also applies to all
+    /// Returns the PID of the worker to which a process belongs. Needed because a template's filter also applies to all
     /// workers that the template has forked.
     fn worker_of(&self, pid: u32, process: u32) -> u32 {
         let is_namespace = self.children.get(&pid).is_some_and(|child| child.namespace.is_some());

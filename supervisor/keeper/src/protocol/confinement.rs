@@ -11,7 +11,7 @@ const WORKER_DESCRIPTORS: u32 = 4;
 /// The requested confinement of a worker. The default is no confinement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Confinement<'a> {
-    /// Requested layers, and their parameters.
+    /// Requested layers of confinement, and their parameters.
     pub layers: Layers,
     /// Programs that the worker executes, and the files that these programs execute or load. The worker can
     /// read the folders of these files.
@@ -48,8 +48,8 @@ pub struct Layers {
     pub namespaces: Namespaces,
     /// User and group of the worker. `None` means the keeper's user and group.
     pub identity: Option<Identity>,
-    /// True if `identity` is in the keeper's user namespace for subordinate IDs, which the worker enters. The worker's
-    /// other namespaces are created inside this user namespace.
+    /// True if `identity` is in the keeper's user namespace for subordinate IDs, which the worker then enters. The
+    /// worker's other namespaces are created inside this namespace.
     pub subordinate_ids: bool,
     /// Network access of the worker.
     pub network: NetworkAccess,
@@ -58,7 +58,7 @@ pub struct Layers {
     /// True if the worker receives a copy of its Landlock rules, so that it can confine each program that it
     /// runs.
     pub program_rules: bool,
-    /// Limits for the worker and its descendants together, set on a separate control group. With `None`, no
+    /// Limits for the worker and all its descendants together, applied with a separate control group. If `None`, no
     /// control group is created.
     pub cgroup: Option<CgroupLimits>,
 }
@@ -80,7 +80,7 @@ pub enum NetworkAccess {
     /// No sockets except socket pairs.
     #[default]
     None,
-    /// Only outgoing connections: TCP to the ports in [`Confinement::tcp_ports`], and optionally UDP.
+    /// Only outgoing connections: TCP connections to the ports in [`Confinement::tcp_ports`] and, optionally, UDP.
     Connections {
         /// True if the worker can use UDP.
         udp: bool,
@@ -95,9 +95,9 @@ pub enum Seccomp {
     /// No filter.
     #[default]
     Off,
-    /// A deny list that does not affect ordinary programs.
+    /// A deny list of calls that ordinary programs do not need.
     DenyList,
-    /// An allow list with the calls needed for computing.
+    /// An allow list of the calls that are needed for computing.
     AllowList,
 }
 
@@ -168,17 +168,17 @@ pub struct Observed {
     pub namespaces: Namespaces,
     /// Landlock version of the applied rules. The kernel does not report this version.
     pub landlock: Option<u32>,
-    /// True if the worker is in the control group created for it.
+    /// True if the worker is in the control group that was created for it.
     pub cgroup: bool,
-    /// Number of descriptors with which the program was started.
+    /// Number of descriptors that were open when the program was started.
     pub descriptors: u32,
-    /// True if these values belong to the template that forked the worker.
+    /// True if these values were read from the template that forked the worker.
     pub is_inherited: bool,
 }
 
 impl Observed {
-    /// Returns the name of the first value that does not match the order. Uses the name in `/proc/PID/status`
-    /// if that file contains the value.
+    /// Returns the name of the first value that does not match the order. If the value comes from `/proc/PID/status`,
+    /// the name is spelled as in this file.
     pub fn mismatch(&self, layers: &Layers) -> Option<&'static str> {
         let wanted = layers.namespaces;
         let found = self.namespaces;

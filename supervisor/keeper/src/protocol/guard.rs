@@ -11,16 +11,16 @@ pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
 /// Fourth command-line argument, which makes the guard report the layers that the machine supports.
 pub(crate) const PROBE_ARGUMENT: &str = "first";
 
-/// Version of orders and reports. The messages themselves have no version, because both ends are usually the
-/// same program. A separate keeper program must have the same version.
+/// Version of the order and report formats. The messages themselves carry no version, because both ends are usually the
+/// same program. If the keeper is a separate program, both versions must be equal.
 pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 
-/// The guard's only message. The message carries the keeper's pidfd and, if `ids` is `Ok`, a descriptor of
-/// the user namespace.
+/// The only message that the guard sends. It carries the keeper's pidfd and, if `ids` is `Ok`, a descriptor of the user
+/// namespace.
 #[derive(Debug, Encode, BorrowDecode)]
 pub(crate) struct GuardReady {
     pub(crate) keeper: u32,
     pub(crate) layers: Vec<LayerSupport>,
-    /// First and last subordinate ID, or the reason why there are none.
+    /// First and last subordinate ID, or the reason why there are no subordinate IDs.
     pub(crate) ids: Result<(u32, u32), String>,
 }

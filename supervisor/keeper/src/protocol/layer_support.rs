@@ -11,7 +11,7 @@ pub struct LayerSupport {
     /// True if the layer is available.
     #[serde(rename = "available")]
     pub is_available: bool,
-    /// Details of an available layer, such as a version or a path.
+    /// Details about an available layer, such as a version or a path.
     pub found: Option<String>,
     /// Reason why the layer is not available, such as a kernel error.
     pub why_not: Option<String>,

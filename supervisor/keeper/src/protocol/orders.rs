@@ -6,8 +6,8 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Confinement;
 
-/// Undocumented command-line argument. A program that is started with this first argument must call
-/// [`crate::run_as_keeper`].
+/// First command-line argument of a keeper, which is undocumented. A program that is started with this argument must
+/// call [`crate::run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
 /// Environment variables that the service manager sets for the supervisor and that other processes must not
@@ -34,7 +34,7 @@ pub struct SpawnOrder<'a> {
     /// The worker's whole environment as `NAME=value`. The worker inherits no other variables.
     pub environment: Vec<&'a str>,
     /// Additional environment variables, each with the path of the file that contains its value. The keeper reads the
-    /// files, so that no other process contains the values.
+    /// files, so that orders do not contain the values.
     pub environment_files: Vec<(&'a str, &'a str)>,
     /// Working directory.
     pub directory: &'a str,
@@ -58,7 +58,7 @@ pub struct Rlimit {
     pub hard: u64,
 }
 
-/// An order from the supervisor. The keeper exits when it reads the end of file.
+/// An order from the supervisor. The keeper exits when it reads the end of file from the order socket.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum Order<'a> {
     /// Starts a worker. The link, standard output and standard error are sent as descriptors.
@@ -69,15 +69,15 @@ pub(crate) enum Order<'a> {
     /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids). The namespace is sent as a
     /// descriptor.
     Namespace,
-    /// Provides a descriptor that the keeper keeps open until it exits. The other end then reports that all workers
-    /// are gone.
+    /// Provides a descriptor that the keeper keeps open until it exits. A process that holds the other end can thus
+    /// notice that all workers are gone.
     Lifeline,
-    /// Kills the worker immediately. The worker can be unknown if its exit has already been reported or is about to be
-    /// reported.
+    /// Kills the worker immediately. The order can refer to an unknown worker, whose exit has already been reported or
+    /// is about to be reported.
     Kill { worker: u64 },
-    /// Samples the stacks of the worker's threads and of its descendants. With `job`, samples only the programs of
-    /// this job or, if there are none, all descendants. Sent with the file for the records, and with the journal of a
-    /// worker that can write its stacks as text.
+    /// Samples the stacks of the worker's threads and of its descendants. With `job`, samples only the programs of this
+    /// job or, if there are none, all descendants. Sent with the file for the records and, if the worker can write its
+    /// stacks as text, the worker's journal.
     Sample { worker: u64, job: Option<&'a str> },
     /// Requests a `Pong` report.
     Ping,
@@ -105,8 +105,8 @@ impl SpawnOrder<'_> {
     }
 }
 
-/// Returns the encoding of orders. Its limit bounds the memory that decoding can allocate. In the worst case,
-/// each of the [`ORDER_BYTES_MAX`] bytes of an order is decoded as a separate string.
+/// Returns the encoding of orders, with a limit on the memory that decoding can allocate. In the worst case, each of
+/// the [`ORDER_BYTES_MAX`] bytes of an order is decoded as a separate string.
 fn coding() -> impl bincode::config::Config {
     bincode::config::standard().with_limit::<{ size_of::<&str>() * ORDER_BYTES_MAX }>()
 }

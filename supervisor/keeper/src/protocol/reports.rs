@@ -8,8 +8,8 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Observed;
 
-/// Maximum size of a report in bytes. The longest report contains the name of a step, possibly with a path,
-/// and some numbers.
+/// Maximum size of a report in bytes. The longest report contains the name of a step, which can include a path, and
+/// some numbers.
 pub(crate) const REPORT_BYTES_MAX: usize = 1024;
 
 /// Maximum size of a step's name in a report, in bytes.
@@ -38,7 +38,7 @@ pub enum Exit {
     },
 }
 
-/// Resource usage of a worker, including that of descendants that the worker has waited for.
+/// Resource usage of a worker. Includes the usage of descendants for which the worker has waited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Usage {
     /// Processor time in user mode, in microseconds.
@@ -55,10 +55,10 @@ pub struct Usage {
 /// `Spawned`, `Exited` and `Reaped` in this order.
 #[derive(Debug)]
 pub enum Report {
-    /// The keeper is running. This is the first report.
+    /// The keeper is running. This is always the first report.
     Started {
-        /// True if this kernel does not reparent orphans to a process's first thread. The keeper then scans
-        /// all processes on the machine after each exit.
+        /// True if this kernel does not reparent orphans to the first thread of the new parent process. If so, the
+        /// keeper scans all processes on the machine after each exit.
         scan_always: bool,
     },
     /// The worker's program is running.
@@ -121,8 +121,7 @@ pub enum Report {
     },
     /// Reply to [`Keeper::ping`](crate::Keeper::ping).
     Pong,
-    /// Some processes have survived SIGKILL for two seconds. They belong to the workers in the `Reaped`
-    /// reports that follow.
+    /// Some processes have survived SIGKILL for two seconds. They belong to the workers whose `Reaped` reports follow.
     Unkillable {
         /// Number of processes that survived.
         count: u64,
@@ -136,9 +135,9 @@ pub enum TemplateReport {
     Ready,
     /// Current status of the initialisation.
     Status(String),
-    /// Reason why the template exits.
+    /// Reason why the template is about to exit.
     Refused(String),
-    /// Asks to extend the start deadline to at least this long from now.
+    /// Asks for the start deadline to be extended to at least this long from now.
     Extend(Duration),
 }
 

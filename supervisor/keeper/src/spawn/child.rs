@@ -29,7 +29,7 @@ impl Plan<'_> {
         exit(FAILED_EXIT_CODE)
     }
 
-    /// Executes the steps in a table. `first` is the number of the first step.
+    /// Executes all steps in a table. `first` is the number of the table's first step.
     fn run_steps(&self, first: usize, table: &[(&str, steps::Step)]) {
         for (number, (_, step)) in table.iter().enumerate() {
             if let Err(error) = step(self) {
@@ -46,7 +46,8 @@ impl Plan<'_> {
         exit(FAILED_EXIT_CODE)
     }
 
-    /// Forks the worker. This process remains as the first process of the PID namespace and the worker's parent.
+    /// Forks the worker. This process stays behind as the worker's parent and as the first process of the PID
+    /// namespace.
     fn fork_worker(&self) {
         let failed = |step, errno: Errno| -> ! { self.fail(step, errno.into()) };
         let fork = || {

@@ -16,7 +16,7 @@ pub(super) fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<
     clone_as(namespaces, cgroup, 0)
 }
 
-/// Forks a child like `clone`, with the additional flag `flag`.
+/// Forks a child like `clone`, but with the additional flag `flag`.
 pub(super) fn clone_as(
     namespaces: Namespaces,
     cgroup: Option<&OwnedFd>,

@@ -22,10 +22,10 @@ use crate::protocol::confinement::{Confinement, Identity, Layers, NetworkAccess,
 
 pub(super) const SUBORDINATE_STEP: &str = "user namespace of subordinate ids";
 
-/// Maximum number of compiled filters to cache. Sandboxes with the same system call rules share a filter.
+/// Maximum number of compiled filters in the cache. Sandboxes with the same system call rules share a filter.
 const FILTERS_MAX: usize = 1024;
 
-/// Confinement that the child applies step by step.
+/// Everything that was prepared for the confinement of a child. The child applies it step by step.
 #[derive(Default)]
 pub(crate) struct PreparedConfinement {
     pub(super) layers: Layers,
@@ -40,16 +40,17 @@ pub(crate) struct PreparedConfinement {
     /// Descriptor of the program, if it is executed by descriptor instead of by path. In this case, the child
     /// enters the working directory before it changes to the worker's user.
     pub(super) executable: Option<OwnedFd>,
-    /// Descriptor of the file that the host loads or runs, if the host cannot open it by path. Stays open in
-    /// the host.
+    /// Descriptor of the file that the host program loads or runs, if the host cannot open the file by path. The host
+    /// keeps the descriptor open.
     pub(super) hosted_file: Option<OwnedFd>,
     /// Mount point and mount options of a temporary file system.
     pub(super) private_temporary: Option<(CString, CString)>,
-    /// Folder to mount at `/dev/shm`. Used only in a private mount namespace with the system's root folder.
+    /// Folder to mount at `/dev/shm`. Used only if the worker has a private mount namespace with the system's root
+    /// folder.
     pub(super) shared_memory: Option<CString>,
-    /// Existing user namespace that the worker enters first.
+    /// Existing user namespace that the worker enters before all other namespaces.
     pub(super) user_namespace: Option<Arc<OwnedFd>>,
-    /// True if the child can mount file systems before it is in a new user namespace.
+    /// True if the child can mount file systems even before it is in a new user namespace.
     may_mount: bool,
 }
 
@@ -137,12 +138,13 @@ impl PreparedConfinement {
         self.ruleset.as_ref().map(Ruleset::abi)
     }
 
-    /// Returns true if the child must report that it is confined, and wait for permission to continue.
+    /// Returns true if there is any confinement. In this case, the child reports that it is confined, and waits for
+    /// permission to continue.
     pub(super) fn is_any(&self) -> bool {
         self.layers != Layers::default()
     }
 
-    /// Returns true if the child creates its root folder before it enters a user namespace.
+    /// Returns true if the child creates its root folder before it enters the user namespace.
     pub(super) fn makes_root_first(&self) -> bool {
         self.root.is_some() && self.may_mount
     }
@@ -194,14 +196,14 @@ fn create_root<'p>(
         .map_err(|path| SpawnError::new(&format!("{}: show {}", ROOT_STEP, path.display()), Errno::NOENT))
 }
 
-/// Returns the folder to mount at `/dev/shm`, if temporary files are on disk. For temporary files in memory,
-/// the step that mounts their file system also mounts it at `/dev/shm`.
+/// If temporary files are on disk, returns the folder to mount at `/dev/shm`. For temporary files in memory, the step
+/// that mounts their file system also mounts it at `/dev/shm`.
 fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
     let folder = temporary.filter(|_| layers.namespaces.proc && layers.temporary == TemporaryFiles::Folder);
     folder.and_then(root::c_string)
 }
 
-/// Finds the granted paths that the worker's user cannot reach, if the worker has its own user.
+/// If the worker has its own user, finds the granted paths that this user cannot reach.
 fn find_unreachable(granted: &GrantedPaths<'_>, layers: &Layers) -> Result<Unreachable, SpawnError> {
     let Some(identity) = layers.identity else { return Ok(Unreachable::default()) };
     reach::check(granted, identity).map_err(|mut unusable| {
@@ -272,9 +274,9 @@ impl FilterCache {
     }
 }
 
-/// Returns true if a worker with network access can reach only the Unix sockets in its own folders. Newer
-/// versions of Landlock ensure this. With older versions, a private root folder is needed, and Landlock must
-/// deny abstract sockets.
+/// Returns true if a worker with network access can reach only the Unix sockets in its own folders. Newer versions of
+/// Landlock ensure this. Older versions must at least deny abstract sockets, and the worker needs a private root
+/// folder.
 fn hides_unix_sockets(layers: &Layers) -> bool {
     const SCOPES_SINCE: u32 = 6;
     const PATHS_SINCE: u32 = 9;
@@ -282,7 +284,7 @@ fn hides_unix_sockets(layers: &Layers) -> bool {
     version >= PATHS_SINCE || version >= SCOPES_SINCE && layers.namespaces.mount
 }
 
-/// Returns true if the kernel's version of Landlock can deny truncation of a file that the worker can read.
+/// Returns true if the kernel's version of Landlock can prevent a worker from truncating a file that it can only read.
 fn landlock_controls_truncation() -> bool {
     const TRUNCATE_SINCE: u32 = 3;
     bulkhead_linux::landlock::abi_version().is_ok_and(|version| version >= TRUNCATE_SINCE)

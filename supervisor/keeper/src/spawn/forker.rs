@@ -18,20 +18,20 @@ pub(crate) enum Job {
     Worker(Box<Prepared>),
     /// Exits immediately.
     Child,
-    /// Exits immediately and leaves a child that does the same.
+    /// Exits immediately and leaves behind a child that also exits immediately.
     Grandchild,
 }
 
-/// The second thread of the keeper, which is the parent of all workers. Runs until the process exits, because
-/// the kernel sends the parent-death signal when the parent thread exits.
+/// The keeper's second thread, which is the parent of all workers. The thread must run until the process exits, because
+/// the kernel sends the parent-death signal as soon as the parent thread exits.
 pub(crate) struct Forker {
     jobs: SyncSender<Job>,
     results: Receiver<io::Result<u32>>,
 }
 
 impl Forker {
-    /// Starts the thread. `original` contains the settings with which the keeper was started. Workers get
-    /// these instead of the keeper's own settings.
+    /// Starts the thread that forks workers. `original` holds the settings that the keeper had when it was started.
+    /// Workers get these settings instead of the keeper's current settings.
     pub(crate) fn start(original: OriginalSettings) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);
@@ -92,14 +92,14 @@ fn fork(job: &Job, original: OriginalSettings) -> io::Result<u32> {
     }
 }
 
-/// Returns the name of the step to report if the fork fails.
+/// Returns the name of the step that is reported if the fork fails.
 pub(crate) fn fork_step(namespaces: Namespaces) -> &'static str {
     if namespaces.any() { "fork into new namespaces" } else { "fork" }
 }
 
-/// Tests whether a wait on this kernel distinguishes children of the forking thread from orphans. The keeper
-/// relies on this to tell workers from the processes that they leave behind. Must be called on the first
-/// thread, before any worker exists.
+/// Tests whether this kernel lets a thread wait only for orphans, and not for children of the forking thread. The
+/// keeper relies on this to tell workers from the processes that they leave behind. Must be called on the first thread,
+/// before any worker exists.
 pub(crate) fn distinguishes_orphans(forker: &Forker) -> io::Result<bool> {
     let child = forker.fork(Job::Child)?;
     let sees_workers = thread_has_children();

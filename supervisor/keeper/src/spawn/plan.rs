@@ -7,7 +7,7 @@ use rustix::process::Pid;
 use super::prepared::Prepared;
 use crate::protocol::confinement::{Identity, Layers, Namespaces};
 
-/// Input of the child's steps. Borrows the data that was prepared before the fork.
+/// Input of the child's steps. Borrows data that was prepared before the fork.
 pub(super) struct Plan<'p> {
     pub(super) prepared: &'p Prepared,
     pub(super) arguments: Vec<*const c_char>,
@@ -23,14 +23,14 @@ impl Plan<'_> {
         &self.prepared.confinement.layers
     }
 
-    /// Returns the namespaces that the fork creates. A user namespace can also be created later.
+    /// Returns the namespaces to create when forking. A user namespace can also be created later.
     pub(super) fn fork_namespaces(&self) -> Namespaces {
         let wanted = self.layers().namespaces;
         Namespaces { user: wanted.user && !self.prepared.confinement.makes_root_first(), ..wanted }
     }
 }
 
-/// Scheduling and memory settings with which the keeper was started.
+/// Scheduling and memory settings that the keeper had when it was started.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OriginalSettings {
     /// Nice value of the keeper and of workers.
@@ -41,10 +41,10 @@ pub(crate) struct OriginalSettings {
     pub(crate) open_files: (u64, u64),
 }
 
-/// Settings that determine which processes the kernel kills when memory runs out.
+/// Settings that influence which processes the kernel kills when memory runs out.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OomSettings {
-    /// True if the supervisor is protected by a negative score, which workers must not inherit.
+    /// True if the supervisor has a protective negative score, which workers must not inherit.
     pub(crate) is_protected: bool,
     /// `oom_score_adj` of workers.
     pub(crate) worker_score: i32,

@@ -40,7 +40,7 @@ pub(crate) struct Prepared {
     pub(super) stdout: OwnedFd,
     pub(super) stderr: OwnedFd,
     pub(super) progress: OwnedFd,
-    /// The keeper's end of `progress`, of which the child has a copy.
+    /// The keeper's end of the `progress` socket. The child has a copy of this descriptor.
     pub(super) keeper_end: RawFd,
     /// Control group in which the child starts.
     pub(super) cgroup: Option<OwnedFd>,
@@ -51,8 +51,8 @@ pub(crate) struct Prepared {
     pub(super) confinement: PreparedConfinement,
 }
 
-/// Environment of a worker, as `NAME=value`. The memory is erased when the value is dropped, because variables
-/// can contain secrets, and later processes of other workers are copies of the keeper.
+/// Environment of a worker, as `NAME=value`. The memory is erased when the value is dropped, because variables can
+/// contain secrets. Children that are forked later contain copies of the keeper's memory.
 pub(super) struct Environment(Vec<CString>);
 
 impl Deref for Environment {
@@ -79,16 +79,16 @@ fn c_strings(texts: &[&str]) -> Result<Vec<CString>, SpawnError> {
 
 /// The keeper's ends of the connections to a child.
 pub(crate) struct ChildConnections {
-    /// Socket for messages from the starting child; see `progress`.
+    /// Socket on which the starting child sends messages; see the `progress` module.
     pub(crate) progress: OwnedFd,
-    /// Status pipe of the first process of a PID namespace.
+    /// Status pipe from the first process of the worker's PID namespace.
     pub(crate) status: Option<OwnedFd>,
-    /// Socket of the first process of a template's PID namespace.
+    /// Socket to the first process of the template's PID namespace.
     pub(crate) init_socket: Option<OwnedFd>,
-    /// The private root folder, used to name the path of a failed mount.
+    /// The private root folder, used to find the path of a mount that failed.
     pub(super) root: Option<Arc<PrivateRoot>>,
     pub(super) covers: Option<Arc<Covers>>,
-    /// Number of descriptors that the child has in addition to those of every worker and the progress socket.
+    /// Number of descriptors that the child has in addition to the progress socket and the descriptors of every worker.
     pub(crate) extra_descriptors: u32,
 }
 
@@ -110,8 +110,8 @@ fn variable_from_file(name: &str, path: &str) -> Result<CString, SpawnError> {
         .map_err(|_| SpawnError::new(&format!("env_files.{name}"), Errno::INVAL))
 }
 
-/// Converts the environment of an order. If the worker has a temporary folder, sets `TMPDIR` and `HOME`
-/// unless the order sets them.
+/// Converts the environment in an order. If the worker has a temporary folder, also sets `TMPDIR` and `HOME`, unless
+/// the order contains them.
 fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Environment, SpawnError> {
     let mut environment = Environment(c_strings(&order.environment)?);
     for (name, path) in &order.environment_files {
@@ -138,7 +138,7 @@ fn standard_descriptors(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; SPAWN_DES
 }
 
 impl Prepared {
-    /// Prepares everything that the child needs. `temporary` is the worker's temporary folder.
+    /// Prepares everything that the child needs. `temporary` is the temporary folder of the worker.
     pub(crate) fn new(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,

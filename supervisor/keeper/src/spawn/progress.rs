@@ -14,16 +14,17 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 
-/// Message from a child that is waiting for its user and group ID maps.
+/// Message from a child that is waiting for its user and group ID maps to be written.
 const WAITS_FOR_ID_MAPS: u8 = b'U';
 
 /// Message from a child that is confined and is waiting for permission to execute its program.
 const CONFINED: u8 = b'R';
 
-/// Message with which the keeper permits a child to continue.
+/// Message with which the keeper lets a child continue.
 const CONTINUE: u8 = b'G';
 
-/// Creates the socket pair. Returns the keeper's end, which is non-blocking, and the child's end.
+/// Creates the socket pair between the keeper and a child. Returns the keeper's end, which is non-blocking, and the
+/// child's end.
 pub(super) fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -40,7 +41,8 @@ pub(crate) struct StepFailure {
     pub(crate) errno: i32,
 }
 
-/// Error from a step. `detail` is the resource number for a limit, and the inner step number for the root folder.
+/// Error from a step. For a limit, `detail` is the resource number. For the root folder, `detail` is the number of the
+/// inner step.
 pub(super) struct StepError {
     pub(super) errno: Errno,
     pub(super) detail: u32,
@@ -126,7 +128,7 @@ pub(crate) fn let_continue(socket: &OwnedFd) {
 
 // The child's side, which makes only system calls.
 
-/// Reports a failed step. If this fails, the supervisor sees a worker that exits immediately.
+/// Reports a failed step. If the report cannot be sent, the supervisor only sees a worker that exits immediately.
 pub(super) fn report_failure(socket: BorrowedFd<'_>, failure: &StepFailure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }
@@ -137,15 +139,14 @@ pub(super) fn request_id_maps(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     wait_for_keeper(socket)
 }
 
-/// Maximum number of retries for sending the listener. All attempts together take two seconds, well within
+/// Maximum number of times that sending the listener is retried. All attempts together take two seconds, well within
 /// `start.handshake`.
 const LISTENER_RETRIES_MAX: u32 = 200;
 
-/// Interval between attempts to send the listener.
+/// Interval between attempts to send the seccomp listener.
 const LISTENER_RETRY_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
-/// Reports that the child is confined, passes the listener to the keeper, and waits for permission to
-/// continue.
+/// Reports that the child is confined, passes the seccomp listener to the keeper, and waits for permission to continue.
 pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -> Result<(), Errno> {
     // SAFETY: the kernel has just created the descriptor for this process, and nothing else uses it. The
     // descriptor is close-on-exec. `close` must not be called here, because the filter can make that call
@@ -164,7 +165,7 @@ pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -
     wait_for_keeper(socket)
 }
 
-/// Sends the message that the child is confined, together with the listener if there is one.
+/// Sends the message that the child is confined, along with the seccomp listener if there is one.
 fn send_listener(socket: BorrowedFd<'_>, listener: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);

@@ -24,7 +24,7 @@ use crate::confine::landlock::RestrictError;
 use crate::protocol::Rlimit;
 use crate::protocol::confinement::Identity;
 
-/// Umask of workers. Only the worker's user can access the files that a worker creates.
+/// Umask of workers. Files created by a worker are accessible only to the worker's user.
 const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
 
 /// Highest signal number.
@@ -35,7 +35,7 @@ const CAPABILITY_MAX: libc::c_ulong = 63;
 
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), StepError>;
 
-/// Steps of the first process in new namespaces.
+/// Steps of the first process in a worker's new namespaces.
 ///
 /// The child of a privileged keeper creates the root folder while it is still root, so that it can access
 /// every folder above the granted paths. It enters a user namespace afterwards. The child of an unprivileged
@@ -61,7 +61,7 @@ pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
 ///
 /// Limits are set before the child changes its user and drops its capabilities, because raising a limit requires a
 /// capability. Actions that a limit or filter could prevent come before that limit or filter. The limit on open files
-/// also limits the descriptors in flight for all processes of the user. So this limit is set last, when no more
+/// also limits the descriptors in flight for all processes of the user. It is therefore set last, when no more
 /// descriptors have to be passed.
 pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("signals", signals),
@@ -91,10 +91,10 @@ pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
 const COVERS_STEP: &str = "paths that the worker's user cannot reach";
 const RLIMIT_STEP: &str = "rlimit";
 
-/// Value of `detail` if the Landlock step fails because the kernel accepted the rules but does not enforce them.
+/// Value of `detail` in a failure of the Landlock step if the kernel accepted the rules but does not enforce them.
 const LANDLOCK_NOT_ENFORCED: u32 = 1;
 
-/// Number of the fork step between the two tables.
+/// Number of the step that forks the worker, which comes after the steps of one table and before those of the other.
 pub(super) const WORKER_FORK_STEP: u32 = u32::MAX;
 
 /// Number of the step that prepares the first process in a template's namespace.
@@ -146,7 +146,7 @@ fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(progress::request_id_maps(plan.prepared.progress.as_fd())?)
 }
 
-/// Creates a user namespace after the root folder was created, and waits for the ID maps.
+/// Creates a user namespace after the root folder has been created, and waits for the ID maps.
 fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || !plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -175,7 +175,7 @@ fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     set_identity(plan.layers().identity.unwrap_or(plan.keeper_identity))
 }
 
-/// Switches to the worker's user, unless an earlier step has already done so in a new user namespace.
+/// Switches to the worker's user, unless an earlier step in a new user namespace has already done so.
 fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     match plan.layers().identity {
         Some(identity) if !plan.layers().namespaces.user => {
@@ -190,8 +190,8 @@ fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Lets the keeper read this process in `/proc` again. After a process has changed its user, the kernel
-/// requires capabilities for this, which the keeper has only in its own user namespace.
+/// Lets the keeper read this process in `/proc` again. Needed because, after a process has changed its user, the kernel
+/// requires capabilities that the keeper has only in its own user namespace.
 fn restore_dumpable() {
     // SAFETY: sets a flag of this process. If this fails, the keeper cannot read the process's state, and
     // reports that.
@@ -239,8 +239,8 @@ fn bind_shared_memory(folder: &CStr) -> Result<(), StepError> {
     }
 }
 
-/// Makes the worker's control group the root of the visible hierarchy, if the worker has a private root
-/// folder. This hides the group's path on the machine.
+/// If the worker has a private root folder, makes the worker's control group the root of the visible hierarchy. This
+/// hides the group's path on the machine.
 fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.mount {
         return Ok(());
@@ -252,8 +252,8 @@ fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Creates mounts for granted paths that the worker's user cannot reach. Does nothing if the worker has a private root
-/// folder.
+/// Mounts the granted paths that the worker's user cannot reach, which makes them accessible. Does nothing if the
+/// worker has a private root folder.
 fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(covers) = &confinement.covers else { return Ok(()) };
@@ -263,8 +263,7 @@ fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     entered
 }
 
-/// Mounts a temporary file system over the worker's temporary folder, if the worker uses the system's root
-/// folder.
+/// If the worker uses the system's root folder, mounts a temporary file system over the worker's temporary folder.
 fn private_temporary(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some((folder, options)) = &confinement.private_temporary else { return Ok(()) };
@@ -275,8 +274,8 @@ fn private_temporary(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(ruleset.add_temporary(folder)?)
 }
 
-/// Drops the capability bounding set, so that no executed program can give capabilities to the worker. Must run before
-/// the process changes its user, because this step needs a capability that the change removes.
+/// Drops the capability bounding set, so that the worker cannot gain capabilities by executing a program. Must run
+/// before the process changes its user, because dropping the set requires a capability that is lost with the change.
 fn bounding_set(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().no_capabilities {
         return Ok(());
@@ -315,7 +314,7 @@ fn landlock(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Installs the seccomp filter as the last layer, and waits until the keeper has checked all layers.
+/// Installs the seccomp filter, which is the last layer, and waits until the keeper has checked all layers.
 fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let listener = confinement.filter.as_ref().map(|filter| filter.install()).transpose()?.flatten();
@@ -355,7 +354,7 @@ fn session(_: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Makes the kernel kill the worker first when memory runs out. Must run before the process changes its user, because
-/// the process could not write the file afterwards.
+/// afterwards the process could no longer write the file.
 fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     let OomSettings { is_protected, worker_score } = plan.original.oom;
     // Formats the number without an allocation. A leading zero would make the number octal.
@@ -371,8 +370,8 @@ fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Sets the out-of-memory score if there are no new namespaces. With new namespaces, the first process has
-/// set the score, which this process has inherited.
+/// Sets the out-of-memory score if there are no new namespaces. If there are new namespaces, this process has inherited
+/// the score from the first process, which has already set it.
 fn oom_score_without_namespaces(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.layers().namespaces.any() { Ok(()) } else { oom_score(plan) }
 }
@@ -382,8 +381,8 @@ fn umask(_: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Restores the nice value with which the keeper was started. The child is in a separate session, and thus
-/// outside the keeper's autogroup.
+/// Restores the nice value that the keeper had when it was started. The child has its own session, and is thus outside
+/// the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
     // The supervisor's unit may have a real-time policy, which a worker must not inherit. An error means that there is
     // no such policy.
@@ -393,8 +392,8 @@ fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(rustix::process::setpriority_process(None, plan.original.nice)?)
 }
 
-/// Sets up the standard streams. Standard input is the keeper's `/dev/null`, or, for a host of programs, the file with
-/// the rules.
+/// Sets up the standard streams. Standard input is the keeper's `/dev/null` or, if the worker is a host of programs,
+/// the file that contains the rules for these programs.
 fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(rules) = &plan.prepared.confinement.program_rules {
         duplicate_to(rules, libc::STDIN_FILENO)?;
@@ -407,7 +406,7 @@ fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(duplicate_to(&plan.prepared.link, LINK_FD)?)
 }
 
-/// Duplicates a descriptor to this number, replacing the descriptor that had the number before.
+/// Duplicates a descriptor to this number, replacing any descriptor that already has the number.
 pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
     // SAFETY: the previous descriptor is standard input, output or error, or in the child the keeper's
     // socket. Nothing that this process owns and continues to use has this number.
@@ -428,10 +427,10 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
 
-/// Sets the limit on open files. If the order contains no such limit, the worker gets the limit with which the keeper
-/// was started. For a confined worker, this default is at most three quarters of the keeper's hard limit. Descriptors
-/// that a worker sends to itself and does not receive count against the limits of all processes of the user, so a
-/// worker with a higher limit could prevent the keeper from starting other workers.
+/// Sets the limit on open files. If the order contains no such limit, the worker gets the limit that the keeper had
+/// when it was started. For a confined worker, this default is at most three quarters of the keeper's hard limit. With
+/// a higher limit, a worker could prevent the keeper from starting other workers. The reason is that descriptors that a
+/// worker sends to itself but never receives count against the limits of all processes of the user.
 fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);
@@ -461,8 +460,8 @@ fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Closes all descriptors except standard input, output and error, the link, the file that a host loads or
-/// runs, and descriptors that later steps need. The latter are close-on-exec.
+/// Closes all descriptors except standard input, output and error, the link, the file that a host loads or runs, and
+/// descriptors for later steps. The descriptors for later steps are close-on-exec.
 fn descriptors(plan: &Plan<'_>) -> Result<(), StepError> {
     let prepared = plan.prepared;
     let ruleset = prepared.confinement.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
@@ -482,8 +481,8 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
-/// Enters the working directory before the process changes its user, if the worker's user cannot enter it and
-/// no mount makes it accessible.
+/// Enters the working directory before the process changes its user, if the worker's user cannot enter the directory
+/// and no mount makes it accessible.
 fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.layers().namespaces.any() { Ok(()) } else { enter_directory_early(plan) }
 }

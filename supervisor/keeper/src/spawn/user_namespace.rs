@@ -15,11 +15,11 @@ use super::clone::{self, clone_as};
 use super::exit;
 use crate::protocol::confinement::Namespaces;
 
-/// Size of the intermediate process's report, in bytes. The report is the child's PID or a negative error
+/// Size of the report that the intermediate process sends, in bytes. The report is the child's PID or a negative error
 /// number.
 const REPORT_BYTES: usize = 4;
 
-/// Forks a child like [`clone::clone`], but in this user namespace.
+/// Forks a child in this user namespace. Otherwise works like [`clone::clone`].
 pub(super) fn clone(
     user_namespace: &OwnedFd,
     namespaces: Namespaces,

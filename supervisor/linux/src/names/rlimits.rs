@@ -2,7 +2,8 @@
 
 use rustix::process;
 
-/// Defines the resources. Each row contains the variant (spelled as in rustix), the name, and the kernel's label.
+/// Defines the resources. Each row contains the variant (spelled as in rustix), the name, and the kernel's label for
+/// the resource.
 macro_rules! resources {
     ($($resource:ident $name:literal $label:literal;)+) => {
         /// A resource of setrlimit(2).
@@ -22,7 +23,7 @@ macro_rules! resources {
                 }
             }
 
-            /// Returns the label of the resource in `/proc/PID/limits`.
+            /// Returns the label that the resource has in `/proc/PID/limits`.
             pub const fn label(self) -> &'static str {
                 match self {
                     $(Self::$resource => $label,)+
@@ -59,7 +60,7 @@ resources! {
 }
 
 impl Resource {
-    /// Returns the kernel's number for the resource.
+    /// Returns the number that the kernel uses for the resource.
     pub const fn number(self) -> u32 {
         self.to_rustix() as u32
     }

@@ -2,8 +2,8 @@
 
 use nix::sys::signal::{SigHandler, Signal, signal};
 
-/// Restores the default action of SIGCHLD. If a program has inherited an ignored SIGCHLD, the kernel reaps its
-/// children, and waiting for a child fails.
+/// Restores the default action of SIGCHLD. A program that has inherited an ignored SIGCHLD cannot wait for its
+/// children, because the kernel reaps them.
 pub fn restore_default_sigchld() {
     // SAFETY: installs no handler function.
     #[expect(unsafe_code, reason = "setting the disposition of a signal")]

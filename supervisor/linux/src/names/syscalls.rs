@@ -8,7 +8,7 @@ compile_error!(
     "workers can be confined only on x86_64 and aarch64; add a table here for another architecture"
 );
 
-/// Name of a system call, and its number if the call exists on the current architecture.
+/// Name of a system call, and the call's number if it exists on the current architecture.
 type Row = (&'static str, Option<u32>);
 
 macro_rules! rows {
@@ -133,7 +133,7 @@ const TABLE: &[Row] = rows! {
     }
 };
 
-/// Highest system call number in the table.
+/// Highest number of any system call in the table.
 pub const NUMBER_MAX: u32 = number_max();
 
 const fn number_max() -> u32 {

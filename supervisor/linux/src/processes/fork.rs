@@ -7,7 +7,7 @@ use crate::errno;
 
 /// Forks a child without an exit signal. Returns the child's PID in the parent, and zero in the child.
 ///
-/// The child's exit raises no SIGCHLD, and a `waitpid(-1)` in another thread does not find the child. The caller waits
+/// The child's exit raises no SIGCHLD, and a `waitpid(-1)` in another thread does not reap the child. The caller waits
 /// for the child with `__WALL`, which works even if SIGCHLD is ignored. An embedded supervisor needs this, because it
 /// cannot know how the application handles signals.
 ///

@@ -54,8 +54,7 @@ impl LivenessDescriptor {
         Ok(Self { descriptor: unsafe { OwnedFd::from_raw_fd(number) }, is_pidfd })
     }
 
-    /// Waits until the peer closes the descriptor or the process exits. Discards data that arrives in the
-    /// meantime.
+    /// Waits until the peer closes its end or the process exits. Discards any data that arrives in the meantime.
     pub fn wait(&self) {
         let mut discarded = [0; 4096];
         loop {
@@ -94,7 +93,7 @@ fn is_pidfd(number: RawFd) -> bool {
     info.is_ok_and(|info| info.lines().any(|line| line.starts_with("Pid:")))
 }
 
-/// Starts a thread that calls `on_end` once the peer has closed the descriptor or the process has exited.
+/// Starts a thread that calls `on_end` once the peer has closed its end or the process has exited.
 ///
 /// # Errors
 ///

@@ -21,7 +21,8 @@ const ANCESTORS_MAX: usize = 64;
 /// Maximum number of attempts to read the ancestors of a process. Ancestors can exit during an attempt.
 const READ_ATTEMPTS_MAX: usize = 8;
 
-/// Initial buffer capacity for a process's file in `/proc`, in bytes. A file of up to this size is read with one call.
+/// Initial buffer capacity for reading a process's file in `/proc`, in bytes. A file of up to this size is read with
+/// one call.
 const INITIAL_BYTES: usize = 4 * 1024;
 
 /// Maximum number of bytes read from a process's file in `/proc`.
@@ -77,7 +78,8 @@ pub struct ProcessIdentity {
 }
 
 /// Lists the descendants of this process, including zombies, up to 64 generations deep. Each entry includes the PID of
-/// the child of this process that is its ancestor, or is the descendant itself. Fails if `/proc` cannot be read.
+/// the child of this process from which the descendant descends. This child can be the descendant itself. Fails if
+/// `/proc` cannot be read.
 pub fn list_descendants() -> io::Result<Vec<(ProcessIdentity, u32)>> {
     let (table, own) = (read_all_processes()?, std::process::id());
     let child_above = |pid: u32| {
@@ -114,8 +116,8 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
 }
 
 /// Returns the PIDs of a process and its ancestors, nearest first. The list ends with `root`, or with the outermost
-/// visible ancestor if `root` is not an ancestor. The caller must keep the process alive during the call. The list is
-/// then consistent: at some point during the call, each process was the parent of the one before it.
+/// visible ancestor if `root` is not an ancestor. The caller must keep the process alive during the call, so that the
+/// list is consistent: at some point during the call, each process was the parent of the one before it.
 ///
 /// Takes a few microseconds per process. Fails if a process in the list cannot be read in `/proc`, if there are more
 /// than 64 ancestors, or if the ancestors keep changing.
@@ -157,8 +159,8 @@ fn is_unchanged(chain: &[u32]) -> bool {
     chain.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }
 
-/// Returns the PID of a process's parent. Reads the file of the first thread, because the cost of reading it
-/// does not depend on the number of threads.
+/// Returns the PID of a process's parent. Reads the file of the first thread, because the cost of this does not depend
+/// on the number of threads.
 fn parent_of(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/task/{pid}/stat");
     let stat = read_proc_file(&path)
@@ -242,7 +244,7 @@ mod tests {
     use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
     use std::process::Command;
 
-    /// Sends a signal to a process, unless the PID now belongs to another process.
+    /// Sends a signal to a process, unless its PID has been reused by another process.
     fn signal(pid: u32, started: u64, signal: Signal) {
         let number = Pid::from_raw(pid as i32).unwrap();
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };

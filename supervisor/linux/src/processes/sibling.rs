@@ -13,8 +13,8 @@ use super::vfork::{self, Child};
 use crate::errno;
 
 /// Starts `program` with these arguments, the first of which is the program's name. The program inherits the working
-/// directory, the standard streams, the environment except for the variables in `withheld`, and the descriptor
-/// `inherited` under the same number.
+/// directory, the standard streams, and the environment without the variables in `withheld`. It also inherits the
+/// descriptor `inherited` under the same number.
 ///
 /// Returns an error if the program cannot be executed, or if this process is the first process of a PID
 /// namespace (`EINVAL`).

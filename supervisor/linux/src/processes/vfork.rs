@@ -15,10 +15,10 @@ use rustix::process::Pid;
 
 use crate::{errno, wait};
 
-/// Size of the child's stack until `execve`, in bytes. The child makes only a few system calls.
+/// Size of the stack that the child uses until `execve`, in bytes. The child makes only a few system calls.
 const STACK_BYTES: usize = 64 * 1024;
 
-/// Exit code of a child that could not execute a program. The child stores the error itself in shared memory.
+/// Exit code of a child that could not execute a program. The child stores the error in shared memory.
 const NOT_EXECUTED: c_int = 127;
 
 /// A child that has executed another program. The caller must reap the child.
@@ -125,8 +125,8 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     }
 }
 
-/// Returns a list in the form that `execve` expects: pointers to the strings, followed by a null pointer. The strings
-/// must outlive the list.
+/// Converts strings to the form that `execve` expects: a list of pointers to the strings, followed by a null pointer.
+/// The strings must outlive the list.
 pub fn null_terminated(texts: &[CString]) -> Vec<*const c_char> {
     texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }
@@ -184,8 +184,8 @@ extern "C" fn run_child<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     }
 }
 
-/// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. Looked up only once, because
-/// all handlers are installed before the first child is started.
+/// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. Determined only once,
+/// because all handlers are installed before the first child is started.
 fn caught_signals() -> &'static [c_int] {
     static CAUGHT: OnceLock<Vec<c_int>> = OnceLock::new();
     CAUGHT.get_or_init(query_caught_signals)
@@ -260,8 +260,7 @@ mod tests {
         assert_eq!(status(&child), libc::SIGTERM);
     }
 
-    /// The exit of the orphan is visible only through its pidfd, because the orphan is not a child of this
-    /// process.
+    /// Only a pidfd shows that the orphan has exited, because the orphan is not a child of this process.
     #[test]
     fn spawned_orphan_is_not_a_child() {
         use rustix::event::{PollFd, PollFlags, poll};
@@ -297,7 +296,8 @@ mod tests {
         });
     }
 
-    /// SIGPIPE is ignored in this process, and a thread may have blocked any signal.
+    /// The child's signals have their default actions, even though this process ignores SIGPIPE and a thread may have
+    /// blocked any signal.
     #[test]
     fn spawned_child_has_default_signals() {
         let _blocked = BlockedSignals::all();

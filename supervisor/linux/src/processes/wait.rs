@@ -11,8 +11,8 @@ use rustix::io::{Errno, retry_on_intr};
 
 use crate::errno;
 
-/// Calls `waitid` without reaping the child. Returns the PID of a child that has exited, or 0 if no child has
-/// exited. Fails if there is no matching child.
+/// Calls `waitid` without reaping the child. Returns the PID of a child that has exited, or 0 if there is none. Fails
+/// if there is no matching child at all.
 fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
     let flags = flags | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
     // SAFETY: all zeros is a valid `siginfo_t`, which the call may fill. If the call succeeds, the PID is that of a

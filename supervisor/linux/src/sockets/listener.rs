@@ -65,8 +65,8 @@ const ACK: u32 = 0x10;
 /// established.
 ///
 /// A client that connects after this call retries after a second, and then reaches the next program that listens on the
-/// address, or is refused. Proxies that restart use the machine's packet filter for this; a filter on the socket needs
-/// no privileges.
+/// address, or is refused. Other proxies do this with the machine's packet filter when they restart, but a filter on
+/// the socket needs no privileges.
 ///
 /// Fails if `setsockopt(2)` with `SO_ATTACH_FILTER` fails.
 pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {
@@ -111,7 +111,8 @@ mod tests {
         }
     }
 
-    /// Clients connect repeatedly while the listener stops. Each established connection must receive a reply.
+    /// Connects clients repeatedly while the listener is being stopped. Each established connection must receive a
+    /// reply.
     #[test]
     fn stopped_listener_serves_all_established_connections() {
         for round in 0..30 {

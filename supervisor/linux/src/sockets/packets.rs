@@ -18,8 +18,8 @@ use rustix::net::{
 /// Maximum number of descriptors in a message.
 pub const DESCRIPTORS_MAX: usize = 3;
 
-/// Creates a pair of connected sockets, both close-on-exec. `message_bytes_max` is the maximum size of a
-/// message that the first socket sends, in bytes.
+/// Creates a pair of connected sockets, both close-on-exec. `message_bytes_max` is the maximum size of the messages
+/// that the first socket sends, in bytes.
 pub fn pair(message_bytes_max: usize) -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (here, there) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -29,17 +29,17 @@ pub fn pair(message_bytes_max: usize) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((here, there))
 }
 
-/// Messages that the socket has not accepted yet, with their descriptors.
+/// Messages that are waiting to be sent over the socket, each with its descriptors.
 #[derive(Debug, Default)]
 pub struct Outbox(VecDeque<(Vec<u8>, Vec<OwnedFd>)>);
 
 impl Outbox {
-    /// Returns the number of messages.
+    /// Returns the number of messages that are waiting to be sent.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Returns true if there are no messages.
+    /// Returns true if no messages are waiting to be sent.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -50,8 +50,8 @@ impl Outbox {
         self.0.push_back((message, descriptors));
     }
 
-    /// Sends messages until the socket is full. Returns true if all messages have been sent. Otherwise, call this
-    /// again when the socket is writable. Returns the errors of `sendmsg(2)`.
+    /// Sends messages until the socket is full. Returns true if all messages have been sent. If it returns false, call
+    /// this function again when the socket is writable. Returns the errors of `sendmsg(2)`.
     pub fn flush(&mut self, socket: impl AsFd) -> io::Result<bool> {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {

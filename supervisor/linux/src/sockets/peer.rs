@@ -18,13 +18,13 @@ use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Initial capacity for supplementary groups. Most processes have fewer groups.
+/// Initial buffer capacity for supplementary groups. Most processes have fewer groups than this.
 const GROUPS_INITIAL: usize = 64;
 
-/// Maximum number of supplementary groups that Linux allows for a process.
+/// Maximum number of supplementary groups that Linux allows a process to have.
 const GROUPS_MAX: usize = 65_536;
 
-/// Maximum number of processes remembered as unrelated. The oldest are forgotten first.
+/// Maximum number of processes to remember as unrelated. The oldest ones are forgotten first.
 const UNRELATED_MAX: usize = 16;
 
 /// The process that connected a socket, with its credentials at the time of `connect(2)`.
@@ -38,13 +38,13 @@ pub struct Peer {
     pub pid: Option<u32>,
 }
 
-/// Relation of a process to this supervisor process.
+/// Relationship between a process and this supervisor process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Descent {
     /// The process is not a descendant of this one.
     Unrelated,
-    /// The process descends from this one, or from the other root. Contains the PIDs of the process and its ancestors,
-    /// up to this process or the other root.
+    /// The process is a descendant of this process or of the other root. Contains the PIDs of the process and of its
+    /// ancestors, up to and including the root from which the process descends.
     Descendant(Vec<u32>),
     /// The process has exited, so its ancestors cannot be determined.
     Ended,
@@ -103,13 +103,14 @@ impl Peer {
 #[derive(Debug, Default)]
 pub struct UnrelatedProcesses {
     known: Mutex<VecDeque<(u32, u64)>>,
-    /// PID of another process whose descendants are treated like descendants of this process, or 0.
+    /// PID of a second process whose descendants are treated like descendants of this process, or 0 if there is no such
+    /// process.
     other_root: AtomicU32,
 }
 
 impl UnrelatedProcesses {
-    /// Treats the descendants of another process like descendants of this process until the next call. `None` ends this
-    /// treatment. Needed during an upgrade, when two supervisors run workers.
+    /// Treats the descendants of another process like descendants of this process until the next call. `None` means
+    /// that there is no such process. Needed during an upgrade, when two supervisors run workers.
     pub fn set_other_root(&self, pid: Option<u32>) {
         self.lock().clear();
         self.other_root.store(pid.unwrap_or(0), Ordering::SeqCst);
@@ -172,8 +173,8 @@ pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
     }
 }
 
-/// Checks that [`Peer::descent`] works on this machine: `/proc` must belong to this PID namespace, and must
-/// not hide processes.
+/// Checks that [`Peer::descent`] works on this machine. This requires that `/proc` belongs to this PID namespace and
+/// does not hide processes.
 pub fn check_proc_visibility() -> io::Result<()> {
     let own = std::process::id();
     let seen = std::fs::read_link("/proc/self")?;
@@ -191,7 +192,7 @@ mod tests {
 
     use super::*;
 
-    /// Starts a process that connects to the socket at `path` and then runs the Python code `then`.
+    /// Starts a process that connects to the socket at `path` and then runs `then` as Python code.
     fn connecting_process(path: &std::path::Path, then: &str) -> Child {
         let script = format!(
             "import socket, time; s = socket.socket(socket.AF_UNIX); s.connect('{}'); {then}",
@@ -256,8 +257,7 @@ mod tests {
         assert_eq!(groups(&socket).unwrap(), own.collect::<Vec<_>>());
     }
 
-    /// Measures the cost of a lookup: `cargo test -p bulkhead-linux --release --lib -- --ignored --nocapture
-    /// cost`.
+    /// Measures how long a lookup takes: `cargo test -p bulkhead-linux --release --lib -- --ignored --nocapture cost`.
     #[test]
     #[ignore = "a measurement"]
     fn measures_cost_of_peer_lookup() {

@@ -55,7 +55,7 @@ impl DataPlane {
         self.links.schedule_read(index);
     }
 
-    /// Reads once from a link. Returns true if there might be more input.
+    /// Reads once from a link. Returns true if the link might contain more input.
     pub(crate) fn read_link_once(&mut self, index: LinkIndex) -> bool {
         let link = &mut self.links[index];
         if link.is_closed() {
@@ -95,7 +95,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports the notices received in a read to policy. Returns an error if the worker must be killed.
+    /// Passes on to policy all notices that were received in one read. Returns an error if the worker must be killed.
     fn apply_unsolicited_frames(&mut self, index: LinkIndex) -> Result<(), String> {
         let (compartment, worker) = self.links[index].key();
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;
@@ -107,7 +107,7 @@ impl DataPlane {
         budget
     }
 
-    /// Handles a protocol violation by a worker. Further frames from the worker are ignored.
+    /// Handles a worker's protocol violation. Further frames from the worker are ignored.
     pub(crate) fn end_link_for_violation(&mut self, index: LinkIndex, message: String) {
         let Some(link) = self.links.get_mut(index) else { return };
         link.violate_protocol();
@@ -181,9 +181,9 @@ impl DataPlane {
         link.journal = Some(journal);
     }
 
-    /// Applies the replies in a dead worker's journal. Must be called after all bytes in the worker's link have been
-    /// read. If the bulkhead prefetches jobs, returns the number of jobs that the worker started according to the
-    /// journal.
+    /// Applies the replies in a dead worker's journal. Must not be called until all bytes have been read from the
+    /// worker's link. If the bulkhead prefetches jobs, returns the number of jobs that the worker has started, as
+    /// recorded in the journal.
     pub(crate) fn apply_journal(&mut self, index: LinkIndex) -> Option<u64> {
         let link = self.links.get_mut(index)?;
         let compartment = link.compartment();
@@ -196,7 +196,7 @@ impl DataPlane {
         (is_on && begun > 0).then_some(begun)
     }
 
-    /// Handles the frames in a journal in the same way as frames from the link.
+    /// Handles the frames in a worker's journal like frames received over the worker's link.
     fn apply_journal_frames(&mut self, index: LinkIndex, frames: &[u8]) {
         let (compartment, worker) = self.links[index].key();
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));
@@ -220,7 +220,7 @@ impl DataPlane {
 
     // Frames.
 
-    /// Handles the beginning of a large frame. Returns true if its payload must be received.
+    /// Handles the beginning of a large frame. Returns true if the frame's payload must be received.
     fn handle_worker_announcement(
         &mut self,
         index: LinkIndex,
@@ -245,7 +245,7 @@ impl DataPlane {
         Ok(false)
     }
 
-    /// Handles the end of an oversized result. Releases the job's permit.
+    /// Handles the end of an oversized result. Releases the permit of the job that produced the result.
     fn end_oversized(&mut self, index: LinkIndex) {
         let link = &mut self.links[index];
         let (compartment, worker) = link.key();
@@ -496,7 +496,7 @@ impl DataPlane {
         }
     }
 
-    /// Records that the result of a job is in the result file. Returns an error if the file was not lent to this
+    /// Records that a job's result was written to a result file. Returns an error if the file was not lent to this
     /// worker.
     fn record_result_file(
         &mut self,
@@ -558,7 +558,7 @@ fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M,
     decode_all(metadata, &[]).map(|(message, _)| message)
 }
 
-/// Decodes metadata and its extensions. Returns an error if an extension is critical and its tag is not in `known`.
+/// Decodes metadata and its extensions. Returns an error if a critical extension has a tag that is not in `known`.
 fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     metadata: &'m [u8],
     known: &[u16],
@@ -566,8 +566,8 @@ fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     codec::decode(metadata, known).map_err(|error| error.to_string())
 }
 
-/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like a very long frame, whose end
-/// would never arrive.
+/// Checks the header of an incomplete frame. Without this check, arbitrary bytes would usually look like the start of a
+/// very long frame whose end never arrives.
 fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
         return Err(format!("the worker did not send HELLO: the first frame has kind {}", header.kind));
@@ -589,8 +589,8 @@ fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
 
-/// Decodes a result's metadata. Returns the location of a result in a memory file, and the program's exit status, if
-/// present.
+/// Decodes a result's metadata. Returns the result's location if the result is in a memory file, and the program's exit
+/// status if one was sent.
 fn check_result(metadata: &[u8]) -> Result<(Option<LeaseRef>, Option<&[u8]>), String> {
     if metadata == [0; 8] {
         return Ok((None, None));

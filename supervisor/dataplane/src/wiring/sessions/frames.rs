@@ -216,8 +216,8 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Drops a request after GOAWAY. The client submits the job over another connection. A lease request is not
-    /// answered here.
+    /// Drops a request that arrived after GOAWAY. A lease request is refused. A submission needs no reply, because the
+    /// client submits the job again over another connection.
     fn drop_request(&mut self, index: SessionIndex, item: &Item<'_>) {
         if let Item::Frame { header, .. } = item
             && header.kind == kind::LEASE
@@ -227,7 +227,7 @@ impl DataPlane {
         }
     }
 
-    /// Handles the beginning of a large frame. Returns true if its payload must be received. Otherwise, the
+    /// Handles the beginning of a large frame. Returns true if the frame's payload must be received. Otherwise, the
     /// outcome has already been sent to the client.
     fn handle_client_announcement(
         &mut self,

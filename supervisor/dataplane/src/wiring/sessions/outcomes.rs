@@ -17,8 +17,8 @@ fn result_payload<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload
     }
 }
 
-/// Returns the exit status of the program that ran a job. Returns `None` if the program's result did not decide the
-/// outcome. For example, a worker can send a status along with a result that is then rejected.
+/// Returns the exit status of the program that ran a job. Returns `None` if the outcome was not decided by the
+/// program's result. For example, a worker can send a status along with a result that is then rejected.
 fn exit_status(answer: &JobOutcome<Box<JobData>>) -> Option<i32> {
     answer.record.status.filter(|_| matches!(answer.verdict, Verdict::Ok | Verdict::Failed(_)))
 }

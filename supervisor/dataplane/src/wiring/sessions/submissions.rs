@@ -101,8 +101,8 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Returns a violation if a job with this request number is still unfinished, because the two outcomes could not be
-    /// distinguished.
+    /// Returns a violation if an unfinished job already has this request number, because the client could not tell the
+    /// two outcomes apart.
     pub(super) fn check_request_number(&self, index: SessionIndex, number: u64) -> Result<(), Violation> {
         match self.sessions.request(index, number) {
             Some(_) => {
@@ -113,7 +113,7 @@ impl DataPlane {
         }
     }
 
-    /// Checks a submission, and the client's permissions for the submitted job.
+    /// Checks a submission, and checks that the client is permitted to submit the job.
     pub(super) fn check_submission<'m>(
         &self,
         index: SessionIndex,
@@ -159,7 +159,7 @@ impl DataPlane {
         Ok((bulkhead, submit, extensions))
     }
 
-    /// Rejects a submission before it reaches policy.
+    /// Rejects a submission that has not been passed to policy.
     pub(super) fn reject_submission(
         &mut self,
         index: SessionIndex,

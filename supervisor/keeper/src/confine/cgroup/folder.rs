@@ -14,15 +14,15 @@ use rustix::io::Errno;
 use super::parse;
 use super::{Failure, MOUNT_ADVICE, failure};
 
-/// Maximum size of a file in a control group, in bytes. The longest is `cgroup.procs`, the list of processes.
+/// Maximum size of a control group's file, in bytes. The longest such file is `cgroup.procs`, the list of processes.
 const FILE_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum size of a file in `/proc`, in bytes. The longest is the list of mounts, which has thousands of lines on
-/// busy machines.
+/// Maximum size of a file in `/proc`, in bytes. The longest such file is the list of mounts, which has thousands of
+/// lines on busy machines.
 const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
 
-/// Maximum depth of nested groups, and maximum number of levels traversed in one call. Without a limit, a
-/// process that creates groups could make a call run forever.
+/// Maximum depth of nested groups, and maximum number of steps between levels in one call. Without these limits, a
+/// process that keeps creating groups could make a call run forever.
 const DEPTH_MAX: usize = 1024;
 const STEPS_MAX: usize = 4 * DEPTH_MAX;
 
@@ -150,9 +150,9 @@ impl Folder {
         }
     }
 
-    /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still
-    /// running in one of the groups, or if there are more groups than one call can remove. In the second
-    /// case, call this again to continue.
+    /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still running in one
+    /// of the groups, or if there are more groups than one call can remove. In the second case, call this function
+    /// again to continue.
     pub(super) fn remove(&self) -> Result<bool, Failure> {
         match open_folder(&self.descriptor, c"..") {
             Ok(parent) => self.remove_from(&parent),
@@ -192,7 +192,7 @@ impl Folder {
     }
 }
 
-/// Reads a file in `/proc`. Replaces invalid UTF-8, because other processes can choose parts of the text.
+/// Reads a file in `/proc`. Replaces invalid UTF-8, because parts of the text come from other processes.
 pub(super) fn read_proc(path: &str) -> Result<String, Failure> {
     let read = read_all(rustix::fs::CWD, path, PROC_BYTES_MAX);
     let bytes = read.map_err(|errno| failure(format!("read {path}"), errno))?;
@@ -213,7 +213,7 @@ fn read_all(at: impl AsFd, path: &str, max: usize) -> Result<Vec<u8>, Errno> {
     if bytes.len() > max { Err(Errno::FBIG) } else { Ok(bytes) }
 }
 
-/// Returns true if the error means that the group has been removed.
+/// Returns true if this error means that the group no longer exists.
 fn is_gone(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::NODEV)
 }

@@ -49,8 +49,8 @@ impl Leaf {
         }
     }
 
-    /// Removes the group and all groups inside it. Returns `false` if the group is not empty yet; in that
-    /// case, try again later. Returns `true` if the group does not exist.
+    /// Removes the group and all groups inside it. Returns `false` if processes are still in the group; in that case,
+    /// try again later. Returns `true` if the group does not exist.
     pub(crate) fn remove(&self) -> Result<bool, Failure> {
         self.folder.remove()
     }

@@ -12,23 +12,24 @@ pub(crate) struct Limits {
     pub(crate) memory_bytes: Option<u64>,
     /// Maximum number of processes and threads.
     pub(crate) pids: Option<u64>,
-    /// Maximum processor time, as a number of cores. At least [`CORES_MIN`].
+    /// Maximum processor time as a number of cores, which can be a fraction. At least [`CORES_MIN`].
     pub(crate) cpu_cores: Option<f64>,
 }
 
-/// A file of a control group, and the value to write to it.
+/// A file in a control group, and the value to write to the file.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Setting {
     file: &'static str,
     value: String,
-    /// True if the limit also works on kernels that lack the file.
+    /// True if the limit is skipped when the kernel lacks the file.
     is_optional: bool,
 }
 
-/// Period to which the limit in `cpu.max` applies, in µs. A very low limit needs a longer period.
+/// Period for the quota in `cpu.max`, in µs. Very low limits use a longer period, because the kernel requires a minimum
+/// quota.
 const PERIOD_US: f64 = 100_000.0;
 
-/// Maximum period and minimum quota that the kernel accepts, in µs.
+/// Longest period and smallest quota that the kernel accepts, in µs.
 const PERIOD_US_MAX: f64 = 1_000_000.0;
 const QUOTA_US_MIN: f64 = 1_000.0;
 
@@ -46,7 +47,7 @@ impl Limits {
         needed.iter().filter(|(_, is_needed)| *is_needed).map(|(name, _)| *name).collect()
     }
 
-    /// Returns the files to write in a new leaf, with their values.
+    /// Returns the files to write in a new leaf group, and the value for each file.
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };

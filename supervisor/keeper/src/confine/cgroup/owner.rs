@@ -28,13 +28,13 @@ impl Owner {
         Ok(Self { namespace: namespace.st_ino, pid, started })
     }
 
-    /// Returns the name of the leaf that this process creates for `worker`.
+    /// Returns the name of the leaf group that this keeper creates for `worker`.
     pub(super) fn leaf_name(&self, worker: u64) -> String {
         let Self { namespace, pid, started } = self;
         format!("{PREFIX}-{namespace}-{pid}-{started}-{worker}")
     }
 
-    /// Returns the keeper that created the leaf `name`, or `None` if `name` is not the name of a leaf.
+    /// Returns the keeper that created the leaf group `name`, or `None` if `name` is not the name of a leaf group.
     pub(super) fn from_leaf_name(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix(PREFIX)?.strip_prefix('-')?.split('-');
         let namespace = parts.next()?.parse().ok()?;
@@ -45,8 +45,8 @@ impl Owner {
         (owner.leaf_name(worker) == name).then_some(owner)
     }
 
-    /// Returns true if the other process is known to have exited. Returns false for a process in another PID
-    /// namespace, whose state is not visible to this process.
+    /// Returns true if the process is known to have exited. Returns false for a process in another PID namespace, whose
+    /// state is not visible to this process.
     pub(super) fn outlived(&self, other: &Self) -> bool {
         other.namespace == self.namespace && !process_tree::is_alive(other.pid, other.started)
     }

@@ -3,7 +3,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// Returns true if the text of `cgroup.events` reports a live process in the group or in a group below it.
+/// Returns true if the text of `cgroup.events` says that the group, or a group below it, contains a live process.
 pub(super) fn is_populated(text: &str) -> Option<bool> {
     number(text, "populated").filter(|number| *number <= 1).map(|number| number == 1)
 }
@@ -14,7 +14,7 @@ pub(super) fn oom_kills(text: &str) -> Option<u64> {
     number(text, "oom_kill")
 }
 
-/// Returns the number for `key` in text that contains one key and one number per line. Returns `None` if the format is
+/// Returns the number that follows `key` in text with one key and one number per line. Returns `None` if the format is
 /// wrong, or if the key does not occur exactly once.
 fn number(text: &str, key: &str) -> Option<u64> {
     let mut found = None;
@@ -28,7 +28,7 @@ fn number(text: &str, key: &str) -> Option<u64> {
     found
 }
 
-/// Parses a number that consists of digits only, because `parse` would also accept a sign.
+/// Parses a number that consists only of digits. Needed because `parse` also accepts a sign.
 fn parse_digits<T: std::str::FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
@@ -45,8 +45,8 @@ pub(super) fn words(text: &str) -> Option<Vec<String>> {
     words.map(|word| is_name(word).then(|| word.to_owned())).collect()
 }
 
-/// Returns the paths of this process's group in all mounts, from the text of `/proc/self/mountinfo` and of
-/// `/proc/self/cgroup`. The result is empty if only other parts of the hierarchy are mounted.
+/// Returns the paths of this process's control group in all mounts of the hierarchy, from the text of
+/// `/proc/self/mountinfo` and of `/proc/self/cgroup`. The result is empty if no mount contains the group.
 pub(super) fn own_group_paths(mounts: &str, cgroups: &str) -> Vec<PathBuf> {
     let own = cgroups.lines().find_map(|line| line.strip_prefix("0::"));
     let own = own.map(Path::new).filter(|own| is_below(own));
@@ -66,7 +66,7 @@ fn group_path_in_mount(line: &str, cgroup: &Path) -> Option<PathBuf> {
     Some(Path::new(&place).components().chain(below.components()).collect())
 }
 
-/// Returns true if a path stays below the root folder. The paths of groups outside this process's cgroup
+/// Returns true if a path does not lead out of the root folder. The paths of groups outside this process's cgroup
 /// namespace start with `/..`.
 fn is_below(path: &Path) -> bool {
     path.is_absolute() && path.components().all(|part| part != Component::ParentDir)

@@ -18,7 +18,7 @@ use super::{
     fork_into, root_path,
 };
 
-/// Maximum time to wait for a condition. This is much longer than any condition should take to become true.
+/// Maximum time to wait for a condition, far longer than any condition should take to become true.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -50,8 +50,8 @@ impl TestGroup {
         self.0.path()
     }
 
-    /// Returns this group as the delegated group of a keeper. The test process plays the role of the keeper.
-    /// `supervisor` is the PID of the supervisor.
+    /// Returns this group as a keeper's delegated group, with the test process in the role of the keeper. `supervisor`
+    /// is the PID of the supervisor.
     fn root(&self, supervisor: u32) -> DelegatedGroup {
         DelegatedGroup::from_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
     }
@@ -60,7 +60,7 @@ impl TestGroup {
         self.root(0).create_leaf(worker, &Limits::default()).unwrap()
     }
 
-    /// Returns true if child groups can use the controller. Otherwise prints a message and returns false.
+    /// Returns true if the controller can be used in child groups. Otherwise prints a message and returns false.
     fn has_controller(&self, controller: &str) -> bool {
         let has = self.0.read_words("cgroup.controllers").unwrap().iter().any(|name| name == controller);
         if !has {
@@ -102,7 +102,7 @@ impl Shell {
         self.0 as u32
     }
 
-    /// Waits until the shell has exited. Returns the status of `waitpid`.
+    /// Waits until the shell has exited. Returns its wait status.
     fn wait(self) -> i32 {
         let mut status = 0;
         // SAFETY: the PID is that of a child that has not been waited for, and the pointer is to a local.
@@ -132,7 +132,7 @@ fn processes(path: &Path) -> Vec<u32> {
     Folder::open(path).unwrap().read_processes().unwrap()
 }
 
-/// Opens the folder of a leaf, for starting a process in it.
+/// Opens a leaf group's folder, so that a process can be started in the group.
 fn folder(leaf: &Leaf) -> Folder {
     Folder::open(leaf.path()).unwrap()
 }
@@ -153,7 +153,7 @@ impl Leaf {
         Ok(events.lines().any(|line| line == event))
     }
 
-    /// Returns true if no live process is in the group. Zombies do not count.
+    /// Returns true if the group contains no live process. Zombies do not count.
     fn is_empty(&self) -> std::io::Result<bool> {
         self.event_is_set("populated 0")
     }

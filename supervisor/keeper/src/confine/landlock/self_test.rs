@@ -11,26 +11,27 @@ use std::path::Path;
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-/// An action that no rule allows. Without the rules, it succeeds unless the user lacks the permission.
+/// An action that tests whether the rules are enforced, because no rule allows it. Without the rules, the action
+/// succeeds unless the user lacks the permission.
 #[derive(Debug)]
 pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
     ListRoot,
-    /// Creates a device node with this path. Used if the root folder is granted, because no rule allows
+    /// Creates a device node with this path. Used if the rules grant access to the root folder, because no rule allows
     /// creating device nodes.
     CreateDevice(CString),
     /// No test is possible, because the rules allow reading all files and the worker has no folder of its own.
     None,
 }
 
-/// Name and device number of the device node for the test. The node is in the worker's own folder, and the
-/// device is accessible to every process.
+/// Name and device number of the device node that the test tries to create. The node would be in the worker's own
+/// folder, and would refer to a device that every process can access.
 const NODE_NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 
 impl ForbiddenAction {
-    /// Chooses the action to attempt. Prefers listing the root folder, unless the rules grant access to the
-    /// root folder.
+    /// Chooses the action to attempt: listing the root folder or, if the rules grant access to the root folder,
+    /// creating a device node.
     pub(super) fn choose(root_is_given: bool, temporary: Option<&Path>) -> Self {
         let node =
             temporary.and_then(|folder| CString::new(folder.join(NODE_NAME).as_os_str().as_bytes()).ok());
@@ -41,8 +42,8 @@ impl ForbiddenAction {
         }
     }
 
-    /// Performs the action. Returns `Ok` if the rules did not deny it. Listing the root folder can also fail
-    /// without rules, because the user lacks the permission.
+    /// Performs the action. Returns `Ok` if the rules did not deny it. Listing the root folder can fail even without
+    /// rules, if the user lacks the permission.
     pub(crate) fn attempt(&self) -> Result<(), Errno> {
         match self {
             Self::ListRoot => {

@@ -40,7 +40,7 @@ fn has_program(path: &str) -> bool {
     is_there
 }
 
-/// Runs a task on a new thread that is confined by these rules.
+/// Runs `task` on a new thread that is confined by these rules.
 fn under<T: Send>(rules: &Rules<'_>, task: impl FnOnce() -> T + Send) -> T {
     let ruleset = Ruleset::prepare(rules).unwrap();
     std::thread::scope(|scope| {
@@ -66,7 +66,7 @@ fn confined(mut command: Command, rules: &Rules<'_>) -> Command {
     command
 }
 
-/// Runs a program with a working directory and a temporary folder, like a worker.
+/// Runs a program that, like a worker, has a working directory and a temporary folder.
 fn run(program: &str, arguments: &[&str]) -> Output {
     let (directory, temporary) = (TempDir::new().unwrap(), TempDir::new().unwrap());
     let mut command = Command::new(program);
@@ -331,7 +331,7 @@ fn landlock_permits_only_the_configured_ports() {
     }
 }
 
-/// The socket was created by another process and passed to the worker.
+/// Tests a socket that another process created and passed to the worker.
 #[test]
 fn landlock_restricts_sockets_passed_to_the_worker() {
     use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType, connect, socket};
@@ -353,7 +353,7 @@ fn landlock_restricts_sockets_passed_to_the_worker() {
     });
 }
 
-/// With TCP fast open, `connect` returns before the connection is established, but the rules apply to the call.
+/// The rules apply to `connect` even with TCP fast open, where `connect` returns before a connection is established.
 #[test]
 fn landlock_restricts_delayed_connections() {
     if !has_abi(4) {
@@ -399,7 +399,7 @@ fn landlock_denies_abstract_sockets_of_other_processes() {
     });
 }
 
-/// An unconfined process of the same user.
+/// An unconfined process that runs as the same user.
 struct Outsider(Child);
 
 impl Outsider {
@@ -438,7 +438,7 @@ fn drop_capabilities() {
     set_capabilities(None, CapabilitySets { effective, permitted, inheritable }).unwrap();
 }
 
-/// Landlock protects the sensitive files of other processes, so the rules can grant all of `/proc`.
+/// Granting all of `/proc` is safe, because Landlock protects the sensitive files of other processes.
 #[test]
 fn landlock_protects_other_processes_in_proc() {
     if !has_abi(1) {

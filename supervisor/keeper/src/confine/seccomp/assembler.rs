@@ -7,8 +7,8 @@ use std::mem::offset_of;
 
 use libc::{seccomp_data, sock_filter};
 
-/// A sequence of instructions. Execution starts at the first instruction and ends with a verdict, or
-/// continues with the instructions after the block.
+/// A sequence of filter instructions. Execution enters at the first instruction, and either ends with a verdict or
+/// continues after the block.
 pub(super) type Block = Vec<sock_filter>;
 
 const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -19,7 +19,7 @@ const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u
 const JUMP_IF_HAS_ANY: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-/// Condition that tests the number that was loaded last.
+/// Condition on the most recently loaded number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Condition {
     Is(u32),
@@ -41,7 +41,7 @@ pub(super) fn load_argument(argument: u8, mask: u32) -> Block {
     if mask == u32::MAX { vec![load] } else { vec![load, instruction(AND, mask)] }
 }
 
-/// Makes the filter return this action.
+/// Makes the filter return this action unconditionally.
 pub(super) fn return_action(action: u32) -> sock_filter {
     instruction(RETURN, action)
 }
@@ -56,8 +56,8 @@ pub(super) fn return_unless(condition: Condition, action: u32) -> Block {
     vec![jump_if(condition, 1, 0), return_action(action)]
 }
 
-/// Executes `yes` or `no`. `yes` must end with a verdict, because execution would otherwise continue with
-/// `no`.
+/// Executes `yes` if the condition holds, and `no` if not. `yes` must end with a verdict, because execution would
+/// otherwise continue with `no`.
 pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     let mut block = match u8::try_from(yes.len()) {
         Ok(past) => vec![jump_if(condition, 0, past)],

@@ -14,8 +14,8 @@ const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 const CALLS_WITH_MODE: [(u8, &str); 2] =
     [(1, "chmod creat fchmod mkdir mknod"), (2, "fchmodat fchmodat2 mkdirat mknodat")];
 
-/// System calls that open a file, with the indexes of the flags argument and the mode argument. The kernel
-/// uses the mode only if the flags create a file.
+/// System calls that open a file, each with the indexes of the flags argument and the mode argument. The kernel uses
+/// the mode only if the flags create a file.
 const OPEN_CALLS: [(u8, u8, &str); 2] = [(1, 2, "open"), (2, 3, "openat")];
 
 /// Flags with which a call creates a file. `O_TMPFILE` consists of a separate bit and `O_DIRECTORY`.
@@ -24,8 +24,8 @@ const CREATE_FLAGS: u32 = (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY)
 /// System calls that send data on a socket, grouped by the index of the flags argument.
 const SEND_CALLS: [(u8, &str); 2] = [(2, "sendmsg"), (3, "sendto sendmmsg")];
 
-/// Restricts all calls that could create a program with another user's rights, or send urgent data. Urgent
-/// data is a byte outside the stream, which readers of Unix sockets do not expect.
+/// Restricts all calls that could create a program with another user's rights, or could send urgent data. Urgent data
+/// is a byte outside the stream, which programs that read from Unix sockets do not expect.
 ///
 /// `openat2` could create such programs as well, but takes the mode from memory, which a filter cannot see.
 /// So `openat2` fails as if the kernel did not have it.

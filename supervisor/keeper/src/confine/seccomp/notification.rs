@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use bulkhead_linux::errno;
 
-/// Notification of a system call, which blocks until the keeper responds.
+/// Notification of a system call that blocks until the keeper responds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Notification {
     /// Identifies the call in the response.
@@ -33,7 +33,7 @@ pub(crate) enum ListenerState {
     Pending,
     /// No notification is waiting now.
     Idle,
-    /// No further notification can arrive, because no process uses the filter any more.
+    /// No further notification can arrive, because no process is left that uses the filter.
     Closed,
 }
 
@@ -80,8 +80,7 @@ pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> i
     }
 }
 
-/// Checks that a call is still blocked. While the call is blocked, the thread ID in its notification is
-/// valid.
+/// Checks that a call is still blocked. As long as it is, the thread ID in the call's notification is valid.
 pub(crate) fn check_pending(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
 }

@@ -97,7 +97,8 @@ pub(crate) fn allow_all() -> Rules {
     Rules::new(Verdict::Allow)
 }
 
-/// Allows a template to fork a worker as its sibling. The flags must be exactly `CLONE_PARENT` and `SIGCHLD`.
+/// Allows a template to fork a worker as a sibling of the template. The flags must be exactly `CLONE_PARENT` and
+/// `SIGCHLD`.
 pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     const SIBLING: u32 = (libc::CLONE_PARENT | libc::SIGCHLD) as u32;
     rules.narrow("clone", |otherwise| {
@@ -107,7 +108,7 @@ pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     rules
 }
 
-/// Denies the call that [`allow_siblings`] allows, for processes forked by a template.
+/// Denies the call that [`allow_siblings`] allows. Used for the processes that a template has forked.
 pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
     rules.set("clone", refuse_flags(libc::CLONE_PARENT as u32));
     rules
@@ -147,15 +148,14 @@ const NEW_NAMESPACES: u32 = (libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWUTS) as u32;
 
-/// Refuses a call with any of these flags in the first argument. CLONE_PARENT is refused because the new
-/// process would be a child of the keeper.
+/// Refuses calls whose first argument contains any of these flags. CLONE_PARENT is refused because the new process
+/// would be a child of the keeper.
 fn refuse_flags(flags: u32) -> Rule {
     check(0, vec![(HasAny(flags), REFUSE.into())], Verdict::Allow)
 }
 
-/// Allows a process to query its personality, and to set the normal personality or the one without address
-/// randomization, which sanitizers use. Other personalities have been used to weaken the protection of
-/// programs.
+/// Allows a process to query its personality, and to set either the normal personality or the one without address
+/// randomization, which sanitizers need. Other personalities have been used to weaken the protection of programs.
 fn personality() -> Rule {
     const QUERY: u32 = u32::MAX;
     only_values(0, &[QUERY, 0, libc::ADDR_NO_RANDOMIZE as u32], REFUSE)
@@ -315,8 +315,8 @@ fn bind_address_sizes() -> Rule {
     check(2, sizes.into_iter().map(|size| (size, Verdict::Allow.into())).collect(), REFUSE)
 }
 
-/// Allows pairs of connected Unix sockets, which are bidirectional pipes. Denies datagram pairs,
-/// because they can send to any path, like sockets that `socket` creates.
+/// Allows pairs of connected Unix sockets, which are bidirectional pipes. Denies datagram pairs, because they can send
+/// to any path, just like sockets created by `socket`.
 fn socketpair() -> Rule {
     let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET];
     let cases = kinds.into_iter().map(|kind| (Is(kind as u32), Verdict::Allow.into())).collect();
@@ -325,8 +325,8 @@ fn socketpair() -> Rule {
     check(0, vec![(Is(libc::AF_UNIX as u32), connected.into())], NO_FAMILY)
 }
 
-/// Denies terminal requests that insert input, paste into a console, or load a line discipline. Each of these
-/// has been used to escape from a sandbox.
+/// Denies terminal requests that insert input, paste into a console, or load a line discipline. All of these have been
+/// used to escape from sandboxes.
 fn deny_terminal_requests() -> Rule {
     let requests = [libc::TIOCSTI, libc::TIOCLINUX, libc::TIOCSETD];
     check(
@@ -344,14 +344,14 @@ fn only_values(argument: u8, values: &[u32], otherwise: Verdict) -> Rule {
     check(argument, values.iter().map(|&value| (Is(value), Verdict::Allow.into())).collect(), otherwise)
 }
 
-/// Allowed values of a system call's first or second argument, with the index of the argument.
+/// Index of a system call's argument (the first or second), and the allowed values of this argument.
 type Requests = (u8, &'static [u32]);
 
 fn only_requests((argument, requests): Requests, errno: Errno) -> Rule {
     only_values(argument, requests, Verdict::Errno(errno))
 }
 
-/// `prctl` options that a process needs for itself: names, memory, and giving up privileges.
+/// `prctl` options that concern only the calling process: names, memory, and giving up privileges.
 const PROCESS_OPTIONS: Requests = (
     0,
     &[
@@ -440,8 +440,8 @@ const STRICT_ALLOWED_CALLS: &[&str] = &[
 /// give a name to the end of a socket pair.
 const CONNECTION_CALLS: &str = "accept accept4 bind connect listen";
 
-/// System calls that ordinary programs try but do not need. `strict` refuses these calls in addition to those
-/// that both profiles refuse.
+/// System calls that ordinary programs try but do not need. `strict` refuses these calls in addition to the calls that
+/// both profiles refuse.
 const STRICT_REFUSED_CALLS: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
      lsetxattr mknod mknodat removexattr removexattrat sched_setattr sched_setparam \
      sched_setscheduler setfsgid setfsuid setgid setgroups setregid setresgid setresuid setreuid \

@@ -12,7 +12,7 @@ pub struct Seal<'a> {
     pub is_strict: bool,
     /// True if the worker has network access and can therefore create sockets.
     pub network: bool,
-    /// Names of system calls that remain allowed.
+    /// Names of the system calls that remain allowed.
     pub allow: &'a [&'a str],
     /// True if a template forked the worker. In that case, the seal denies forking siblings, which only the
     /// template is allowed to do.

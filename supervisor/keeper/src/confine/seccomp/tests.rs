@@ -193,7 +193,7 @@ fn seccomp_rules_reject_unknown_call_names() {
 
 // ---- Real processes.
 
-/// A child process that runs under a filter, and the filter's listener.
+/// A child process that runs under a filter, and the listener of this filter.
 struct Confined {
     child: Child,
     listener: Option<OwnedFd>,
@@ -220,8 +220,8 @@ impl Confined {
         Self { child, listener: take_listener(&ours) }
     }
 
-    /// Responds to notifications with this error until the child and its descendants have exited. Returns the
-    /// names of the calls, and the child's results.
+    /// Responds to notifications with this error until the child and its descendants have exited. Returns the names of
+    /// the calls in the notifications, and the results that the child printed.
     fn finish(self, errno: Errno) -> Finished {
         let Self { child, listener } = self;
         let pid = child.id() as i32;
@@ -335,7 +335,7 @@ fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     command
 }
 
-/// Invalid arguments, with which every call fails even if the kernel executes it.
+/// Invalid arguments. With these, every call fails even if the kernel executes it.
 const INVALID_ARGUMENTS: [u64; 3] = [u64::MAX; 3];
 
 fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
@@ -343,7 +343,8 @@ fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
     syscalls::number(name).map(|number| (u64::from(number), arguments))
 }
 
-/// Makes each call in a child process under the filter, and compares its error number with the expected one.
+/// Makes each call in a child process under the filter, and compares the error number of each call with the expected
+/// error number.
 fn assert_outcomes(filter: Filter, expectations: &[(&str, [u64; 3], i32)]) {
     let here: Vec<_> = expectations
         .iter()
@@ -470,7 +471,7 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
-/// Sockets and calls with which a worker could reach a port that Landlock does not permit.
+/// Returns sockets and calls with which a worker could reach a port that Landlock does not permit.
 fn with_connections(udp: bool) -> Vec<(&'static str, [u64; 3], i32)> {
     const MPTCP: u64 = 262;
     const SMC: u64 = 256;
@@ -522,8 +523,8 @@ fn with_connections(udp: bool) -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
-/// Evaluates the rules directly, because the helper process of the other tests cannot set the fourth argument
-/// separately.
+/// Evaluates the rules directly, because the helper process that other tests use cannot set the fourth argument on its
+/// own.
 #[test]
 fn all_send_calls_refuse_tcp_fast_open() {
     let flag = libc::MSG_FASTOPEN as u64;
@@ -581,7 +582,7 @@ fn denied_system_calls_fail_with_expected_errors() {
     }
 }
 
-/// The filter is needed on kernels whose version of Landlock does not control truncation.
+/// Tests the filter that is needed on kernels whose version of Landlock does not control truncation.
 #[test]
 fn seccomp_denies_truncation_of_read_only_files() {
     let (cut, here) = (libc::O_TRUNC as u64, libc::AT_FDCWD as u64);
@@ -615,7 +616,7 @@ fn seal_denies_only_programs_and_sockets() {
     assert_eq!(finished.named, ["bpf"], "{finished:?}");
 }
 
-/// The rule compares all flags of `clone` at once.
+/// Tests that the rule compares all flags of `clone` at once.
 #[test]
 fn only_templates_can_fork_siblings() {
     let Some(clone) = syscalls::number("clone") else { panic!("there is no clone") };
@@ -764,7 +765,7 @@ worker.on('message', async (answer) => {
 });
 "#;
 
-/// Runs a program under a filter with these rules. Returns `None` if the program is not installed.
+/// Runs a program under a filter that is compiled from these rules. Returns `None` if the program is not installed.
 fn run(program: &str, arguments: &[&str], rules: &Rules) -> Option<Finished> {
     let mut command = Command::new(program);
     command.args(arguments);

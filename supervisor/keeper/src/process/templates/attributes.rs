@@ -11,13 +11,13 @@ const VALUE_BYTES: usize = 1024;
 
 type Value = [u8; VALUE_BYTES];
 
-/// Number of resource limits in Linux, and the size of each in bytes.
+/// Number of resource limits in Linux, and the size of one limit in bytes.
 const LIMITS: usize = 16;
 const LIMIT_BYTES: usize = size_of::<libc::rlimit64>();
 
 const IOPRIO_WHO_PROCESS: usize = 1;
 
-/// Name, getter and setter of an attribute. The getter returns `false` if the kernel does not provide the
+/// A process attribute: its name, getter and setter. The getter returns `false` if the kernel does not provide the
 /// attribute.
 type Attribute = (&'static str, fn(usize, &mut Value) -> bool, fn(usize, &Value));
 
@@ -84,9 +84,8 @@ impl RecordedAttributes {
         Self(ATTRIBUTES.map(|attribute| value(attribute, pid)))
     }
 
-    /// Restores each attribute that has changed. Calls `is_template` before setting an attribute, because the
-    /// PID of an exited process can be reused. Returns the name of an attribute that could not be restored as
-    /// the error.
+    /// Restores each attribute that has changed. Calls `is_template` before setting an attribute, because the PID of an
+    /// exited process can be reused. If an attribute cannot be restored, returns its name as the error.
     pub(super) fn restore(&self, pid: u32, is_template: impl Fn() -> bool) -> Result<(), &'static str> {
         for (attribute, recorded) in ATTRIBUTES.into_iter().zip(&self.0) {
             let Some(recorded) = recorded else { continue };

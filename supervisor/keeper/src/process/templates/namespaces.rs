@@ -19,46 +19,47 @@ use crate::protocol::{Exit, ReportMessage, Usage};
 use crate::spawn::{ChildExit, EXIT_BYTES_MAX, InitOrder, NAMED_CHILDREN_MAX};
 use crate::wait;
 
-/// Maximum number of exit reports that are read from a namespace at once.
+/// Maximum number of exit reports that are read from a namespace's first process at once.
 const EXITS_MAX: usize = 64;
 
-/// Maximum number of remembered exits of unidentified processes in a namespace. The template might later report some of
-/// these processes as forked workers.
+/// Maximum number of exits of unidentified processes to remember per namespace. The template might later report that
+/// some of these processes were forked as workers.
 const REMEMBERED_EXITS_MAX: usize = 64;
 
-/// Minimum and maximum pause between orders to kill leftover processes.
+/// Minimum and maximum pause between two orders to kill leftover processes.
 const KILL_INTERVAL_MIN: Duration = Duration::from_millis(2);
 const KILL_INTERVAL_MAX: Duration = Duration::from_millis(64);
 
-/// Time after which leftover processes that survive individual kills are killed while the whole namespace is
-/// stopped.
+/// Time after which the whole namespace is stopped in order to kill the leftover processes that have survived
+/// individual kills.
 const STOP_ALL_AFTER: Duration = Duration::from_millis(200);
 
-/// Time after which a worker is reported as reaped even if leftover processes still run, and interval between
-/// later attempts to kill them.
+/// Time after which a worker is reported as reaped even if leftover processes are still running, and the interval
+/// between later attempts to kill these processes.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// State of a template's PID namespace.
 pub(crate) struct TemplateNamespace {
     socket: OwnedFd,
-    /// Orders that the first process has not read: at most one kill per worker, one kill of the template, and one
+    /// Unsent orders to the namespace's first process: at most one kill per worker, one kill of the template, and one
     /// order to kill leftover processes.
     outbox: Outbox,
-    /// The template's PID in the namespace, once it is known.
+    /// The template's PID in the namespace. `None` until the PID is known.
     pub(crate) template: Option<u32>,
-    /// Workers in the namespace: maps the PID inside the namespace to the PID outside.
+    /// Workers in the namespace. Maps each worker's PID inside the namespace to its PID outside.
     workers: HashMap<u32, u32>,
-    /// Other children of the first process, with the time at which each was discovered.
+    /// Children of the namespace's first process that are neither the template nor known workers, each with the time at
+    /// which it was discovered.
     unidentified: Vec<(u32, Instant)>,
-    /// True if there might be more unidentified children than listed.
+    /// True if the namespace might contain more unidentified children than are listed.
     has_more: bool,
     /// PIDs of unidentified processes that exited recently.
     recent_exits: VecDeque<u32>,
-    /// Workers that have exited. They are reported as reaped when no unidentified process is left.
+    /// Workers that have exited. They are reported as reaped once no unidentified process is left.
     exited: Vec<ExitedWorker>,
-    /// Set while leftover processes are being killed: the start time, the time of the next order, and the
-    /// pause after that order.
+    /// Set while leftover processes are being killed. Contains the start time, the time of the next order, and the
+    /// pause after the next order.
     kills: Option<(Instant, Instant, Duration)>,
 }
 
@@ -115,8 +116,8 @@ impl TemplateNamespace {
         self.unidentified.retain(|(pid, _)| *pid != inner);
     }
 
-    /// Queues an order to kill leftover processes, unless one is already pending. Since the keeper repeats
-    /// such orders, they would otherwise accumulate while the first process is stopped.
+    /// Queues an order to kill leftover processes, unless one is already pending. The keeper repeats such orders, so
+    /// they would otherwise accumulate while the namespace's first process is stopped.
     fn order_unless_pending(&mut self, order: InitOrder<'_>) {
         if self.outbox.is_empty() {
             self.outbox.push(order.encode(), Vec::new());
@@ -157,7 +158,7 @@ impl EventLoop {
         let _ = register_again(&self.poll, &socket, pid as usize | NAMESPACE, is_blocked);
     }
 
-    /// Reads and handles some exit reports. Returns true if there might be more reports.
+    /// Reads and handles a limited number of exit reports. Returns true if there might be more.
     pub(crate) fn handle_exits(&mut self, pid: u32) -> bool {
         let (exits, has_more) = self.read_exits(pid);
         let child = self.children.get(&pid);
@@ -169,7 +170,7 @@ impl EventLoop {
         has_more
     }
 
-    /// Reads some exit reports. The returned boolean is true if there might be more reports.
+    /// Reads a limited number of exit reports. The returned boolean is true if there might be more.
     fn read_exits(&mut self, pid: u32) -> (Vec<ChildExit>, bool) {
         let mut exits = Vec::new();
         let Some(namespace) = self.namespace_mut(pid) else { return (exits, false) };
@@ -242,7 +243,7 @@ impl EventLoop {
         }
     }
 
-    /// Reports the exited workers as reaped if no leftover process remains. Otherwise orders the first
+    /// Reports the exited workers as reaped if no leftover process remains. Otherwise orders the namespace's first
     /// process to kill the leftover processes.
     pub(crate) fn clean_namespace(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };

@@ -24,48 +24,47 @@ use super::{STATUS_BYTES, become_init, decode, encode};
 use crate::protocol::{Exit, Usage};
 use crate::wait;
 
-/// File in which the kernel lists the children of a thread. Some kernels are built without this file.
+/// File in which the kernel lists a thread's children. Some kernels are built without this file.
 const CHILDREN_FILE: &std::ffi::CStr = c"/proc/thread-self/children";
 
-/// Maximum number of children listed in an exit report. A flag in the report indicates further children.
+/// Maximum number of children to list in an exit report. A flag in the report says whether there are more.
 const CHILDREN_MAX: usize = 4096;
 
 /// Size of the fixed part of an exit report, in bytes. This part contains the PID, the status and resource
 /// usage, and the kind of list that follows.
 const FIXED_BYTES: usize = 4 + STATUS_BYTES + 1;
 
-/// Maximum size of an exit report with the list of children, in bytes.
+/// Maximum size of an exit report, including the list of children, in bytes.
 pub(crate) const EXIT_BYTES_MAX: usize = FIXED_BYTES + 4 * CHILDREN_MAX;
 
-/// Maximum number of children in one order. Further children follow in the next order.
+/// Maximum number of children to name in one order. Any further children are named in the next order.
 pub(crate) const NAMED_CHILDREN_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_CHILDREN_MAX;
 
-/// Maximum number of orders, and maximum number of exits, handled per iteration. A job can cause exits faster
-/// than this process reports them, so each iteration handles orders first.
+/// Maximum number of orders to handle per iteration, and maximum number of exits. A job can cause exits faster than
+/// this process reports them, so orders are handled first.
 const ORDERS_PER_ITERATION: usize = 16;
 const EXITS_PER_ITERATION: usize = 64;
 
-/// Maximum time for which one order stops the other processes in the namespace.
+/// Maximum time for which a single order may keep the other processes in the namespace stopped.
 const STOP_TIME_MAX: Duration = Duration::from_millis(250);
 
-/// Maximum duration of one wait for killed processes while the namespace is stopped, and number of
-/// unsuccessful waits after which the remaining processes continue. A killed process that waits for a disk
-/// does not exit immediately.
+/// Maximum duration of one wait for killed processes while the namespace is stopped, and the number of unsuccessful
+/// waits after which the remaining processes are resumed. A killed process does not exit immediately if it is waiting
+/// for a disk.
 const EXIT_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const FAILED_WAITS_MAX: u32 = 8;
 
-/// An order from the keeper to the first process. All PIDs are those inside the namespace.
+/// An order from the keeper to the namespace's first process. All PIDs are those inside the namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order<'a> {
-    /// Kills these children, and their process groups.
+    /// Kills these children and their process groups.
     Kill(&'a [u32]),
     /// Kills the template.
     KillTemplate,
-    /// Stops all processes, and kills each child except the template and the listed children. Also kills
-    /// descendants that become children of the first process in the meantime. Then resumes the remaining
-    /// processes.
+    /// Stops all processes, and kills all children except the template and the listed children. Descendants that become
+    /// children of the first process in the meantime are killed as well. Then resumes the remaining processes.
     KillAllExcept(&'a [u32]),
 }
 
@@ -82,22 +81,22 @@ impl Order<'_> {
     }
 }
 
-/// Report of a child's exit.
+/// Report on the exit of a child.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ChildExit {
     /// PID of the child inside the namespace.
     pub(crate) pid: u32,
     pub(crate) exit: Exit,
     pub(crate) usage: Usage,
-    /// PIDs of the remaining children inside the namespace. `None` if another exit report of this iteration
+    /// PIDs of the remaining children inside the namespace. `None` if another exit report from the same iteration
     /// follows.
     pub(crate) children: Option<Vec<u32>>,
-    /// True if there might be more children than listed.
+    /// True if there might be more children than those listed.
     pub(crate) has_more: bool,
 }
 
-/// Values of the last byte of an exit report's fixed part, which is the kind of list that follows: complete,
-/// incomplete, or none because another exit report follows.
+/// Values of the last byte in the fixed part of an exit report. The byte says which list follows: a complete one, an
+/// incomplete one, or none because another exit report follows.
 const ALL_CHILDREN: u8 = 0;
 const SOME_CHILDREN: u8 = 1;
 const ANOTHER_EXIT: u8 = 2;
@@ -126,7 +125,7 @@ pub(crate) fn open_children() -> Result<OwnedFd, Errno> {
     rustix::fs::open(CHILDREN_FILE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Runs the first process of the namespace. `template` is the PID of its child that becomes the template.
+/// Runs the first process of the namespace. `template` is the PID of the child that becomes the template.
 pub(crate) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     let Ok(sigchld) = watch_sigchld() else { exit(FAILED_EXIT_CODE) };
     // Killing requires CAP_KILL, because the processes in the namespace may run as another user. This process cannot
@@ -205,8 +204,8 @@ impl TemplateInit<'_> {
         count
     }
 
-    /// Reports an exit to the keeper. If `lists` is true, the report also lists the remaining children.
-    /// `lists` is true only for the last report of an iteration.
+    /// Reports an exit to the keeper. If `lists` is true, which is the case only for the last report of an iteration,
+    /// the report also lists the remaining children.
     fn report_exit(&self, (pid, status, usage): &(u32, i32, Usage), lists: bool) {
         let mut bytes = [0; EXIT_BYTES_MAX];
         let mut length = 0;
@@ -233,8 +232,8 @@ impl TemplateInit<'_> {
         }
     }
 
-    /// Fills `numbers` with the PIDs of remaining children. Returns the number of PIDs, and true if there might be
-    /// further children.
+    /// Fills `numbers` with the PIDs of the remaining children. Returns the number of PIDs, and true if there might be
+    /// more children.
     fn list_children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
         let (mut count, mut offset, mut number) = (0, 0, 0_u32);
         let mut text = [0; 4096];
@@ -262,7 +261,7 @@ impl TemplateInit<'_> {
         }
     }
 
-    /// Executes pending orders. Returns true if more orders might be pending.
+    /// Executes pending orders. Returns true if there might be more orders.
     fn execute_orders(&self) -> bool {
         let mut bytes = [0; ORDER_BYTES_MAX];
         for _ in 0..ORDERS_PER_ITERATION {
@@ -285,7 +284,7 @@ impl TemplateInit<'_> {
         true
     }
 
-    /// Kills all children except the template and the children in `named`. Meanwhile, all processes are stopped and
+    /// Kills all children except the template and those in `named`. All processes are stopped in the meantime and
     /// cannot fork, so each round removes one level of a process tree.
     fn kill_all_except(&self, named: &[[u8; 4]]) {
         let end = Instant::now() + STOP_TIME_MAX;

@@ -17,7 +17,7 @@ use super::{STATUS_BYTES, become_init, decode, encode};
 use crate::protocol::{Exit, Usage};
 use crate::wait;
 
-/// Runs the first process of the namespace. `worker` is the PID of its child that becomes the worker.
+/// Runs the first process of the namespace. `worker` is the PID of the child that becomes the worker.
 pub(crate) fn run(worker: u32, status: &OwnedFd) -> ! {
     become_init(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
     loop {
@@ -36,8 +36,8 @@ pub(crate) fn run(worker: u32, status: &OwnedFd) -> ! {
     }
 }
 
-/// Reads the first process's report on how the worker exited. Returns `None` if the first process was killed before
-/// the worker exited.
+/// Reads the first process's report about the worker's exit. Returns `None` if the first process was killed before the
+/// worker exited.
 pub(crate) fn read_status(status: &OwnedFd) -> Option<(Exit, Usage)> {
     let mut bytes = [0; STATUS_BYTES];
     let read = rustix::io::retry_on_intr(|| rustix::io::read(status, &mut bytes));

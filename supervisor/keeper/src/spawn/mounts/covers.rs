@@ -19,17 +19,18 @@ use crate::confine::landlock::Ruleset;
 use crate::confine::reach::{Purpose, Unreachable};
 use bulkhead_linux::errno::{self, check};
 
-/// Maximum number of covered folders. Each covered folder needs a descriptor in the child.
+/// Maximum number of folders that can be covered by another file system. Each covered folder needs a descriptor in the
+/// child.
 const COVERS_MAX: usize = 32;
 
-/// Maximum number of entries of a folder that are shown individually instead of the whole folder.
+/// Maximum number of entries to show individually if a folder is not shown as a whole.
 const ENTRIES_MAX: usize = 4096;
 
-/// Mount options of the file system that covers a folder. The file system contains only folders and mount points, and
-/// is made read-only at the end.
+/// Mount options of the file system that covers a folder. This file system contains only folders and mount points, and
+/// is made read-only in the end.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
-/// Layout of the mounts, decided before the fork.
+/// Layout of the mounts that cover unreachable folders, decided before the fork.
 pub(crate) struct Covers {
     covers: Vec<CString>,
     /// Folders and files that serve as mount points.
@@ -42,7 +43,7 @@ pub(crate) struct Covers {
 struct Bind {
     /// Index of the covered folder that contains the source. `None` means the root folder.
     cover: Option<usize>,
-    /// Path of the source, relative to the covered folder or the root folder.
+    /// Path of the source, relative to the covered folder or to the root folder.
     from: CString,
     at: CString,
     access: Access,
@@ -137,7 +138,7 @@ impl Covers {
         shown
     }
 
-    /// Adds `folder` and all folders between the covered folder and `folder`.
+    /// Adds `folder` and all folders on the path from the covered folder to `folder`.
     fn make_folders(&mut self, unreachable: &Unreachable, folder: &Path, made: &mut BTreeSet<PathBuf>) {
         let mut missing: Vec<&Path> = folder
             .ancestors()

@@ -12,9 +12,8 @@ use rustix::io::Errno;
 
 use super::{Access, mount, restrict};
 
-/// Entries that stay visible, because C libraries, allocators, Node, Java, Go, Python and shell tools read
-/// them. They show processors, memory, times, and the kernel's version, settings, file systems and control
-/// groups.
+/// Entries of `/proc` that stay visible, because C libraries, allocators, Node, Java, Go, Python and shell tools read
+/// them. They show processors, memory, times, and the kernel's version, settings, file systems and control groups.
 const VISIBLE_ENTRIES: [&str; 11] = [
     "cgroups",
     "cpuinfo",
@@ -29,13 +28,13 @@ const VISIBLE_ENTRIES: [&str; 11] = [
     "version",
 ];
 
-/// File and folder that are mounted over hidden entries. No process has permission to open them. They are
-/// removed from the root folder after all entries are hidden.
+/// File and folder to mount over hidden entries. No process has permission to open them. They are removed from the root
+/// folder once all entries are hidden.
 const EMPTY_FILE: &CStr = c"/no-file";
 const EMPTY_FOLDER: &CStr = c"/no-folder";
 
-/// Entries of `/proc` that are neither visible entries nor processes. Looked up once, because they are the
-/// same for all workers.
+/// Entries of `/proc` to hide, which are all entries except processes and the visible entries. Looked up only once,
+/// because they are the same for all workers.
 static HIDDEN_ENTRIES: OnceLock<Vec<HiddenEntry>> = OnceLock::new();
 
 struct HiddenEntry {

@@ -20,23 +20,22 @@ use crate::confine::paths;
 use crate::confine::reach::{GrantedPaths, Unreachable};
 use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
 
-/// Path of the system's root folder while the private root folder is being assembled.
+/// Path at which the system's root folder is mounted while the private root folder is being assembled.
 const OLD_ROOT: &CStr = c"/old";
 
 /// Folder at which the new root folder is first mounted. It exists on every system, and its contents are not needed
 /// before the root is changed.
 const STAGING_FOLDER: &CStr = c"/proc";
 
-/// Mount options of the file system with the folders and links of the new root. This file system is made read-only at
-/// the end.
+/// Mount options of the file system that contains the folders and links of the new root. This file system is made
+/// read-only in the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
-/// Number of bytes in a private `/tmp` for each file that it can contain, and minimum number of files that it can
-/// contain.
+/// A private `/tmp` can contain one file for each `BYTES_PER_FILE` bytes of its size, but at least `FILES_MIN` files.
 const BYTES_PER_FILE: u64 = 4096;
 const FILES_MIN: u64 = 1024;
 
-/// Targets and names of links that programs expect in `/dev`. Named shared memory is in the private `/tmp`.
+/// Links that programs expect in `/dev`, each with its target and its name. `/dev/shm` links to the private `/tmp`.
 const LINKS: [(&CStr, &CStr); 5] = [
     (c"/proc/self/fd", c"/dev/fd"),
     (c"/proc/self/fd/0", c"/dev/stdin"),
@@ -45,7 +44,7 @@ const LINKS: [(&CStr, &CStr); 5] = [
     (c"/tmp", c"/dev/shm"),
 ];
 
-/// A step in creating a root folder, or the contents of a covered folder.
+/// A step in creating a root folder or the contents of a covered folder.
 pub(crate) enum LayoutStep {
     Folder(CString),
     File(CString),
@@ -65,16 +64,16 @@ pub(crate) enum LayoutStep {
     },
 }
 
-/// All steps that create a root folder, decided before the fork.
+/// All steps for creating a root folder, decided before the fork.
 pub(crate) struct PrivateRoot {
     steps: Vec<LayoutStep>,
-    /// Folders whose entries are shown individually.
+    /// Folders that are not shown as a whole. Their entries are shown individually.
     expanded: Vec<CString>,
     has_pid_namespace: bool,
     tmp_options: Option<CString>,
 }
 
-/// Maximum number of entries of a folder that are shown individually instead of the whole folder. A larger folder is
+/// Maximum number of entries to show individually if a folder is not shown as a whole. A folder with more entries is
 /// shown as a whole, and its withheld paths are hidden.
 const SHOWN_ENTRIES_MAX: usize = 512;
 
@@ -85,7 +84,7 @@ const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
 
 impl PrivateRoot {
-    /// Decides the layout. On error, returns the configured path that does not exist.
+    /// Decides the layout of the root folder. On error, returns the configured path that does not exist.
     pub(crate) fn prepare<'v>(
         granted: &GrantedPaths<'v>,
         withheld: &'v [&'v Path],
@@ -127,8 +126,7 @@ impl PrivateRoot {
         Ok(Self { steps, expanded, has_pid_namespace: layers.namespaces.pid, tmp_options })
     }
 
-    /// Returns the folders whose entries are shown individually. The Landlock rules do not contain these
-    /// folders.
+    /// Returns the folders whose entries are shown individually. The Landlock rules must not contain these folders.
     pub(crate) fn expanded(&self) -> &[CString] {
         &self.expanded
     }
@@ -218,12 +216,12 @@ impl LayoutStep {
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Folders whose entries are shown individually instead of the whole folder.
+    /// Folders that are not shown as a whole. Their entries are shown individually.
     expanded: BTreeSet<PathBuf>,
 }
 
 impl Layout {
-    /// Adds a system folder. If the system has a link instead of the folder, adds the link.
+    /// Adds a system folder, or a link if the system has a link in place of the folder.
     fn add_system_folder(&mut self, path: &Path) {
         match std::fs::read_link(path) {
             Ok(to) => drop(self.links.insert(path.to_owned(), to)),
@@ -231,8 +229,8 @@ impl Layout {
         }
     }
 
-    /// Adds the granted paths. Returns the links in program folders, each with its target. On error, returns the path
-    /// that does not exist.
+    /// Adds the granted paths. Returns the links in program folders, each with its target. If a path does not exist,
+    /// returns this path as the error.
     fn add_granted<'v>(
         &mut self,
         granted: &GrantedPaths<'v>,
@@ -259,7 +257,7 @@ impl Layout {
         Ok(links)
     }
 
-    /// Adds a path under the given name and under its real path.
+    /// Makes a path visible under the given name and under its real path.
     fn bind(&mut self, path: &Path, access: Access) {
         let Ok(real) = std::fs::canonicalize(path) else { return };
         if real == Path::new("/") {
@@ -271,10 +269,10 @@ impl Layout {
         }
     }
 
-    /// Adds a folder. If paths inside the folder are withheld, adds the other entries individually. A
-    /// mount over a withheld path would not be enough, because replacing the path with another file would
-    /// make it visible again. The entries are also added individually if the folder denies access to the
-    /// worker's user. Returns the links in the folder, each with its target.
+    /// Adds a folder. If paths inside the folder are withheld, adds the other entries individually. Mounting something
+    /// over a withheld path would not be enough, because a file that later takes the place of the withheld one would be
+    /// visible. The entries are also added individually if the folder denies access to the worker's user. Returns the
+    /// links in the folder, each with its target.
     fn add_program_folder(
         &mut self,
         folder: &Path,
@@ -356,7 +354,8 @@ impl Layout {
         steps
     }
 
-    /// Returns the access to the nearest visible folder above this path, or `None` if there is none.
+    /// Returns the access that was granted to the nearest visible folder above this path, or `None` if there is no such
+    /// folder.
     fn access_above(&self, path: &Path) -> Option<Access> {
         path.ancestors().skip(1).find_map(|above| {
             let (_, access) = self.binds.get(above)?;
@@ -368,7 +367,7 @@ impl Layout {
         path.ancestors().any(|above| self.links.contains_key(above))
     }
 
-    /// Hides a path wherever it would be visible, unless it was explicitly granted.
+    /// Hides a path in all places where it would be visible, unless access to it was explicitly granted.
     fn hide(&self, path: &Path) -> Vec<LayoutStep> {
         let Ok(real) = std::fs::canonicalize(path) else { return Vec::new() };
         let is_folder = real.is_dir();
@@ -390,19 +389,20 @@ pub(crate) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString
     CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
 }
 
-/// Returns true if a folder denies access to the worker's user, so that its entries are shown individually.
+/// Returns true if the entries of a folder are shown individually because the folder denies access to the worker's
+/// user.
 pub(crate) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
     !unreachable.expanded.is_empty()
         && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
 }
 
-/// Returns the parent folders of a path, outermost first, without the root folder.
+/// Returns the parent folders of a path, outermost first. Excludes the root folder.
 fn folders_above(path: &Path) -> Vec<CString> {
     path.parent().map(folders_to).unwrap_or_default()
 }
 
-/// Returns the parent folders of a path, and the path itself. If the path contains `..`, the result includes
-/// the folders that it enters and leaves.
+/// Returns the parent folders of a path, and the path itself. If the path contains `..`, the result includes the
+/// folders that the path enters and then leaves.
 fn folders_to(path: &Path) -> Vec<CString> {
     let mut folders = Vec::new();
     let mut so_far = PathBuf::from("/");
@@ -423,13 +423,13 @@ pub(crate) fn c_string(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
-/// Returns the path that a system file has while the new root folder is being assembled.
+/// Returns the path of a system file while the new root folder is being assembled.
 fn old_path(path: &Path) -> Option<CString> {
     CString::new([OLD_ROOT.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
 
-/// Mounts a new `/proc` over the system's `/proc`, for the PID namespace of this process. This process must
-/// be the first process in the namespace. Only this process and its descendants see the new `/proc`.
+/// Mounts a new `/proc` over the system's `/proc`, for the PID namespace of this process, which must be the first
+/// process in this namespace. Only this process and its descendants see the new `/proc`.
 pub(crate) fn mount_private_proc() -> Result<(), Errno> {
     // Later unmounts in the system propagate to this namespace, but mounts in this namespace do not propagate
     // back.
@@ -441,7 +441,7 @@ pub(crate) fn mount_private_proc() -> Result<(), Errno> {
     if own == b"1" { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// Mounts an empty file system as the root. The previous root becomes the folder `old` in it.
+/// Mounts an empty file system as the root. The previous root becomes the folder `old` in the new root.
 fn change_root() -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     mount(Some(c"tmpfs"), STAGING_FOLDER, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
@@ -472,7 +472,7 @@ fn ignore_existing(result: Result<(), Errno>) -> Result<(), Errno> {
     }
 }
 
-/// Makes `from` visible at `at` as well, with all mounts below `from`.
+/// Makes `from`, with all mounts below it, visible at `at` as well.
 fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
     mount(Some(from), at, None, libc::MS_BIND | libc::MS_REC, None)?;
     restrict(at, access)

@@ -12,7 +12,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{Process, descendants, read_process};
 
-/// Maximum number of scans for processes that were forked while others were being stopped.
+/// Maximum number of scans in one run before the processes found are killed. Repeated scans find processes that were
+/// forked while others were being stopped.
 const STOP_SCANS_MAX: usize = 32;
 
 /// Finds and kills the descendants of this process. The work is done in runs, each of which begins with
@@ -20,11 +21,11 @@ const STOP_SCANS_MAX: usize = 32;
 #[derive(Default)]
 pub struct DescendantKiller {
     stage: Stage,
-    /// Number of scans started in the current run.
+    /// Number of scans that have been started in the current run.
     run_scans: usize,
-    /// Number of scans started in all runs.
+    /// Number of scans that have been started in all runs.
     scans: u64,
-    /// Descendants that existed in the latest complete scan.
+    /// Descendants that were found by the latest complete scan.
     found: HashMap<u32, Found>,
     /// Highest `first_seen` of all processes in `found`.
     latest_first_seen: u64,
@@ -36,14 +37,14 @@ enum Stage {
     Idle,
     /// The killer is reading the table of all processes.
     Scanning { entries: ReadDir, table: HashMap<u32, Process> },
-    /// The killer is sending `signal` to the targets, from last to first.
+    /// The killer is sending `signal` to the target processes, from the last to the first.
     Signalling { targets: Vec<u32>, signal: Signal },
 }
 
 struct Found {
     started: u64,
     parent: u32,
-    /// Number of the scan that first found the process.
+    /// Number of the scan in which the process was first found.
     first_seen: u64,
     /// True if the killer has tried to send SIGSTOP to the process.
     is_stopped: bool,
@@ -54,10 +55,10 @@ struct Found {
 pub enum Progress {
     /// The run is not finished.
     InProgress,
-    /// The run is not finished, but a scan is complete. Only then can the result of
+    /// The run is not finished, but a scan has just been completed. Only at this point can the result of
     /// [`DescendantKiller::has_nothing_new_since`] change.
     ScanComplete,
-    /// The run is finished. Contains the number of killed processes, or 0 if no descendant was left.
+    /// The run is finished. Contains the number of killed processes, which is 0 if there were no descendants left.
     Finished(usize),
 }
 
@@ -82,13 +83,13 @@ impl DescendantKiller {
         !matches!(self.stage, Stage::Idle)
     }
 
-    /// Returns the number of scans started so far. See [`DescendantKiller::has_nothing_new_since`].
+    /// Returns the number of scans that have been started so far. See [`DescendantKiller::has_nothing_new_since`].
     pub fn scan_number(&self) -> u64 {
         self.scans
     }
 
-    /// Returns true if the latest scan began after scan `scan_number` and found no process that is new since then. In
-    /// this case, a process that died during scan `scan_number` has left nothing behind. Call this when a scan is
+    /// Returns true if the latest scan began after scan `scan_number` and found no process that is new since then. If
+    /// so, a process that died during scan `scan_number` has left no processes behind. Call this when a scan is
     /// complete.
     pub fn has_nothing_new_since(&self, scan_number: u64) -> bool {
         self.scans > scan_number && self.latest_first_seen <= scan_number
@@ -144,8 +145,8 @@ impl DescendantKiller {
         Ok(())
     }
 
-    /// Evaluates a complete scan. Stops the processes that have not been stopped yet. If there are none, kills all
-    /// processes that were found.
+    /// Evaluates a complete scan. Stops the processes that have not been stopped yet. Once all processes have been
+    /// stopped, or after too many scans, kills all of them.
     fn evaluate_scan(
         &mut self,
         table: &HashMap<u32, Process>,
@@ -179,8 +180,8 @@ impl DescendantKiller {
         Progress::ScanComplete
     }
 
-    /// Sends a signal to a process from a scan, unless its PID has been reused. Leaves the process to the next scan if
-    /// it is not stopped yet and now has another parent, because it may no longer be a descendant.
+    /// Sends a signal to a process that was found by a scan, unless its PID has been reused. If the process is not
+    /// stopped yet and now has another parent, it may no longer be a descendant, and is left to the next scan.
     fn signal(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
@@ -215,7 +216,8 @@ mod tests {
         }
     }
 
-    /// Runs a test case in a separate process. Otherwise, the case would also kill the processes of all other tests.
+    /// Runs a test case in a separate process, because the case would otherwise also kill the processes of all other
+    /// tests.
     fn in_separate_process(case: &str, run: impl FnOnce()) {
         if std::env::var_os("BULKHEAD_TEST_CASE").is_some_and(|chosen| chosen == case) {
             return run();
