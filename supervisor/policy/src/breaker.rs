@@ -125,7 +125,7 @@ pub(crate) enum CallResult {
     Ignored,
 }
 
-/// A change in the breaker's state, and the numbers that caused it.
+/// A change in the breaker's state, and the call statistics that caused the change.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transition {
     /// Previous state.
@@ -146,9 +146,10 @@ pub(crate) struct Breaker {
     /// Configuration of the breaker. If this is `None`, only an operator can open the breaker.
     limits: Option<BreakerLimits>,
     state: State,
-    /// Number of state changes so far. Results of calls from earlier epochs are ignored.
+    /// Number of state changes so far. Results of calls that were claimed before the latest change are ignored.
     epoch: u64,
-    /// Number of consecutive openings. The count restarts if the breaker was closed for at least a full window.
+    /// Number of consecutive times that the breaker has opened. The count restarts if the breaker was closed for at
+    /// least a full window.
     openings: u32,
 }
 
@@ -236,7 +237,7 @@ impl Breaker {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Returns the claim for a call whose result says nothing about the dependency, so that another call can be the
+    /// Gives back the claim of a call whose result says nothing about the dependency, so that another call can be the
     /// probe instead. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn return_claim(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
@@ -388,7 +389,7 @@ impl State {
     }
 }
 
-/// Number of counted calls, and numbers of failed calls and of slow calls.
+/// Number of counted calls, and how many of these calls failed or were slow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct Tally {
     calls: u32,
@@ -636,8 +637,8 @@ mod tests {
         assert_eq!(breaker.seen(at(6)), Tally::default());
     }
 
-    /// Taken from resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The last probe is
-    /// ignored.
+    /// Taken from resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The result of the last
+    /// probe is ignored.
     #[test]
     fn ignored_probe_is_repeated() {
         let mut breaker = opened(at(0));
@@ -667,7 +668,7 @@ mod tests {
 
     /// Taken from `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold` in resilience4j, its counterpart for
     /// slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike in resilience4j, this
-    /// breaker opens as soon as the remaining probes cannot prevent the opening.
+    /// breaker opens as soon as the remaining probes can no longer prevent it.
     #[test]
     fn probe_results_open_or_close_the_breaker() {
         for bad in [(Failure, FAST), (Success, SLOW)] {
@@ -793,7 +794,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// The breaker must not open because an old success leaves the window or because a call is ignored.
+    /// The breaker must not open merely because an old success leaves the window or because a call is ignored.
     #[test]
     fn only_failed_or_slow_calls_open_the_breaker() {
         let mut breaker = breaker();
@@ -825,7 +826,7 @@ mod tests {
         }
     }
 
-    /// A breaker, the calls in progress, and a list of the calls counted in the current epoch.
+    /// A breaker, the calls in progress, and a list of the calls counted since the last state change.
     struct World {
         random: Random,
         limits: BreakerLimits,

@@ -21,7 +21,7 @@ use crate::time::Time;
 pub struct WorkerId {
     /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Sequence number of the worker's start, counted across all workers in the bulkhead.
+    /// Sequence number of this start, counting the starts of all workers in the bulkhead.
     pub generation: u32,
 }
 
@@ -95,7 +95,7 @@ pub enum Reply {
     },
 }
 
-/// Optional features of a worker.
+/// Optional features that a worker supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
     /// True if the worker sends heartbeats while jobs are running.
@@ -187,8 +187,8 @@ pub enum Event<T> {
         /// Worker that sent the frame.
         worker: WorkerId,
     },
-    /// A worker was alive at an earlier time, according to a timestamp in shared memory. The caller reads the
-    /// timestamps of silent workers only.
+    /// A worker was alive at an earlier time, according to a timestamp in shared memory. The caller reads the timestamp
+    /// only if the worker is silent.
     AliveAt {
         /// Worker that wrote the timestamp.
         worker: WorkerId,
@@ -603,7 +603,7 @@ pub enum OperatorEvent {
         from: u32,
         /// Current adaptive limit.
         to: u32,
-        /// Latency that caused the change: the lower median of the tenants' 90th percentile run times.
+        /// Latency that caused the change: the lower median of the tenants' 90th-percentile run times.
         latency: Duration,
         /// Configuration of the adaptive limit.
         limits: AdaptiveLimits,

@@ -29,8 +29,8 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// Minimum time left until a job's deadline and queue timeout for the job to be prefetched, as a multiple of
-/// `lookahead`.
+/// A job is prefetched only if at least this multiple of `lookahead` is left until the job's deadline and queue
+/// timeout.
 const TIME_LEFT_FACTOR: u32 = 2;
 
 /// Time allowed for a worker to start a job, in addition to `lookahead`. On a busy machine, a worker can wait this long
@@ -344,7 +344,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the outcome of a prefetched job that turned out to have been started.
+    /// Sends the outcome of a job that was counted as prefetched although its worker has already started it.
     pub(super) fn abandon_prefetched(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         self.uncount_waiting(index);
@@ -500,7 +500,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Resends jobs with a permit to their previous workers after the jobs were recalled together with other jobs.
+    /// Resends jobs that hold a permit to the workers from which they were recalled together with other jobs.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
