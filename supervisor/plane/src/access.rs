@@ -21,8 +21,8 @@ pub struct Access {
     /// Access rules, in the order in which they appear in the file. They also apply to root and the supervisor's user.
     /// If there are no rules, only these two users have access, without any restrictions.
     rules: Vec<Arc<AccessRule>>,
-    /// Cache of processes known not to be descendants of the supervisor. Without the cache, checking the ancestors
-    /// would be the main cost of a new connection.
+    /// Cache of processes known not to be descendants of the supervisor. Without this cache, checking ancestors would
+    /// dominate the cost of accepting a connection.
     unrelated: Arc<UnrelatedProcesses>,
 }
 
@@ -93,12 +93,13 @@ impl Tokens {
         self.0.iter().map(|(_, grant)| grant.clone()).collect()
     }
 
-    /// Returns true if there is a token with this number.
+    /// Returns true if a token with this number exists.
     pub fn has(&self, id: u32) -> bool {
         self.0.iter().any(|(_, grant)| grant.id == id)
     }
 
-    /// Returns the permissions of the token with this `secret`. Always compares all tokens, each in constant time.
+    /// Returns the permissions of the token with this `secret`. Always compares the secret with all tokens, each in
+    /// constant time.
     pub fn find(&self, secret: &[u8]) -> Option<&TokenGrant> {
         let given = Token::new(secret);
         self.0.iter().fold(None, |found, (token, grant)| if *token == given { Some(grant) } else { found })

@@ -81,7 +81,7 @@ pub struct TenantCounters {
 }
 
 impl BulkheadCounters {
-    /// Creates counters initialized to zero. `labels` is the number of tenant labels.
+    /// Creates counters that start at zero. `labels` is the number of tenant labels.
     pub fn new(labels: usize) -> Self {
         Self { tenants: vec![TenantCounters::default(); labels + 1], ..Self::default() }
     }

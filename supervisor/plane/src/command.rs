@@ -107,7 +107,7 @@ pub enum Command {
         /// Channel for the reply: all limits set for this tenant after the change, or an error.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
-    /// Return the observed demand for a bulkhead. Advice is computed from these observations.
+    /// Return the observed demand for a bulkhead, from which advice is computed.
     Observe {
         bulkhead: String,
         /// Channel for the reply: the observation, or `None` if there is no such bulkhead.
@@ -124,8 +124,8 @@ pub enum Command {
         /// Resident set size in bytes.
         rss_bytes: u64,
     },
-    /// Report the size of a worker's temporary folder. Sent only if the size exceeds the lowest limit of any
-    /// bulkhead.
+    /// Report the size of a worker's temporary folder. Sent only if the size exceeds the lowest size limit of all
+    /// bulkheads.
     ReportTemporaryFolder {
         /// The worker's spawn number.
         worker: u64,
@@ -138,7 +138,7 @@ pub enum Command {
         /// worker's folder.
         template: Option<u64>,
     },
-    /// Run a job from a crash report again, in a separate worker.
+    /// Rerun a job from a crash report in a separate worker.
     Replay {
         request: ReplayRequest,
         /// Channel for the reply: `Ok` when the replay has begun, or the reason why it cannot begin.
@@ -190,7 +190,7 @@ pub enum Command {
     },
     /// Report summary events about all bulkheads and the supervisor.
     Summarise,
-    /// Reap exited orphans that this process has inherited.
+    /// Reap orphaned processes that were reparented to this process and have exited.
     ReapOrphans {
         /// Channel for the reply: true if there might be more exited orphans.
         reply: oneshot::Sender<bool>,
@@ -234,7 +234,7 @@ impl Command {
 pub struct JobsRequest {
     /// Name of the bulkhead whose jobs are listed, or `None` for all bulkheads.
     pub bulkhead: Option<String>,
-    /// Progress that a job must have made to be listed, or `None` to list all jobs.
+    /// Restricts the list to jobs with this progress. `None` lists all jobs.
     pub progress: Option<JobProgress>,
     /// Maximum number of jobs in the list.
     pub limit: usize,

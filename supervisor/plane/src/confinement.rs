@@ -676,7 +676,7 @@ impl LayerResolver<'_> {
         (!is_allowed).then_some(why)
     }
 
-    /// Returns the configured cgroup limits. They do not depend on the profile.
+    /// Returns the configured cgroup limits, which do not depend on the profile.
     fn cgroup(&mut self, bulkhead: &BulkheadConfig) -> Option<CgroupLimits> {
         let limits = bulkhead.cgroup.as_ref()?;
         if !self.require(Layer::Cgroup) {

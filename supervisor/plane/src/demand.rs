@@ -9,7 +9,7 @@ use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
-/// Load of a compartment, which has not changed since `since`.
+/// Load of a compartment, which has been constant since `since`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Load {
     since: Time,
@@ -46,7 +46,7 @@ pub struct Window {
     /// Distributions of run times and of queue times, both in microseconds.
     pub run_us: Histogram,
     pub wait_us: Histogram,
-    /// Total time that jobs spent in flight, summed over all jobs, in nanoseconds.
+    /// Time that jobs spent in flight, summed over all jobs, in nanoseconds.
     pub in_flight_ns: u128,
     /// Observations since the limits last changed.
     pub under_limits: LimitedWindow,
@@ -83,7 +83,7 @@ pub struct Demand {
 }
 
 impl Demand {
-    /// Creates a record without observations.
+    /// Creates a record that contains no observations yet.
     pub fn new(now: Time, limits: &Limits) -> Self {
         let mut demand = Self { started_at: now, sizes: sizes_of(limits), ..Self::default() };
         demand.windows.roll(now);

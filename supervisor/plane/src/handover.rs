@@ -109,11 +109,11 @@ pub struct Numbers {
     pub max_in_flight: Option<u32>,
     /// Maximum number of queued jobs.
     pub max_queue: Option<u32>,
-    /// Cost per second, burst, and whether each tenant has a separate limit.
+    /// Rate limit: cost per second, burst, and whether the limit applies to each tenant separately.
     pub rate_limit: Option<(f64, u32, bool)>,
 }
 
-/// BULKHEAD: an operator's decisions about a bulkhead.
+/// BULKHEAD: the state of a bulkhead, including changes made by operators.
 #[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct BulkheadState {
     pub name: String,
@@ -129,7 +129,7 @@ pub struct BulkheadState {
     pub live: Numbers,
 }
 
-/// TENANT: an operator's changes for one tenant.
+/// TENANT: changes that operators made to one tenant's limits.
 #[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct TenantState {
     pub bulkhead: String,
@@ -140,7 +140,7 @@ pub struct TenantState {
     pub live: Numbers,
 }
 
-/// WORKER_ID: the permanent UID of a bulkhead, which all its workers share because they write files.
+/// WORKER_ID: a bulkhead's permanent UID. All of the bulkhead's workers share this UID, because they write files.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct WorkerId<'a> {
     pub bulkhead: &'a str,
@@ -160,11 +160,11 @@ pub struct State {
     /// Soft resource limits that applied before the predecessor raised them, by resource number. `u64::MAX` means
     /// unlimited.
     pub soft_limits: Vec<(u32, u64)>,
-    /// Sockets that belong to the service manager, by descriptor name.
+    /// Descriptor names of the sockets that belong to the service manager.
     pub activated: Vec<String>,
 }
 
-/// A compartment: either a bulkhead, or an isolated tenant in the bulkhead.
+/// Name of a compartment, which is either a bulkhead or an isolated tenant in a bulkhead.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Encode, BorrowDecode)]
 pub struct CompartmentName {
     pub bulkhead: String,
@@ -181,7 +181,7 @@ pub struct Held {
     pub waiting: u32,
 }
 
-/// QUARANTINED: a payload in quarantine.
+/// QUARANTINED: a quarantined payload.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Quarantined {
     pub compartment: CompartmentName,
@@ -211,7 +211,7 @@ pub struct Switch {
 }
 
 /// SESSION: a connection. Its socket is sent along with the message. The payload consists of bytes that were received
-/// but not handled.
+/// but have not been handled yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SessionState {
     /// True if the handshake is complete.
@@ -229,7 +229,7 @@ pub struct SessionState {
 /// Origin of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum SessionClient {
-    /// The peer of the socket. The kernel reports its credentials.
+    /// The peer of the socket, whose credentials the kernel reports.
     Peer,
     /// The control plane, on behalf of a user of the admin API.
     Operator {
@@ -290,7 +290,8 @@ pub enum FrameError {
     /// The metadata does not match the kind of message.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// The descriptor that belongs to the message is missing, because this process has no free descriptor.
+    /// The descriptor that belongs to the message is missing, because this process had no free descriptor to receive
+    /// it.
     #[error("a descriptor is missing: raise the limit on open files")]
     NoDescriptor,
     /// The message is critical, but this version does not know its kind.
@@ -382,7 +383,7 @@ pub type Prepared = (Vec<BulkheadState>, Vec<TenantState>, Option<std::os::unix:
 /// State of the data plane when it stops serving clients.
 #[derive(Debug, Default)]
 pub struct SwitchState {
-    /// Permits that the remaining jobs still need.
+    /// Permits that the data plane's remaining jobs still need.
     pub held: Vec<Held>,
     /// Payloads in quarantine.
     pub quarantined: Vec<Quarantined>,

@@ -75,7 +75,7 @@ fn retry_for<T, E>(
 mod tests {
     use super::*;
 
-    /// A caller that is waiting must get the lock if the lock is released before the timeout.
+    /// A waiting caller must get the lock if it is released before the timeout.
     #[test]
     fn waits_for_lock_until_timeout() {
         let folder = tempfile::tempdir().unwrap();

@@ -49,7 +49,7 @@ pub enum Milestone {
 pub enum Notice {
     /// A milestone was reached.
     Milestone(Milestone),
-    /// The output of a new worker is ready to be read.
+    /// Pipes from which a new worker's output can be read.
     Output(WorkerOutput),
     /// An event or a crash report.
     Droppable(DroppableNotice),

@@ -16,7 +16,7 @@ const DESCRIPTORS_PER_LEASE: u64 = 4;
 const LIMIT_PER_LEASE: u64 = 16;
 
 /// The limit on open files divided by this number is the maximum number of closed connections that still hold the
-/// descriptors of a loan because the peer has not read it.
+/// descriptors of a loan because the peer has not read the loan.
 pub const LIMIT_PER_UNREAD: u64 = 32;
 
 /// Returns the maximum number of memory file leases. `limit` is the limit on open files.
@@ -37,7 +37,8 @@ fn templates(bulkhead: &BulkheadConfig) -> u64 {
     u64::from(bulkhead.start.mode == StartMode::Fork)
 }
 
-/// Limit on open files, and the maximum numbers of descriptors used for files from peers and for HTTP over TCP.
+/// Limit on open files, and the maximum numbers of descriptors used for files received from peers and for HTTP over
+/// TCP.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenFiles {
     limit: u64,

@@ -14,7 +14,7 @@ use bulkhead_keeper::{Rlimit, SpawnOrder};
 /// Environment variable that tells a worker program to act as a template.
 const TEMPLATE: &str = "BULKHEAD_TEMPLATE=1";
 
-/// Undocumented command-line argument. If it is the first argument, the supervisor program must run as a symbolizer.
+/// Undocumented command-line argument. If this is the first argument, the supervisor program must run as a symbolizer.
 pub const SYMBOLIZE_ARGUMENT: &str = "__symbolize";
 
 /// Memory limit of a symbolizer, in bytes.
@@ -318,7 +318,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     }
 }
 
-/// Returns the limits for tenants that share workers. If tenants are isolated, there are no such limits.
+/// Returns the limits for tenants that share workers, or no limits if tenants are isolated.
 fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
     let is_shared = bulkhead.isolation().is_none();
     let shares = bulkhead.tenants.as_ref().filter(|_| is_shared);

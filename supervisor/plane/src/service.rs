@@ -23,7 +23,7 @@ const JOBS_MIN: u64 = 10;
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
-/// Maximum number of bytes quoted from a handler's error code when a cause is described.
+/// Maximum number of bytes of a handler's error code that are quoted to explain a degraded service.
 const CODE_BYTES_MAX: usize = 64;
 
 // Indices of outcomes in the counts of a slice. `REJECTED` and `CRASHED` are the first indices for reject and crash

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Maximum time for an orderly shutdown. After that, the process exits, and the keeper kills the workers.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Exit code if the shutdown hangs. Equal to `EX_SOFTWARE` in sysexits.h.
+/// Exit code if the shutdown hangs: `EX_SOFTWARE` from sysexits.h.
 const HUNG_EXIT_CODE: i32 = 70;
 
 /// Monitor for the essential threads. All clones share the same state.
@@ -45,7 +45,7 @@ impl ThreadMonitor {
     }
 
     /// Records that startup is complete. From then on, an early exit of an essential thread is reported immediately.
-    /// Before, a thread exits only if startup has failed, which is reported elsewhere.
+    /// Before that, a thread exits only if startup has failed, which is reported elsewhere.
     pub fn mark_started(&self) {
         self.0.has_started.store(true, Ordering::SeqCst);
     }

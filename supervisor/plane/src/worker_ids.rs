@@ -91,7 +91,7 @@ struct State {
     database_ids: DatabaseIds,
 }
 
-/// IDs in the local databases, and the modification times of the files when they were read.
+/// IDs in the local databases, and the modification times that the files had when they were read.
 #[derive(Debug, Default)]
 struct DatabaseIds {
     ids: BTreeSet<u32>,

@@ -44,13 +44,13 @@ const WINDOW_MIN: Duration = Duration::from_millis(100);
 /// run times.
 const WINDOW_MAX: Duration = Duration::from_secs(10);
 
-/// Minimum number of run times in a window before the limit can change.
+/// Minimum number of run times that a window must contain before the limit can change.
 const RUNS_MIN: usize = 10;
 
 /// Maximum number of run times stored for each vote on the latency. New run times replace the oldest ones.
 const RUNS_MAX: usize = 128;
 
-/// Maximum number of tenants whose run times count as a separate vote in a window. All other tenants share one vote.
+/// Maximum number of tenants whose run times count as separate votes in a window. All other tenants share one vote.
 const TENANTS_MAX: usize = 64;
 
 /// Maximum number of windows to wait before the limit can grow again.
@@ -116,8 +116,8 @@ pub(crate) struct Adaptive {
     was_full: bool,
     /// True if a job has been counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
-    /// Earliest dispatch time of a job that counts. Jobs dispatched earlier are ignored, because they started under a
-    /// higher limit.
+    /// Earliest dispatch time of the jobs that are counted. Jobs dispatched earlier are ignored, because they started
+    /// under a higher limit.
     counts_from: Time,
     /// True if the limit was raised and no complete window has been measured since then.
     has_grown: bool,
@@ -131,7 +131,7 @@ pub(crate) struct Adaptive {
 }
 
 impl Adaptive {
-    /// Returns a limit that starts at the configured maximum.
+    /// Creates a limit that starts at the configured maximum.
     pub(crate) fn new(limits: AdaptiveLimits, now: Time) -> Self {
         let limit = limits.max;
         Self {

@@ -13,7 +13,7 @@ use crate::time::Time;
 /// configured length.
 const BUCKETS: usize = 10;
 
-/// Maximum factor by which repeated openings extend `open_for`.
+/// Maximum factor by which `open_for` is multiplied when the breaker opens repeatedly.
 const OPEN_FOR_FACTOR_MAX: u32 = 8;
 
 /// Configuration of a circuit breaker.
@@ -74,9 +74,9 @@ vocabulary! {
 /// Decision about a newly arrived job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Admission {
-    /// The job may be dispatched.
+    /// The job can be dispatched.
     Closed,
-    /// The job may be dispatched as a probe.
+    /// The job can be dispatched as a probe.
     Probe,
     /// The job is rejected because all probes are in progress. It is not known when the next job can pass.
     Probing,
@@ -500,7 +500,7 @@ mod tests {
         assert!(matches!(transitions[..], [Transition { to: BreakerState::Open, .. }]), "{transitions:?}");
     }
 
-    /// Claims a call and panics if the breaker does not admit it.
+    /// Claims a call and panics if the breaker does not admit the call.
     #[expect(clippy::panic, reason = "a test reports failures by panicking")]
     fn claim(breaker: &mut Breaker, now: Time) -> Claim {
         let Some((claim, _)) = breaker.claim(now, true) else {
@@ -686,8 +686,8 @@ mod tests {
         }
     }
 
-    /// Calls that were claimed before the breaker opened and that end while it is half-open are not counted and do not
-    /// free a probe.
+    /// Calls claimed before the breaker opened are not counted and do not free a probe if they end while the breaker is
+    /// half-open.
     #[test]
     fn ignores_calls_claimed_before_the_breaker_opened() {
         let mut breaker = breaker();
@@ -835,7 +835,7 @@ mod tests {
         is_ready: bool,
         under_way: Vec<Claim>,
         judged: Vec<(Time, Tally)>,
-        /// Number of times each state was entered.
+        /// Number of times that each state was entered.
         entered: [u32; 4],
     }
 

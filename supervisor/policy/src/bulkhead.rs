@@ -50,7 +50,7 @@ pub use view::{
     BulkheadState, Counters, HeldJob, JobProgress, JobView, PostMortem, TenantView, WorkerSummary, WorkerView,
 };
 
-/// A bulkhead. `T` is the caller's record of a job.
+/// State machine of a bulkhead. `T` is the type of the caller's record of a job.
 pub struct Bulkhead<T> {
     limits: Limits,
     mode: Mode,
@@ -296,7 +296,7 @@ impl<T> Bulkhead<T> {
         matches!(place, Some(JobState::Queued | JobState::WaitingSuspect))
     }
 
-    /// Returns true if the job is in flight in this worker. A prefetched job is not in flight.
+    /// Returns true if the job is in flight in this worker. A prefetched job does not count as in flight.
     pub fn holds(&self, worker: WorkerId, job: JobId) -> bool {
         matches!(self.find_at(worker, job), Some((_, JobState::InFlight { .. })))
     }

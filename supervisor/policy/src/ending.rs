@@ -6,7 +6,7 @@ use bulkhead_shared::{CrashReason, Verdict, vocabulary};
 
 pub(crate) const SIGKILL: i32 = 9;
 
-/// Death of a process, together with the reason if the supervisor killed the process.
+/// Cause of a process's death, and the reason for the kill if the supervisor killed the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
     /// Cause of death.

@@ -12,13 +12,13 @@ use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Number of bits in a [`JobId`] that contain the index in the table. Limits the number of jobs in a bulkhead.
+/// Number of bits in a [`JobId`] that hold the job's index in the table. Limits the number of jobs in a bulkhead.
 const INDEX_BITS: u32 = 24;
 
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Maximum length up to which the table keeps its memory after jobs have been removed.
+/// Length up to which the table keeps its memory after jobs have been removed.
 const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
@@ -107,7 +107,7 @@ pub(crate) enum JobState {
     },
     InFlight {
         worker: u32,
-        /// Index in the worker's list of jobs.
+        /// The job's index in the worker's list of jobs.
         index: u32,
         since: Time,
         /// True if the job has exceeded the bulkhead's own deadline or run limit.

@@ -70,7 +70,7 @@ pub struct Pressure {
 }
 
 vocabulary! {
-    /// Handling of a job that arrives when the queue is full.
+    /// Policy for a job that arrives when the queue is full.
     Overflow {
         /// Rejects the new job, unless a job of a lower class is waiting. In that case, the newest waiting job of the
         /// lowest class is rejected instead.

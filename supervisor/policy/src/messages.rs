@@ -122,7 +122,7 @@ pub trait JobJournal: std::fmt::Debug + Send {
 pub enum Event<T> {
     /// The bulkhead must start its workers.
     Start,
-    /// A timer is due. Must be sent at [`crate::Bulkhead::next_deadline`].
+    /// A timer is due. The caller must send this event at [`crate::Bulkhead::next_deadline`].
     Tick,
     /// A client submits a job.
     Submit(Submission<T>),
@@ -218,7 +218,7 @@ pub enum Event<T> {
         worker: WorkerId,
         /// ID of the job, according to the worker.
         job: JobId,
-        /// Number of the job among all jobs sent to the worker, according to the worker.
+        /// The job's number among all jobs sent to the worker, as reported by the worker.
         send_number: u64,
     },
     /// A worker has started sending a result that exceeds the size limit. Until [`Event::Replied`], all data from this
@@ -309,7 +309,7 @@ pub enum Event<T> {
     ChangeTenantLimits {
         /// Name of the tenant.
         tenant: String,
-        /// Overrides that replace all previous overrides of the tenant.
+        /// New overrides, which replace all of the tenant's previous overrides.
         overrides: TenantOverrides,
     },
     /// Stops all workers until the next [`Event::Start`], because no jobs are expected.
@@ -365,7 +365,7 @@ pub enum Action<T> {
         worker: WorkerId,
         /// Job to send.
         job: JobId,
-        /// Time until the deadline or the end of the run limit.
+        /// Time left until the job's deadline or the end of the job's run limit, whichever comes first.
         remaining: Duration,
         /// True if the job is prefetched. A prefetched job counts as queued until the worker starts it.
         is_prefetched: bool,
@@ -515,7 +515,7 @@ pub enum OperatorEvent {
         slot: u32,
         /// PID.
         pid: u32,
-        /// The worker's death, with the reason if the supervisor killed the worker.
+        /// Cause of the worker's death, and the reason for the kill if the supervisor killed the worker.
         ending: Ending,
         /// Time since the spawn.
         uptime: Duration,

@@ -402,8 +402,8 @@ impl<T> Bulkhead<T> {
         self.await_turn(index);
     }
 
-    /// Puts a job that was already dispatched once back at the front of its priority class. The tenant is not charged
-    /// again.
+    /// Puts a job back at the front of its priority class, because the job was already dispatched once. The tenant is
+    /// not charged again.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
         job.state = JobState::Queued;

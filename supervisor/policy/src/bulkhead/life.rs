@@ -638,7 +638,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Depending on how a worker ended, decides whether its slot starts another worker now, starts one later, or stops.
+    /// Decides from the way a worker ended whether the worker's slot starts another worker now, starts one later, or
+    /// stops.
     fn refill_slot(&mut self, now: Time, slot: u32, charged_slot: u32, effect: EndEffect) {
         if self.is_stopping() {
             self.set_slot(slot, SlotState::Empty);
@@ -778,7 +779,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Describes how a worker ended. Used in the message to clients that no worker is running.
+/// Describes how a worker ended, for messages that tell clients that no worker is running.
 fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> String {
     let is_before_hello = matches!(worker.phase, Phase::Handshaking { .. });
     match &worker.last_start_status {

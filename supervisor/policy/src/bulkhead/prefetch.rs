@@ -105,7 +105,7 @@ impl<T> Bulkhead<T> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check of whether the worker starts its jobs in time.
+    /// Schedules a check that the worker starts its jobs in time.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
@@ -500,7 +500,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Resends jobs that hold a permit to the workers from which they were recalled together with other jobs.
+    /// Resends jobs that were recalled although they hold a permit. Each job returns to the worker that had it.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));

@@ -163,8 +163,8 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    /// Puts a job that was already dispatched once back at the front of its class. The tenant is not charged again. A
-    /// suspect is added to the list of suspects instead.
+    /// Puts a job back at the front of its class, because the job was already dispatched once. The tenant is not
+    /// charged again. A suspect is added to the list of suspects instead.
     pub(super) fn requeue(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {
@@ -176,7 +176,7 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, deadline_at);
     }
 
-    /// Returns the final outcome of a job that does not run again, considering all attempts. If an earlier attempt
+    /// Returns the final outcome of a job that will not run again, considering all attempts. If an earlier attempt
     /// crashed, the outcome is that crash.
     pub(super) fn overall_verdict(&mut self, index: u32, verdict: Verdict) -> Verdict {
         let job = self.jobs.get(index);

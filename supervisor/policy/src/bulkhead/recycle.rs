@@ -11,8 +11,8 @@ use crate::worker::{Assignment, Worker};
 
 impl<T> Bulkhead<T> {
     /// Checks a worker against `recycle.jobs` after the worker was given a job or the setting was changed. If the
-    /// worker is close to its last job, starts a successor. If the worker was given its last job, replaces or drains
-    /// the worker.
+    /// worker will soon be given its last job, starts a successor. If the worker was already given its last job,
+    /// replaces or drains the worker.
     pub(super) fn check_job_limit(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place).filter(|worker| worker.is_ready()) else { return };
         let Assignment::Active { slot, .. } = worker.assignment else { return };
@@ -83,7 +83,7 @@ impl<T> Bulkhead<T> {
 
     // Successors on standby.
 
-    /// Returns the ready successor of a slot's worker.
+    /// Returns the ready successor of a slot's worker, if there is one.
     pub(super) fn standby(&self, slot: u32) -> Option<u32> {
         let is_ready = |place: &u32| self.workers.get(*place).is_some_and(Worker::is_ready);
         self.workers.slot(slot).successor.filter(is_ready)

@@ -270,7 +270,7 @@ impl<T> Bulkhead<T> {
         self.breaker.state()
     }
 
-    /// Returns the number of waiting jobs. It includes queued jobs, suspects and prefetched jobs.
+    /// Returns the number of waiting jobs, which includes queued jobs, suspects and prefetched jobs.
     pub fn queued(&self) -> usize {
         self.queue.len() + self.suspects.len() + self.prefetched
     }
