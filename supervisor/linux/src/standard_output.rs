@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 
-/// Runs `check_descriptor` before Rust's runtime starts.
+/// Makes the loader run `check_descriptor` before the Rust runtime starts.
 #[used]
 #[expect(unsafe_code, reason = "running before the runtime has no safe wrapper")]
 // SAFETY: the section holds pointers to functions of this type, which the loader calls one after another. This function

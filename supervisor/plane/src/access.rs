@@ -16,13 +16,13 @@ use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 pub struct Access {
     /// The supervisor's UID.
     own_uid: u32,
-    /// True if jobs submitted over HTTP can be rejected by a token's rules.
+    /// True if there are tokens, whose rules can reject jobs submitted over HTTP.
     has_tokens: bool,
     /// Access rules, in the order in which they appear in the file. They also apply to root and the supervisor's user.
     /// If there are no rules, only these two users have access, without any restrictions.
     rules: Vec<Arc<AccessRule>>,
-    /// Cache of processes known not to be descendants of the supervisor. Without the cache, checking the ancestors
-    /// would be the main cost of a new connection.
+    /// Cache of processes known not to be descendants of the supervisor. Without this cache, checking ancestors would
+    /// dominate the cost of accepting a connection.
     unrelated: Arc<UnrelatedProcesses>,
 }
 
@@ -64,7 +64,7 @@ pub struct TokenGrant {
     /// Number that identifies the token.
     pub id: u32,
     pub role: Role,
-    /// Rules for jobs. Each job must be allowed by at least one of the rules.
+    /// Rules for the token holder's jobs. Each job must be allowed by at least one rule.
     pub rules: Arc<[Arc<AccessRule>]>,
 }
 
@@ -93,12 +93,13 @@ impl Tokens {
         self.0.iter().map(|(_, grant)| grant.clone()).collect()
     }
 
-    /// Returns true if there is a token with this number.
+    /// Returns true if a token with this number exists.
     pub fn has(&self, id: u32) -> bool {
         self.0.iter().any(|(_, grant)| grant.id == id)
     }
 
-    /// Returns the permissions of the token with this `secret`. Always compares all tokens, each in constant time.
+    /// Returns the permissions of the token with this `secret`. Always compares the secret with all tokens, each in
+    /// constant time.
     pub fn find(&self, secret: &[u8]) -> Option<&TokenGrant> {
         let given = Token::new(secret);
         self.0.iter().fold(None, |found, (token, grant)| if *token == given { Some(grant) } else { found })
@@ -117,7 +118,8 @@ impl Access {
         }
     }
 
-    /// Replaces the cache of unrelated processes. Used to keep the cache's entries after a reload.
+    /// Replaces the cache of processes known not to be descendants of the supervisor. Used to keep the cached entries
+    /// after a reload.
     pub fn with_unrelated(self, unrelated: Arc<UnrelatedProcesses>) -> Self {
         Self { unrelated, ..self }
     }
@@ -131,8 +133,7 @@ impl Access {
         self.has_tokens || !self.rules.is_empty()
     }
 
-    /// Returns true if the peer runs as the supervisor's user. Workers without a separate user also run as
-    /// the supervisor's user.
+    /// Returns true if the peer runs as the supervisor's user. This includes workers that have no separate user.
     pub fn is_own_user(&self, peer: Peer) -> bool {
         peer.uid == self.own_uid
     }
@@ -198,8 +199,8 @@ fn matching_rules(
     Ok(rules.iter().filter(matches).cloned().collect())
 }
 
-/// Returns the reason why the rules do not allow a client to submit a job, or `None` if they allow it. Only clients
-/// with access to all bulkheads can find out whether a bulkhead exists.
+/// Returns the reason why the rules do not allow a client to submit a job, or `None` if the job is allowed. Only
+/// clients with access to all bulkheads can find out whether a bulkhead exists.
 pub fn rejection_message(
     rules: &[Arc<AccessRule>],
     (name, exists): (&str, bool),

@@ -40,20 +40,20 @@ pub struct BulkheadCounters {
     pub rejected: [[u64; REJECT_REASONS]; PRIORITIES],
     /// Number of crashed jobs, by reason code.
     pub crashed: [u64; CRASH_REASONS],
-    /// Counters for each tenant label. The last entry counts all tenants without a label.
+    /// Counters for each tenant label, followed by an entry for all tenants without a label.
     pub tenants: Vec<TenantCounters>,
-    /// Outcomes of jobs that were passed on to a fallback, for each fallback. Fallbacks removed by a reload keep their
-    /// counts.
+    /// Outcomes of the jobs that were passed on to each fallback. The counts of a fallback are kept even if a reload
+    /// removes the fallback.
     pub fallback: Vec<FallbackCounters>,
-    /// Number of this bulkhead's jobs that are currently in a fallback. Their outcomes will be counted for this
-    /// bulkhead.
+    /// Number of this bulkhead's jobs that are currently in a fallback. Each job is counted for this bulkhead once it
+    /// has an outcome.
     pub elsewhere: u64,
-    /// Number of jobs that are in this bulkhead because it is a fallback for another bulkhead. Their outcomes will be
-    /// counted for the other bulkhead.
+    /// Number of jobs that other bulkheads have passed on to this bulkhead as their fallback. The other bulkheads will
+    /// count the outcomes.
     pub guests: u64,
     /// Number of retries of jobs whose workers died.
     pub retries: u64,
-    /// Number of worker replies that were ignored, because the job already had an outcome or was never sent to the
+    /// Number of worker replies that were ignored because the job already had an outcome or was never sent to the
     /// worker.
     pub late_replies: u64,
     /// Number of worker restarts, by cause.
@@ -81,12 +81,12 @@ pub struct TenantCounters {
 }
 
 impl BulkheadCounters {
-    /// Creates counters that are all zero. `labels` is the number of tenant labels.
+    /// Creates counters that start at zero. `labels` is the number of tenant labels.
     pub fn new(labels: usize) -> Self {
         Self { tenants: vec![TenantCounters::default(); labels + 1], ..Self::default() }
     }
 
-    /// Adds counters for those fallbacks in `targets` that do not have any yet.
+    /// Adds counters for the fallbacks in `targets` that have none yet.
     pub fn add_fallbacks(&mut self, targets: &[Arc<str>]) {
         for target in targets {
             if self.fallback.iter().all(|known| known.target != *target) {
@@ -167,8 +167,8 @@ pub const BOUNDS: [(u64, &str); 21] = [
 /// provide percentiles for the last one to two minutes, its counts never decrease.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Histogram {
-    /// Number of values in each bucket of [`BOUNDS`], excluding values in lower buckets. The last entry is the number
-    /// of values above the last bound.
+    /// Number of values in each bucket of [`BOUNDS`], excluding values in lower buckets, followed by the number of
+    /// values above the last bound.
     pub buckets: [u64; BOUNDS.len() + 1],
     pub sum_ns: u128,
 }

@@ -51,14 +51,14 @@ pub struct WorkerProcess {
 /// A request from the control plane to the data plane.
 #[derive(Debug)]
 pub enum Command {
-    /// Replace the listener of the jobs socket, because the old socket's file was removed.
+    /// Listen on a new jobs socket, because the file of the previous socket was removed.
     Listen(std::os::unix::net::UnixListener),
     /// Perform a step of an upgrade.
     Handover(Box<HandoverCommand>),
     /// Return the state of one bulkhead or, if `None`, of all bulkheads.
     Snapshot {
         bulkhead: Option<String>,
-        /// Channel for the reply: the snapshots. The list is empty if there is no such bulkhead.
+        /// Channel for the reply, a list of snapshots. The list is empty if the bulkhead does not exist.
         reply: oneshot::Sender<Vec<Snapshot>>,
     },
     /// Return the name and state of each bulkhead.
@@ -107,7 +107,7 @@ pub enum Command {
         /// Channel for the reply: all limits set for this tenant after the change, or an error.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
-    /// Return the observed demand for a bulkhead. Advice is computed from these observations.
+    /// Return the observed demand for a bulkhead, from which advice is computed.
     Observe {
         bulkhead: String,
         /// Channel for the reply: the observation, or `None` if there is no such bulkhead.
@@ -124,20 +124,21 @@ pub enum Command {
         /// Resident set size in bytes.
         rss_bytes: u64,
     },
-    /// Report the size of a worker's temporary folder. Sent only if the size exceeds the lowest limit of any
-    /// bulkhead.
+    /// Report the size of a worker's temporary folder. Sent only if the size exceeds the lowest size limit of all
+    /// bulkheads.
     ReportTemporaryFolder {
         /// The worker's spawn number.
         worker: u64,
         /// Disk usage of the folder, in bytes.
         bytes: u64,
-        /// Disk usage in bytes, excluding subfolders that have the names of forked workers' folders.
+        /// Disk usage in bytes, excluding subfolders that are named like a forked worker's folder.
         bytes_without_forked: u64,
         /// Spawn number of the template whose folder contains this folder, if any. The data plane ignores the report if
-        /// this is not the worker's template, because any worker can create a folder with such a name.
+        /// the worker was forked from a different template, because any worker can create a folder named like another
+        /// worker's folder.
         template: Option<u64>,
     },
-    /// Run a job from a crash report again, in a separate worker.
+    /// Rerun a job from a crash report in a separate worker.
     Replay {
         request: ReplayRequest,
         /// Channel for the reply: `Ok` when the replay has begun, or the reason why it cannot begin.
@@ -151,26 +152,26 @@ pub enum Command {
     AddClient {
         /// The data plane's end of the connection.
         socket: UnixStream,
-        /// Permit that limits the number of connections from the control plane. Released when the data plane
-        /// closes the connection.
+        /// Permit that counts towards the maximum number of connections opened by the control plane. Released when the
+        /// data plane closes the connection.
         permit: OwnedSemaphorePermit,
         /// Sender of the jobs.
         client: HttpClient,
     },
-    /// Count the payloads of unknown length that the control plane is receiving for a token.
+    /// Start tracking the size of the payloads of unknown length that the control plane receives for a token.
     AddSpool {
         /// The token's number.
         token: u32,
         spool: Arc<SpoolCounters>,
     },
-    /// Serve a client in the application that embeds this supervisor.
+    /// Serve a client that runs inside the application that embeds this supervisor.
     AddInProcessClient {
         /// The data plane's end of the connection.
         end: bulkhead_shared::in_process::Endpoint,
     },
-    /// Report a client rejected by the admin socket.
+    /// Report a client that the admin socket has rejected.
     ReportRejection {
-        /// The rejected client, and the reason.
+        /// The rejected client and the reason for the rejection.
         rejection: ClientRejection,
         /// Permit that limits the number of reports that the data plane has not yet processed.
         _permit: OwnedSemaphorePermit,
@@ -189,7 +190,7 @@ pub enum Command {
     },
     /// Report summary events about all bulkheads and the supervisor.
     Summarise,
-    /// Reap exited orphans that this process has inherited.
+    /// Reap orphaned processes that were reparented to this process and have exited.
     ReapOrphans {
         /// Channel for the reply: true if there might be more exited orphans.
         reply: oneshot::Sender<bool>,
@@ -197,8 +198,8 @@ pub enum Command {
 }
 
 impl Command {
-    /// Returns true if the command does not need to run, because its only effect is a reply and the sender is no longer
-    /// waiting for the reply.
+    /// Returns true if the command can be skipped because its only effect is a reply that the sender is no longer
+    /// waiting for.
     pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
@@ -231,15 +232,15 @@ impl Command {
 /// A request for a list of jobs.
 #[derive(Clone, Debug, Default)]
 pub struct JobsRequest {
-    /// Name of the bulkhead that holds the jobs, or `None` for all bulkheads.
+    /// Name of the bulkhead whose jobs are listed, or `None` for all bulkheads.
     pub bulkhead: Option<String>,
-    /// Progress of the jobs to list, or `None` for all jobs.
+    /// Restricts the list to jobs with this progress. `None` lists all jobs.
     pub progress: Option<JobProgress>,
     /// Maximum number of jobs in the list.
     pub limit: usize,
 }
 
-/// Maximum number of jobs in a list.
+/// Upper limit for the number of jobs that a request can list.
 pub const JOBS_LISTED_MAX: usize = 1000;
 
 /// An operator's action on a bulkhead.
@@ -256,15 +257,15 @@ pub enum SteerAction {
     Reset,
 }
 
-/// Checks the numbers in a change, independently of the bulkhead's other settings. Returns a sentence that describes
-/// the problem, if there is one.
+/// Checks that each number in a change is within its allowed range, regardless of the bulkhead's other settings.
+/// Returns a sentence that describes the problem, if there is one.
 pub fn change_problem(change: &Change) -> Option<String> {
     let rate = change.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
     check_numbers((0, IN_FLIGHT_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
 
-/// Checks the numbers in a change for one tenant, independently of other settings. Returns a sentence that describes
-/// the problem, if there is one.
+/// Checks that each number in a change for one tenant is within its allowed range, regardless of other settings.
+/// Returns a sentence that describes the problem, if there is one.
 pub fn tenant_change_problem(change: &TenantChange) -> Option<String> {
     let rate = change.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
     check_numbers((1, PERMITS_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
@@ -313,7 +314,7 @@ pub enum SteerError {
     /// The bulkhead has no such job. `holder` is the name of another bulkhead that has the job, for example a fallback.
     #[error("this bulkhead has no such job: {}", place_of(.holder))]
     UnknownJob { holder: Option<String> },
-    /// The request conflicts with other settings. The string contains the reason and a way to resolve the conflict.
+    /// The request conflicts with other settings. The string explains the conflict and how to resolve it.
     #[error("{0}")]
     Conflict(String),
 }
@@ -384,8 +385,8 @@ pub struct CommandSender {
 }
 
 impl CommandSender {
-    /// Creates a sender for the `commands` channel. Each command that is sent triggers `waker`, because the data plane
-    /// sleeps when it has nothing to do.
+    /// Creates a sender for the `commands` channel. Each command also triggers `waker`, because the data plane sleeps
+    /// while it has nothing to do.
     pub fn new(commands: SyncSender<Command>, waker: Arc<mio::Waker>) -> Self {
         Self { commands, waker, stop_requests: Arc::default() }
     }
@@ -426,8 +427,8 @@ impl CommandSender {
         }
     }
 
-    /// Creates a reply channel, sends the command that `command` creates from it, and waits for the reply. Returns
-    /// `None` if the queue is full or if no reply arrives within two seconds.
+    /// Calls `command` with a new reply channel, sends the resulting command, and waits for the reply. Returns `None`
+    /// if the queue is full or if no reply arrives within two seconds.
     pub async fn request<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, reply_receiver) = oneshot::channel();
         self.send(command(reply)).ok()?;
@@ -446,7 +447,7 @@ pub enum DroppableNotice {
         report: Box<CrashReport>,
         /// Permit that limits the number of crash reports waiting to be stored.
         permit: OwnedSemaphorePermit,
-        /// Record from which the control plane obtains the backtrace.
+        /// Crash record from which the control plane obtains the backtrace.
         record: Option<CrashRecord>,
     },
 }

@@ -16,7 +16,7 @@ use bulkhead_keeper::{
     Observed, Seccomp, SubordinateIds, TemporaryFiles,
 };
 
-/// Layers and UIDs that are available on this machine, and paths that workers must not access.
+/// Sandbox layers and UIDs that are available on this machine, and paths that workers must not access.
 pub struct SandboxSupport {
     abilities: BTreeMap<String, LayerSupport>,
     /// Paths that no worker can access. A reload can add paths.
@@ -57,8 +57,8 @@ impl SandboxSupport {
         Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
-    /// Denies access to the files named in another configuration, such as new token files. Applies to workers of
-    /// programs that are resolved from now on.
+    /// Also denies workers access to the files named in `config`, such as new token files. Affects only workers of
+    /// programs that are resolved after this call.
     pub fn withhold(&self, config: &Config) {
         let mut withheld = self.withheld.write().unwrap_or_else(PoisonError::into_inner);
         for path in withheld_paths(config) {
@@ -72,9 +72,9 @@ impl SandboxSupport {
         self.withheld.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Probes the layers of this machine, even if no bulkhead needs any of them yet. A later probe would have to fork
-    /// while other threads are running. Callers use [`IdUse::Check`] if a supervisor with the same configuration may be
-    /// running.
+    /// Probes which sandbox layers this machine supports, even if no bulkhead needs any of them yet, because a later
+    /// probe would have to fork while other threads are running. Callers use [`IdUse::Check`] if a supervisor with the
+    /// same configuration may be running.
     pub fn probe(config: &Config, id_use: IdUse) -> Self {
         Self::of(config, id_use, keeper::probe(), || SubordinateIds::find().map(Arc::new))
     }
@@ -144,7 +144,7 @@ impl SandboxSupport {
     }
 }
 
-/// Returns the parts of a layer, using the names shown by `bulkhead-supervisor doctor`.
+/// Returns the names of a layer's parts, as shown by `bulkhead-supervisor doctor`.
 fn parts(layer: Layer) -> &'static [&'static str] {
     match layer {
         Layer::Landlock => &["landlock"],
@@ -203,8 +203,8 @@ pub struct Sandbox {
     tcp_ports: Vec<u16>,
     allow: Vec<String>,
     deny: Vec<String>,
-    /// Layers of the profile, and parts of layers, that are not available on this machine. The configuration allows
-    /// workers to start without them.
+    /// Unavailable layers of the profile, and unavailable parts of layers. The configuration allows workers to start
+    /// without them.
     missing: Vec<&'static str>,
     /// Warnings for operators about weaknesses in the confinement. Each warning is a sentence.
     warnings: Vec<String>,
@@ -351,8 +351,8 @@ impl Sandbox {
         }
     }
 
-    /// Returns a description of a worker's confinement for snapshots. `observed` is the state that the keeper read back
-    /// from the kernel.
+    /// Describes a worker's confinement for use in snapshots. `observed` is the state that the keeper read back from
+    /// the kernel.
     pub fn describe(&self, observed: &Observed) -> bulkhead_api::Confinement {
         let Namespaces { user, pid, mount, network, proc: _ } = observed.namespaces;
         let rows = [(user, "user"), (pid, "pid"), (mount, "mount"), (network, "network")];
@@ -389,7 +389,7 @@ fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
     has_group || identity == WorkerIdentity::Each || layers.namespaces.user && !is_root
 }
 
-/// Parts of Landlock that older kernels lack, each with its name in `missing`.
+/// Parts of Landlock that older kernels do not support, each followed by the name used for it in `missing`.
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
@@ -476,14 +476,14 @@ fn runs_several_at_once(bulkhead: &BulkheadConfig) -> bool {
     tenant_limits.chain([bulkhead.max_in_flight]).any(|max| max > 1)
 }
 
-/// Determines the layers for one bulkhead and collects the missing layers.
+/// Selects the layers for one bulkhead and records which of them are not available.
 struct LayerResolver<'g> {
     support: &'g SandboxSupport,
     allowed: &'g [Layer],
     missing: Vec<Layer>,
     /// Required layers that are not available, and the reason for each.
     missing_required: Vec<(Layer, String)>,
-    /// Reason why there is no user that the workers can run as, or `None` if there is one.
+    /// Reason why no user is available for the workers to run as, or `None` if there is one.
     refused: Option<String>,
 }
 
@@ -676,7 +676,7 @@ impl LayerResolver<'_> {
         (!is_allowed).then_some(why)
     }
 
-    /// Returns the configured cgroup limits. They do not depend on the profile.
+    /// Returns the configured cgroup limits, which do not depend on the profile.
     fn cgroup(&mut self, bulkhead: &BulkheadConfig) -> Option<CgroupLimits> {
         let limits = bulkhead.cgroup.as_ref()?;
         if !self.require(Layer::Cgroup) {

@@ -18,7 +18,7 @@ pub struct SharedCounters {
     pub notices_dropped: AtomicU64,
     /// Number of job spans dropped because the span thread did not keep up.
     pub spans_dropped: AtomicU64,
-    /// Number that is incremented whenever the cached state of bulkheads becomes invalid.
+    /// Counter that is incremented whenever the cached state of bulkheads becomes invalid.
     pub revision: AtomicU64,
     pub clients: AtomicU64,
     /// Total size of payloads waiting in the data plane, in bytes.
@@ -33,7 +33,7 @@ pub struct SharedCounters {
     /// True once the data plane has sent an outcome for every job that it received. Other jobs get no outcome and were
     /// not started. Stays false if the data plane fails.
     pub has_answered_all: AtomicBool,
-    /// Number of bytes that each spool can always hold, regardless of how much memory other spools hold.
+    /// Number of bytes that are guaranteed to each spool, regardless of how much memory other spools hold.
     pub spool_share: AtomicUsize,
     /// The keeper's PID.
     pub keeper_pid: AtomicU32,

@@ -79,7 +79,7 @@ pub fn cause_of(ending: &Ending) -> Option<Cause> {
     Some(Cause { kind: kind.into(), exit_code, signal, system_call, message: ending.to_string() })
 }
 
-/// Returns the cause used in a report about a job that was still running at its deadline.
+/// Returns the cause to report for a job that was still running at its deadline.
 pub fn late_job_cause() -> Cause {
     let message = "still running a job at its deadline".to_owned();
     Cause { kind: CauseKind::Deadline.into(), exit_code: None, signal: None, system_call: None, message }

@@ -9,7 +9,7 @@ use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
-/// Load of a compartment. The load has been the same since the time `since`.
+/// Load of a compartment, which has been constant since `since`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Load {
     since: Time,
@@ -46,7 +46,7 @@ pub struct Window {
     /// Distributions of run times and of queue times, both in microseconds.
     pub run_us: Histogram,
     pub wait_us: Histogram,
-    /// Total time that jobs spent in flight, summed over all jobs, in nanoseconds.
+    /// Time that jobs spent in flight, summed over all jobs, in nanoseconds.
     pub in_flight_ns: u128,
     /// Observations since the limits last changed.
     pub under_limits: LimitedWindow,
@@ -61,8 +61,8 @@ pub struct LimitedWindow {
     /// Time during which no permit was free, and time during which workers were missing. Both are in nanoseconds.
     pub no_permit_ns: u64,
     pub workers_missing_ns: u64,
-    /// Number of jobs that missed their deadline while running, and how many of these had the bulkhead's default
-    /// deadline.
+    /// Number of jobs that missed their deadline while running, and number of those jobs whose deadline was the
+    /// bulkhead's default.
     pub deadline_misses: u64,
     pub own_deadline_misses: u64,
     /// Counters at the beginning of the window.
@@ -83,7 +83,7 @@ pub struct Demand {
 }
 
 impl Demand {
-    /// Creates a record without observations.
+    /// Creates a record that contains no observations yet.
     pub fn new(now: Time, limits: &Limits) -> Self {
         let mut demand = Self { started_at: now, sizes: sizes_of(limits), ..Self::default() };
         demand.windows.roll(now);
@@ -193,14 +193,14 @@ pub struct CurrentLimits {
     pub deadline_max: Duration,
 }
 
-/// Observations of a bulkhead. Another thread computes advice from them.
+/// Observations of the demand for a bulkhead. Another thread computes advice from them.
 #[derive(Debug)]
 pub struct Observation {
-    /// Length of the observation. The observation starts no earlier than the last change to the limits.
+    /// Length of the observation period, which begins no earlier than the last change to the limits.
     pub duration: Duration,
-    /// True if the observation started when the limits were changed.
+    /// True if the observation period began with a change to the limits.
     pub starts_with_change: bool,
-    /// Counters at the start and at the end of the observation.
+    /// Counters at the beginning and at the end of the observation period.
     pub base: Counters,
     pub counters: Counters,
     pub windows: WindowPair<Window>,

@@ -33,7 +33,7 @@ pub const MESSAGE_BYTES_MAX: usize =
 /// thousands of upgrades.
 pub const NUMBERS_PER_ATTEMPT: u64 = 1 << 24;
 
-/// Message kinds. The meaning of a number never changes.
+/// Message kinds, identified by numbers whose meaning never changes.
 #[expect(missing_docs, reason = "each kind is documented at the message of the same name")]
 pub mod kind {
     // The link.
@@ -91,16 +91,16 @@ pub mod inherited {
     pub const HTTP: &str = "http";
     pub const JOBS_HTTP: &str = "jobs_http";
     pub const CRASHES_LOCK: &str = "crash_dir lock";
-    /// The read end of a pipe whose write end is held by the predecessor and its keepers.
+    /// Read end of a pipe that reaches end-of-file once the predecessor and all its keepers have exited.
     pub const LIFELINE: &str = "lifeline";
-    /// The write end of a pipe, for the successor and its keepers. If the upgrade fails, the predecessor waits for
-    /// these processes to exit before it uses their workers' permits.
+    /// Write end of a pipe that the successor and its keepers hold open until they exit. If the upgrade fails, the
+    /// predecessor waits for these processes to exit before it uses their workers' permits.
     pub const SUCCESSOR_LIFELINE: &str = "successor lifeline";
     /// The successor's end of the transfer socket.
     pub const TRANSFER: &str = "transfer";
 }
 
-/// Numbers that an operator can change while the supervisor is running.
+/// Limits that an operator can change while the supervisor is running.
 #[derive(Clone, Copy, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct Numbers {
     /// Number of worker processes.
@@ -109,11 +109,11 @@ pub struct Numbers {
     pub max_in_flight: Option<u32>,
     /// Maximum number of queued jobs.
     pub max_queue: Option<u32>,
-    /// Cost per second, burst, and whether each tenant has a separate limit.
+    /// Rate limit: cost per second, burst, and whether the limit applies to each tenant separately.
     pub rate_limit: Option<(f64, u32, bool)>,
 }
 
-/// BULKHEAD: an operator's decisions about a bulkhead.
+/// BULKHEAD: the state of a bulkhead, including changes made by operators.
 #[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct BulkheadState {
     pub name: String,
@@ -123,24 +123,24 @@ pub struct BulkheadState {
     pub is_draining: bool,
     /// True if an operator has forced the breaker open.
     pub is_forced_open: bool,
-    /// Numbers in the predecessor's configuration file.
+    /// Limits in the predecessor's configuration file.
     pub file: Numbers,
-    /// Current numbers, including changes made by operators.
+    /// Limits in effect, including changes made by operators.
     pub live: Numbers,
 }
 
-/// TENANT: an operator's changes for one tenant.
+/// TENANT: changes that operators made to one tenant's limits.
 #[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct TenantState {
     pub bulkhead: String,
     pub tenant: String,
-    /// Numbers in the predecessor's configuration file.
+    /// Limits in the predecessor's configuration file.
     pub file: Numbers,
-    /// Current numbers, including changes made by operators.
+    /// Limits in effect, including changes made by operators.
     pub live: Numbers,
 }
 
-/// WORKER_ID: a permanent UID, shared by all workers of a bulkhead because they write files.
+/// WORKER_ID: a bulkhead's permanent UID. All of the bulkhead's workers share this UID, because they write files.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct WorkerId<'a> {
     pub bulkhead: &'a str,
@@ -160,11 +160,11 @@ pub struct State {
     /// Soft resource limits that applied before the predecessor raised them, by resource number. `u64::MAX` means
     /// unlimited.
     pub soft_limits: Vec<(u32, u64)>,
-    /// Sockets that belong to the service manager, by descriptor name.
+    /// Descriptor names of the sockets that belong to the service manager.
     pub activated: Vec<String>,
 }
 
-/// A compartment: either a bulkhead, or an isolated tenant in the bulkhead.
+/// Name of a compartment, which is either a bulkhead or an isolated tenant in a bulkhead.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Encode, BorrowDecode)]
 pub struct CompartmentName {
     pub bulkhead: String,
@@ -181,7 +181,7 @@ pub struct Held {
     pub waiting: u32,
 }
 
-/// QUARANTINED: a payload in quarantine.
+/// QUARANTINED: a quarantined payload.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Quarantined {
     pub compartment: CompartmentName,
@@ -202,16 +202,16 @@ impl Quarantined {
 /// SWITCH: from now on, the successor serves clients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Switch {
-    /// Exclusive lower bound for the job numbers of the successor.
+    /// Exclusive lower bound for the successor's job numbers.
     pub jobs_after: u64,
-    /// Exclusive lower bound for the lease numbers of the successor.
+    /// Exclusive lower bound for the successor's lease numbers.
     pub leases_after: u64,
-    /// Exclusive lower bound for the event sequence numbers of the successor.
+    /// Exclusive lower bound for the successor's event sequence numbers.
     pub events_after: u64,
 }
 
 /// SESSION: a connection. Its socket is sent along with the message. The payload consists of bytes that were received
-/// but not handled.
+/// but have not been handled yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SessionState {
     /// True if the handshake is complete.
@@ -229,7 +229,7 @@ pub struct SessionState {
 /// Origin of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum SessionClient {
-    /// The peer of the socket. The kernel reports its credentials.
+    /// The peer of the socket, whose credentials the kernel reports.
     Peer,
     /// The control plane, on behalf of a user of the admin API.
     Operator {
@@ -290,7 +290,8 @@ pub enum FrameError {
     /// The metadata does not match the kind of message.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// The descriptor that belongs to the message is missing, because this process has no free descriptor.
+    /// The descriptor that belongs to the message is missing, because this process had no free descriptor to receive
+    /// it.
     #[error("a descriptor is missing: raise the limit on open files")]
     NoDescriptor,
     /// The message is critical, but this version does not know its kind.
@@ -336,26 +337,28 @@ pub fn die_on_request(deed: &str, kind: u8) {
 /// Commands from the control plane that concern an upgrade.
 #[derive(Debug)]
 pub enum HandoverCommand {
-    /// Prepare to hand over. Refuse operator commands, lend no files, and recall leases. The keeper holds the lifeline.
+    /// Prepare to hand over: refuse operator commands, stop lending files, recall leases, and pass the lifeline to the
+    /// keeper.
     Prepare { lifeline: Arc<OwnedFd>, reply: oneshot::Sender<Result<Prepared, String>> },
     /// Once clients have returned their leases, stop accepting connections and reading from clients.
     Switch {
         /// This process's end of the transfer socket.
         transfer: OwnedFd,
-        /// Channel for the reply: the permits and numbers for the successor.
+        /// Channel for the reply: the state that the successor needs in order to take over.
         reply: oneshot::Sender<SwitchState>,
     },
-    /// The successor serves clients. Pass on connections, and handle only frames about jobs that were already accepted.
+    /// The successor now serves clients. Pass on connections, and handle only frames about jobs that were already
+    /// accepted.
     Release,
     /// The successor has failed. Serve clients again. Contains the listener of the jobs socket.
     TakeBack(Option<std::os::unix::net::UnixListener>),
-    /// The upgrade can no longer fail. Stop idle workers, and stop after the last job.
+    /// The upgrade can no longer fail. Stop idle workers now, and shut down after the last job.
     Leave,
-    /// Apply the predecessor's operator decisions.
+    /// Apply the changes that operators made in the predecessor.
     Restore {
         bulkheads: Vec<BulkheadState>,
         tenants: Vec<TenantState>,
-        /// Channel for the reply: an error if a decision cannot be applied.
+        /// Channel for the reply: an error if a change cannot be applied.
         reply: oneshot::Sender<Result<(), String>>,
     },
     /// Take over from the predecessor.
@@ -365,7 +368,7 @@ pub enum HandoverCommand {
         switch: Switch,
         /// This process's end of the transfer socket.
         transfer: OwnedFd,
-        /// Permissions of tokens, needed for connections of HTTP clients.
+        /// Permissions of the tokens, needed to take over the connections of HTTP clients.
         tokens: Vec<TokenGrant>,
         reply: oneshot::Sender<()>,
     },
@@ -373,14 +376,14 @@ pub enum HandoverCommand {
     PredecessorEnded,
 }
 
-/// State of the bulkheads and of their tenants, and a duplicate of the jobs socket's listener. The `file` fields
-/// contain the current numbers until the control plane replaces them with those from the file.
+/// State of the bulkheads and tenants, and a duplicate of the jobs socket's listener. The `file` fields contain the
+/// limits in effect until the control plane replaces them with the limits in the configuration file.
 pub type Prepared = (Vec<BulkheadState>, Vec<TenantState>, Option<std::os::unix::net::UnixListener>);
 
 /// State of the data plane when it stops serving clients.
 #[derive(Debug, Default)]
 pub struct SwitchState {
-    /// Permits that are still needed.
+    /// Permits that the data plane's remaining jobs still need.
     pub held: Vec<Held>,
     /// Payloads in quarantine.
     pub quarantined: Vec<Quarantined>,

@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// Maximum time to wait for a lock or address. After that, a running process is assumed to hold it.
+/// Maximum time to wait for a lock or a socket address to become free. After this time, a running process is assumed to
+/// hold it.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Interval between attempts to take a lock or address.
+/// Interval between attempts to acquire a lock or a socket address.
 const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Reason why a lock could not be taken.
@@ -35,7 +36,8 @@ pub fn lock(path: &Path) -> Result<File, LockError> {
     lock_with_timeout(RELEASE_TIMEOUT, path)
 }
 
-/// Calls `attempt` repeatedly for up to half a second, as long as it returns an error for which `is_taken` is true.
+/// Calls `attempt` until it succeeds or returns an error for which `is_taken` is false, but for no longer than half a
+/// second.
 pub fn retry_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,
@@ -73,7 +75,7 @@ fn retry_for<T, E>(
 mod tests {
     use super::*;
 
-    /// An attempt must also succeed if the lock is released before the timeout.
+    /// A waiting caller must get the lock if it is released before the timeout.
     #[test]
     fn waits_for_lock_until_timeout() {
         let folder = tempfile::tempdir().unwrap();

@@ -12,13 +12,13 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::command::DroppableNotice;
 
-/// Maximum number of events and crash reports in the channel. Any more are dropped and counted.
+/// Maximum number of events and crash reports in the channel. Further ones are dropped and counted.
 const DROPPABLE_MAX: usize = 16 * 1024;
 
 /// Maximum number of worker outputs in the channel. Each output accounts for four of the supervisor's open descriptors.
 const OUTPUTS_MAX: usize = 256;
 
-/// Number of different milestones. Each milestone is sent at most once.
+/// Number of milestones, each of which is sent at most once.
 const MILESTONES_MAX: usize = 2;
 
 /// Read ends of the pipes for a new worker's standard output and standard error.
@@ -49,7 +49,7 @@ pub enum Milestone {
 pub enum Notice {
     /// A milestone was reached.
     Milestone(Milestone),
-    /// The output of a new worker is ready to be read.
+    /// Pipes from which a new worker's output can be read.
     Output(WorkerOutput),
     /// An event or a crash report.
     Droppable(DroppableNotice),

@@ -7,7 +7,7 @@ use bulkhead_config::{BulkheadConfig, Config, StartMode, SupervisorConfig};
 /// Number of descriptors reserved for the supervisor itself, for operator connections, and for short-lived files.
 const DESCRIPTORS_OWN: u64 = 48;
 
-/// Minimum total size of a lease's memory files in bytes, and number of descriptors per lease.
+/// Minimum total size in bytes of the memory files in a lease, and number of descriptors that a lease needs.
 const LEASE_BYTES_MIN: u64 = 512 * 1024;
 const DESCRIPTORS_PER_LEASE: u64 = 4;
 
@@ -15,8 +15,8 @@ const DESCRIPTORS_PER_LEASE: u64 = 4;
 /// that workers have not received yet.
 const LIMIT_PER_LEASE: u64 = 16;
 
-/// The maximum number of closed connections that still hold descriptors of a loan, because the peer has not read the
-/// loan, is the limit on open files divided by this number.
+/// The limit on open files divided by this number is the maximum number of closed connections that still hold the
+/// descriptors of a loan because the peer has not read the loan.
 pub const LIMIT_PER_UNREAD: u64 = 32;
 
 /// Returns the maximum number of memory file leases. `limit` is the limit on open files.
@@ -37,7 +37,8 @@ fn templates(bulkhead: &BulkheadConfig) -> u64 {
     u64::from(bulkhead.start.mode == StartMode::Fork)
 }
 
-/// Limit on open files, and numbers of descriptors that are not available to clients or workers.
+/// Limit on open files, and the maximum numbers of descriptors used for files received from peers and for HTTP over
+/// TCP.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenFiles {
     limit: u64,
@@ -47,8 +48,8 @@ pub struct OpenFiles {
 
 impl OpenFiles {
     /// Raises the soft limit to the hard limit. Workers keep the limit that applied when the keeper started. `foreign`
-    /// is the maximum number of descriptors received from peers that are held at the same time. `http` returns the
-    /// maximum number of descriptors for HTTP over TCP.
+    /// is the maximum number of descriptors from peers that the supervisor holds at the same time. `http` returns the
+    /// maximum number of descriptors that HTTP over TCP uses.
     pub fn raise(foreign: u64, http: fn(&SupervisorConfig) -> u64) -> Self {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         let limit = getrlimit(Resource::Nofile);

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use bulkhead_linux::peer::{Descent, Peer, UnrelatedProcesses};
 
 vocabulary! {
-    /// A socket of the supervisor, as named in events.
+    /// A socket on which the supervisor accepts clients, as named in events.
     SocketKind {
         /// The jobs socket.
         Jobs = "jobs",

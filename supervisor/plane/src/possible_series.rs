@@ -6,7 +6,7 @@ use bulkhead_config::TenantConfig;
 use bulkhead_policy::{BreakerState, Limits, Overflow, RestartCause};
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Features and rejections that are possible in a bulkhead.
+/// Features and rejections that are possible in a bulkhead. They determine which metric series exist.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PossibleSeries {
     /// True if the configuration contains `[[access]]`, so that jobs can be rejected as `forbidden`.

@@ -14,8 +14,7 @@ use bulkhead_keeper::{Rlimit, SpawnOrder};
 /// Environment variable that tells a worker program to act as a template.
 const TEMPLATE: &str = "BULKHEAD_TEMPLATE=1";
 
-/// Undocumented command-line argument. A supervisor program that is started with this as its first argument must run as
-/// a symbolizer.
+/// Undocumented command-line argument. If this is the first argument, the supervisor program must run as a symbolizer.
 pub const SYMBOLIZE_ARGUMENT: &str = "__symbolize";
 
 /// Memory limit of a symbolizer, in bytes.
@@ -32,7 +31,7 @@ pub struct Program {
     path: String,
     arguments: Vec<String>,
     environment: Vec<String>,
-    /// Names of further environment variables, and paths of the files that contain their values.
+    /// Names of additional environment variables, and paths of the files that contain their values.
     environment_files: Vec<(String, String)>,
     directory: String,
     rlimits: Vec<Rlimit>,
@@ -199,8 +198,8 @@ impl Program {
     }
 }
 
-/// Resolves the confinement of a symbolizer. The result equals the worker's confinement, but without write access and
-/// network, and with the `strict` profile if this machine supports that profile. Even a record that exploits the
+/// Resolves the confinement of a symbolizer. It equals the worker's confinement, but without write access or network
+/// access, and with the `strict` profile if this machine supports that profile. Even a record that exploits the
 /// symbolizer gains no rights that its worker did not have.
 fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &SandboxSupport) -> Sandbox {
     let resolve = |profile| {
@@ -218,7 +217,7 @@ fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &San
     if strict.obstacle().is_none() { strict } else { resolve(bulkhead.sandbox.profile) }
 }
 
-/// Returns the command-line options that pass `output_grace`, `exit_status` and `files` to the host.
+/// Returns the command-line options that pass `output_grace`, `exit_status` and `files` to the host program.
 fn exit_and_file_options(bulkhead: &BulkheadConfig) -> Vec<String> {
     let grace = bulkhead.output_grace.map(|grace| ("--output-grace-us", grace.as_micros().to_string()));
     let mut options = Vec::from_iter(grace);
@@ -319,7 +318,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     }
 }
 
-/// Returns the limits for tenants that share workers. If tenants are isolated, there are no such limits.
+/// Returns the limits for tenants that share workers, or no limits if tenants are isolated.
 fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
     let is_shared = bulkhead.isolation().is_none();
     let shares = bulkhead.tenants.as_ref().filter(|_| is_shared);

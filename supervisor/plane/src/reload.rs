@@ -21,7 +21,7 @@ use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig, 
 /// The maximum total size of the memory files lent to a worker is the worker's memory limit divided by this number.
 const LENT_DIVISOR: u64 = 4;
 
-/// Settings of a bulkhead in the form used by the data plane.
+/// A bulkhead's settings, converted to the form that the data plane uses.
 pub struct BulkheadSpec {
     pub name: Arc<str>,
     pub program: Arc<Program>,
@@ -45,14 +45,14 @@ pub struct BulkheadSpec {
 /// New settings for an existing bulkhead.
 pub struct ChangedBulkhead {
     pub spec: BulkheadSpec,
-    /// Limits in the previous version of the file. Current limits that differ from these were changed live by an
-    /// operator.
+    /// Limits in the previous version of the configuration file. Current limits that differ from these were changed
+    /// live by an operator.
     pub limits_before: Limits,
     pub tenants_before: BTreeMap<String, TenantConfig>,
     pub replaces_workers: bool,
 }
 
-/// Keys whose live changes a reload discards, indexed by bulkhead name.
+/// Keys whose live changes a reload discards, grouped by bulkhead.
 pub type LiveDropped = BTreeMap<Arc<str>, Vec<String>>;
 
 /// A prepared reload, to be applied by the data plane.
@@ -107,7 +107,7 @@ fn memory_limit(bulkhead: &BulkheadConfig) -> Option<u64> {
 }
 
 /// Returns the maximum total size of the memory files lent to one worker. It is a fixed fraction of the worker's memory
-/// limit. Memory files need part of this limit, because they count towards the worker's memory or occupy address space.
+/// limit, because lent files count towards the worker's memory or occupy its address space.
 fn lent_max(bulkhead: &BulkheadConfig) -> Option<u64> {
     let addresses = bulkhead.rlimits.iter().filter(|rlimit| rlimit.resource == Resource::As);
     let smallest = addresses.filter_map(|rlimit| rlimit.limit).chain(memory_limit(bulkhead)).min();
@@ -266,8 +266,8 @@ fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
     keys
 }
 
-/// Returns the keys whose values differ. A key within a table is named `table.key`. If the whole table was added or
-/// removed, only the table is named.
+/// Returns the keys whose values differ. A key within a table is named `table.key`. If a whole table was added or
+/// removed, only the table's name is returned.
 fn differing_keys(before: &Map<String, Value>, after: &Map<String, Value>) -> Vec<String> {
     let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
     let mut keys = Vec::new();
@@ -388,7 +388,7 @@ mod tests {
         );
     }
 
-    /// Checks that a reload applies all keys in `[supervisor]` except keys that are declared to need a restart.
+    /// Checks that a reload applies all keys in `[supervisor]` except those that are declared to require a restart.
     #[test]
     fn reload_applies_exactly_the_reloadable_keys() {
         let all = "drain_notice = '2s'\ndrain_timeout = '1s'\njobs_http_max = 5\nmax_clients = 5\nmax_payload = '1MiB'\nmax_buffered = '2MiB'\n\

@@ -9,7 +9,7 @@ use bulkhead_policy::{BreakerState, BulkheadState, WorkerSummary};
 use crate::bulkhead_counters::BulkheadCounters;
 use crate::possible_series::PossibleSeries;
 
-/// Values from the data plane, all copied within one iteration of its event loop.
+/// Values copied from the data plane, all within one iteration of its event loop.
 #[derive(Debug)]
 pub struct Scrape {
     /// Number of connected clients.

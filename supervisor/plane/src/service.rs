@@ -18,11 +18,12 @@ const SLICES: usize = 12;
 /// Minimum number of jobs in the window for a service level other than `ok`.
 const JOBS_MIN: u64 = 10;
 
-/// Percentages of jobs with an outcome other than `ok` above which the service counts as degraded and as failing.
+/// Thresholds above which the service counts as degraded and as failing, as percentages of jobs with an outcome other
+/// than `ok`.
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
-/// Maximum number of bytes of a handler's error code that are quoted in the description of a cause.
+/// Maximum number of bytes of a handler's error code that are quoted to explain a degraded service.
 const CODE_BYTES_MAX: usize = 64;
 
 // Indices of outcomes in the counts of a slice. `REJECTED` and `CRASHED` are the first indices for reject and crash

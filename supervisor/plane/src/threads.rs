@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Maximum time for an orderly shutdown. After that, the process exits, and the keeper kills the workers.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Exit code if the shutdown hangs. Equal to `EX_SOFTWARE` in sysexits.h.
+/// Exit code if the shutdown hangs: `EX_SOFTWARE` from sysexits.h.
 const HUNG_EXIT_CODE: i32 = 70;
 
 /// Monitor for the essential threads. All clones share the same state.
@@ -27,7 +27,8 @@ struct Shared {
     is_shutting_down: AtomicBool,
     /// Name of the first thread that exited early.
     lost: OnceLock<&'static str>,
-    /// True if the process belongs to an application. In that case, the process must not exit.
+    /// True if the process belongs to an application that embeds the supervisor. The monitor then never exits the
+    /// process.
     is_embedded: bool,
     waker: OnceLock<Arc<mio::Waker>>,
 }
@@ -43,8 +44,8 @@ impl ThreadMonitor {
         let _ = self.0.waker.set(waker);
     }
 
-    /// Records that the start is complete. From now on, an early exit of an essential thread is reported immediately.
-    /// Before that, a thread exits only because the start has failed, which is reported elsewhere.
+    /// Records that startup is complete. From then on, an early exit of an essential thread is reported immediately.
+    /// Before that, a thread exits only if startup has failed, which is reported elsewhere.
     pub fn mark_started(&self) {
         self.0.has_started.store(true, Ordering::SeqCst);
     }
@@ -80,7 +81,7 @@ impl ThreadMonitor {
         })
     }
 
-    /// Wraps an essential task, so that an early exit is detected.
+    /// Wraps an essential task so that an early exit of the task is detected.
     pub fn wrap_task<F: Future>(
         &self,
         name: &'static str,

@@ -35,7 +35,7 @@ impl<T: Default, const SECONDS: u64> WindowPair<T, SECONDS> {
         self.index = index;
     }
 
-    /// Returns the start of the previous window.
+    /// Returns the time at which the previous window began.
     pub fn began(&self) -> Time {
         Time::ZERO
             + Duration::from_secs(SECONDS) * u32::try_from(self.index.saturating_sub(1)).unwrap_or(u32::MAX)

@@ -38,7 +38,7 @@ const SYSTEMD_IDS: &str = "/run/systemd/dynamic-uid";
 /// network.
 const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
 
-/// ID mappings of the current user namespace.
+/// Files that contain the ID mappings of the current user namespace.
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 
 /// Maximum time to wait for the workers of a killed supervisor to exit, so that each bulkhead gets the same permanent
@@ -49,7 +49,7 @@ const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(5);
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Maximum number of IDs to check for one worker. The default range is smaller than this number, and checking all of it
-/// takes about 20 ms. In a larger range, the next allocation continues with the IDs that follow.
+/// takes about 20 ms. In a larger range, the next allocation continues after the last ID that was checked.
 const CANDIDATES_MAX: u64 = 8192;
 
 /// Allocator of UIDs for one supervisor's workers.
@@ -91,7 +91,7 @@ struct State {
     database_ids: DatabaseIds,
 }
 
-/// IDs in the local databases, and the modification times of the files when they were read.
+/// IDs in the local databases, and the modification times that the files had when they were read.
 #[derive(Debug, Default)]
 struct DatabaseIds {
     ids: BTreeSet<u32>,
@@ -112,8 +112,8 @@ impl IdAllocator {
         Err(format!("none of the user IDs {range} is mapped in this user namespace (/proc/self/uid_map)"))
     }
 
-    /// Creates an allocator for the range that `/etc/subuid` assigns to an unprivileged user, or for the part of that
-    /// range in `worker_uids`.
+    /// Creates an allocator for the range that `/etc/subuid` assigns to an unprivileged user, or only for the part of
+    /// that range that `worker_uids` selects.
     fn subordinate(
         found: &SubordinateIds,
         worker_uids: Option<UidRange>,
@@ -222,8 +222,8 @@ impl IdAllocator {
         }
     }
 
-    /// Locks the inherited IDs. Until then, other supervisors skip these IDs because workers are still running under
-    /// them.
+    /// Locks the inherited IDs. Until this call, other supervisors skip these IDs because workers are still running
+    /// under them.
     pub fn lock_inherited(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for id in std::mem::take(&mut state.inherited) {
@@ -252,8 +252,8 @@ impl IdAllocator {
     }
 
     /// Waits up to 5 s for the bulkhead's preferred permanent ID if another supervisor or process is using it. The ID
-    /// is usually held by a killed supervisor whose workers are about to exit. After that time, the caller chooses
-    /// another ID.
+    /// is usually held by a killed supervisor whose workers are about to exit. If the ID does not become free, the
+    /// caller chooses another ID.
     fn wait_for_predecessor(&self, config: &Path, bulkhead: &str) {
         let is_in_use = || {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -357,7 +357,7 @@ impl DatabaseIds {
 }
 
 /// Returns the IDs that `/etc/subuid` assigns to this user, or the reason why workers cannot use such IDs. `misses`
-/// returns the reason why the machine lacks an ability, and `find` looks up the IDs.
+/// returns the reason why a feature is not available on this machine, and `find` looks up the IDs.
 pub fn find_subordinate(
     misses: impl Fn(&str) -> Option<String>,
     find: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,

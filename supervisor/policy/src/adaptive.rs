@@ -44,13 +44,13 @@ const WINDOW_MIN: Duration = Duration::from_millis(100);
 /// run times.
 const WINDOW_MAX: Duration = Duration::from_secs(10);
 
-/// Minimum number of run times in a window before the limit can change.
+/// Minimum number of run times that a window must contain before the limit can change.
 const RUNS_MIN: usize = 10;
 
-/// Maximum number of run times stored per vote. New run times replace the oldest ones.
+/// Maximum number of run times stored for each vote on the latency. New run times replace the oldest ones.
 const RUNS_MAX: usize = 128;
 
-/// Maximum number of tenants with a separate vote in a window. All other tenants share one vote.
+/// Maximum number of tenants whose run times count as separate votes in a window. All other tenants share one vote.
 const TENANTS_MAX: usize = 64;
 
 /// Maximum number of windows to wait before the limit can grow again.
@@ -66,7 +66,7 @@ pub struct AdaptiveView {
     pub limits: AdaptiveLimits,
     /// Current limit. In monitor mode, this is the limit that would apply.
     pub limit: u32,
-    /// Latency of the last complete window: the lower median of the tenants' 90th percentile run times.
+    /// Latency of the last complete window: the lower median of the tenants' 90th-percentile run times.
     pub latency: Option<Duration>,
 }
 
@@ -78,7 +78,7 @@ pub(crate) struct LimitReport {
     pub(crate) latency: Duration,
 }
 
-/// The most recent run times of one vote, in nanoseconds.
+/// The most recent run times that determine one vote, in nanoseconds.
 #[derive(Debug, Default)]
 struct Runs {
     times: Vec<u64>,
@@ -116,7 +116,8 @@ pub(crate) struct Adaptive {
     was_full: bool,
     /// True if a job has been counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
-    /// Earliest dispatch time of the jobs that are counted. Jobs dispatched earlier started under a higher limit.
+    /// Earliest dispatch time of the jobs that are counted. Jobs dispatched earlier are ignored, because they started
+    /// under a higher limit.
     counts_from: Time,
     /// True if the limit was raised and no complete window has been measured since then.
     has_grown: bool,
@@ -130,7 +131,7 @@ pub(crate) struct Adaptive {
 }
 
 impl Adaptive {
-    /// Returns a limit that starts at the configured maximum.
+    /// Creates a limit that starts at the configured maximum.
     pub(crate) fn new(limits: AdaptiveLimits, now: Time) -> Self {
         let limit = limits.max;
         Self {
@@ -199,8 +200,9 @@ impl Adaptive {
             && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 
-    /// Counts a running job that has already exceeded `target`. Otherwise, only the fast jobs in a window would be
-    /// counted. Each job counts only in the window in which it exceeds `target`.
+    /// Records the run time so far of a running job that has already exceeded `target`. If only jobs that have ended
+    /// were counted, a window would contain only the fast ones. Each job counts only in the window in which it exceeds
+    /// `target`.
     pub(crate) fn count_running(&mut self, now: Time, since: Time, tenant: u32) {
         let ran = now.since(since);
         if since >= self.counts_from && ran > self.limits.target && self.is_late_since_this_window(since) {
@@ -251,7 +253,7 @@ impl Adaptive {
         Some(LimitReport { from, to: self.limit, latency })
     }
 
-    /// Lowers the limit in proportion to the excess over `target`, but at most by half.
+    /// Lowers the limit by the factor by which the latency exceeds `target`, but at most by half.
     fn decrease(&mut self, now: Time, latency: u64, target: u64) {
         let from = match self.limits.mode {
             AdaptiveMode::Enforce => self.limit,

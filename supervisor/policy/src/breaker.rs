@@ -13,7 +13,7 @@ use crate::time::Time;
 /// configured length.
 const BUCKETS: usize = 10;
 
-/// Maximum factor by which repeated openings extend `open_for`.
+/// Maximum factor by which `open_for` is multiplied when the breaker opens repeatedly.
 const OPEN_FOR_FACTOR_MAX: u32 = 8;
 
 /// Configuration of a circuit breaker.
@@ -74,9 +74,9 @@ vocabulary! {
 /// Decision about a newly arrived job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Admission {
-    /// The job may be dispatched.
+    /// The job can be dispatched.
     Closed,
-    /// The job may be dispatched as a probe.
+    /// The job can be dispatched as a probe.
     Probe,
     /// The job is rejected because all probes are in progress. It is not known when the next job can pass.
     Probing,
@@ -125,7 +125,7 @@ pub(crate) enum CallResult {
     Ignored,
 }
 
-/// A change in the breaker's state, and the numbers that caused it.
+/// A change in the breaker's state, and the call statistics that caused the change.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transition {
     /// Previous state.
@@ -146,9 +146,10 @@ pub(crate) struct Breaker {
     /// Configuration of the breaker. If this is `None`, only an operator can open the breaker.
     limits: Option<BreakerLimits>,
     state: State,
-    /// Number of state changes so far. Results of calls from earlier epochs are ignored.
+    /// Number of state changes so far. Results of calls that were claimed before the latest change are ignored.
     epoch: u64,
-    /// Number of consecutive openings. The count restarts if the breaker was closed for at least a full window.
+    /// Number of consecutive times that the breaker has opened. The count restarts if the breaker was closed for at
+    /// least a full window.
     openings: u32,
 }
 
@@ -236,7 +237,7 @@ impl Breaker {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Returns the claim for a call whose result says nothing about the dependency, so that another call can be the
+    /// Gives back the claim of a call whose result says nothing about the dependency, so that another call can be the
     /// probe instead. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn return_claim(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
@@ -388,7 +389,7 @@ impl State {
     }
 }
 
-/// Number of counted calls, and numbers of failed calls and of slow calls.
+/// Number of counted calls, and how many of these calls failed or were slow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct Tally {
     calls: u32,
@@ -499,7 +500,7 @@ mod tests {
         assert!(matches!(transitions[..], [Transition { to: BreakerState::Open, .. }]), "{transitions:?}");
     }
 
-    /// Claims a call and panics if the breaker does not admit it.
+    /// Claims a call and panics if the breaker does not admit the call.
     #[expect(clippy::panic, reason = "a test reports failures by panicking")]
     fn claim(breaker: &mut Breaker, now: Time) -> Claim {
         let Some((claim, _)) = breaker.claim(now, true) else {
@@ -636,8 +637,8 @@ mod tests {
         assert_eq!(breaker.seen(at(6)), Tally::default());
     }
 
-    /// Taken from resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The last probe is
-    /// ignored.
+    /// Taken from resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The result of the last
+    /// probe is ignored.
     #[test]
     fn ignored_probe_is_repeated() {
         let mut breaker = opened(at(0));
@@ -667,7 +668,7 @@ mod tests {
 
     /// Taken from `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold` in resilience4j, its counterpart for
     /// slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike in resilience4j, this
-    /// breaker opens as soon as the remaining probes cannot prevent the opening.
+    /// breaker opens as soon as the remaining probes can no longer prevent it.
     #[test]
     fn probe_results_open_or_close_the_breaker() {
         for bad in [(Failure, FAST), (Success, SLOW)] {
@@ -685,8 +686,8 @@ mod tests {
         }
     }
 
-    /// Calls that were claimed before the breaker opened and that end while it is half-open are not counted and do not
-    /// free a probe.
+    /// Calls claimed before the breaker opened are not counted and do not free a probe if they end while the breaker is
+    /// half-open.
     #[test]
     fn ignores_calls_claimed_before_the_breaker_opened() {
         let mut breaker = breaker();
@@ -793,7 +794,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// The breaker must not open because an old success leaves the window or because a call is ignored.
+    /// The breaker must not open merely because an old success leaves the window or because a call is ignored.
     #[test]
     fn only_failed_or_slow_calls_open_the_breaker() {
         let mut breaker = breaker();
@@ -825,7 +826,7 @@ mod tests {
         }
     }
 
-    /// A breaker, the calls in progress, and a list of the calls counted in the current epoch.
+    /// A breaker, the calls in progress, and a list of the calls counted since the last state change.
     struct World {
         random: Random,
         limits: BreakerLimits,
@@ -834,7 +835,7 @@ mod tests {
         is_ready: bool,
         under_way: Vec<Claim>,
         judged: Vec<(Time, Tally)>,
-        /// Number of times each state was entered.
+        /// Number of times that each state was entered.
         entered: [u32; 4],
     }
 

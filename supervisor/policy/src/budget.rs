@@ -60,8 +60,8 @@ impl RetryBudget {
         self.limits = limits;
     }
 
-    /// Counts the first attempt of a job. A retry does not count as a call, because it would then allow
-    /// further retries.
+    /// Counts the first attempt of a job as a call. Retries are not counted as calls, because each retry would then
+    /// allow further retries.
     pub(crate) fn call(&mut self, now: Time) {
         if self.limits.is_none() {
             return;

@@ -50,7 +50,7 @@ pub use view::{
     BulkheadState, Counters, HeldJob, JobProgress, JobView, PostMortem, TenantView, WorkerSummary, WorkerView,
 };
 
-/// A bulkhead. `T` is the caller's record of a job.
+/// State machine of a bulkhead. `T` is the type of the caller's record of a job.
 pub struct Bulkhead<T> {
     limits: Limits,
     mode: Mode,
@@ -76,7 +76,7 @@ pub struct Bulkhead<T> {
     must_recall_all: bool,
     /// Workers that have not started a job in time.
     late_workers: Vec<u32>,
-    /// Jobs that were recalled but must be sent to the same worker again.
+    /// Recalled jobs that must be sent to the same worker again.
     to_resend: Vec<u32>,
     /// Replaced workers that no longer occupy a slot but have not exited yet, oldest first.
     exiting: VecDeque<u32>,
@@ -100,7 +100,7 @@ pub struct Bulkhead<T> {
     evictions: Evictions,
     handover: Handover,
     last_failure: String,
-    /// Actions caused by the current event. They are stored in the caller's buffer.
+    /// Actions that result from the current event, collected in the caller's buffer.
     actions: Vec<Action<T>>,
     /// Events that must be reported after the outcomes to which they refer.
     deferred_events: Vec<OperatorEvent>,
@@ -296,7 +296,7 @@ impl<T> Bulkhead<T> {
         matches!(place, Some(JobState::Queued | JobState::WaitingSuspect))
     }
 
-    /// Returns true if the job is in flight in this worker. A prefetched job is not in flight.
+    /// Returns true if the job is in flight in this worker. A prefetched job does not count as in flight.
     pub fn holds(&self, worker: WorkerId, job: JobId) -> bool {
         matches!(self.find_at(worker, job), Some((_, JobState::InFlight { .. })))
     }
@@ -420,7 +420,7 @@ impl<T> Bulkhead<T> {
 
     // Outcomes.
 
-    /// Sends the outcome to the client. A job that a worker is running stays with the worker.
+    /// Sends a job's outcome to the client. If a worker is running the job, the job stays with the worker.
     fn send_outcome(&mut self, now: Time, index: u32, verdict: Verdict) {
         let job = self.jobs.get(index);
         let Some(record) = job.record.take() else { return };
@@ -472,8 +472,8 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::SendOutcome(answer));
     }
 
-    /// Records the result of a call in the breaker. Does nothing for a job that was never dispatched, because
-    /// it has no claim.
+    /// Records the result of a call in the breaker. Does nothing for a job that was never dispatched, because such a
+    /// job has no claim.
     fn record_call(&mut self, now: Time, index: u32, verdict: &Verdict) {
         let job = self.jobs.get(index);
         let Some(claim) = job.claim.take() else { return };
@@ -526,7 +526,7 @@ impl<T> Bulkhead<T> {
         self.limit_exit_time(now, worker.place);
     }
 
-    /// Removes a job in flight from its worker and applies `change` to the worker in the same update.
+    /// Removes an in-flight job from its worker and applies `change` to the worker in the same update.
     fn withdraw(&mut self, index: u32, change: impl FnOnce(&mut Worker)) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
@@ -585,8 +585,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the outcome of a job in flight to the client and asks the worker to cancel the job. The permit stays in
-    /// use.
+    /// Sends the client the outcome of an in-flight job and asks the worker to cancel the job. The job keeps its
+    /// permit.
     fn abandon(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         let JobState::InFlight { worker: place, .. } = self.jobs.get(index).state else { return };
@@ -656,12 +656,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Updates the time at which a worker is killed because of its jobs. A worker is killed after the `grace` period if
-    /// no client is waiting for any of its jobs, or if a job has exceeded the bulkhead's own deadline or run limit. A
-    /// client can therefore end its own job early, but not the jobs of other clients. A worker that [ends each job
-    /// itself](Self::kill_delay) has more time while clients are waiting for its other jobs. Until it is killed, the
-    /// worker gets no new jobs. While the worker is sending an oversized result, the `grace` period restarts [whenever
-    /// data arrives](Self::extend_kill_time).
+    /// Updates the deadline after which a worker's jobs cause the worker to be killed. A worker is killed after the
+    /// `grace` period if no client is waiting for any of its jobs, or if a job has exceeded the bulkhead's own deadline
+    /// or run limit. A client can therefore end its own job early, but not the jobs of other clients. A worker that
+    /// [ends each job itself](Self::kill_delay) has more time while clients are waiting for its other jobs. Until it is
+    /// killed, the worker gets no new jobs. While the worker is sending an oversized result, the `grace` period
+    /// restarts [whenever data arrives](Self::extend_kill_time).
     pub(super) fn update_kill_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if !matches!(worker.phase, Phase::Ready | Phase::Draining) {
@@ -718,7 +718,7 @@ impl<T> Bulkhead<T> {
         self.workers.edit_by_id(&self.limits, id, change)
     }
 
-    /// Applies a change that affects only the timer of a worker.
+    /// Applies a change that affects only a worker's timer.
     fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.edit_timing(place, change)
     }

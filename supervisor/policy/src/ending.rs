@@ -6,7 +6,7 @@ use bulkhead_shared::{CrashReason, Verdict, vocabulary};
 
 pub(crate) const SIGKILL: i32 = 9;
 
-/// Death of a process, together with the reason if the supervisor killed the process.
+/// Cause of a process's death, and the reason for the kill if the supervisor killed the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
     /// Cause of death.
@@ -15,7 +15,7 @@ pub struct Ending {
     pub killed: Option<KillReason>,
 }
 
-/// The way in which a process died.
+/// Cause of a process's death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Death {
     /// Exited with this exit status.
@@ -53,7 +53,7 @@ pub enum KillReason {
 }
 
 impl KillReason {
-    /// Returns true if the worker did not respond in time. Its stacks then show where it hangs.
+    /// Returns true if the worker was killed for not responding in time. The worker's stacks then show where it hangs.
     pub fn is_hang(&self) -> bool {
         matches!(self, Self::Hung | Self::NoHello | Self::NotReady)
     }
@@ -147,7 +147,7 @@ impl KillReason {
 }
 
 impl From<Death> for Ending {
-    /// Converts the death of a process that the supervisor did not kill.
+    /// Creates the ending of a process that the supervisor did not kill.
     fn from(death: Death) -> Self {
         Self { death, killed: None }
     }
@@ -159,7 +159,7 @@ impl Ending {
         *self == Death::Exit(0).into()
     }
 
-    /// Returns true if one of the worker's jobs may have caused its death.
+    /// Returns true if one of the worker's jobs may have caused the worker's death.
     pub(crate) fn may_be_caused_by_job(&self) -> bool {
         matches!(self.killed, None | Some(KillReason::Hung | KillReason::Protocol(_)))
     }
@@ -204,7 +204,7 @@ impl Ending {
 }
 
 impl fmt::Display for Ending {
-    /// Writes the predicate of a sentence whose subject is the worker.
+    /// Writes a phrase such as "killed by SIGKILL", which completes a sentence about the worker.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.killed {
             Some(reason) => write!(f, "killed by the supervisor: {}", reason.describe()),

@@ -1,7 +1,7 @@
 //! Growth of small tables. There can be thousands of bulkheads, each with several such tables that rarely have more
 //! than one entry.
 
-/// Reserves memory for one more entry. The capacity starts at one and doubles. In the standard library, it would start
+/// Reserves memory for one more entry. The capacity starts at one and doubles, whereas the standard library would start
 /// at four.
 pub(crate) fn reserve_one<T>(table: &mut Vec<T>) {
     if table.len() == table.capacity() {

@@ -12,13 +12,13 @@ use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Number of bits in a [`JobId`] that contain the index in the table. Limits the number of jobs in a bulkhead.
+/// Number of bits in a [`JobId`] that hold the job's index in the table. Limits the number of jobs in a bulkhead.
 const INDEX_BITS: u32 = 24;
 
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Maximum number of entries for which the table keeps its memory.
+/// Length up to which the table keeps its memory after jobs have been removed.
 const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
@@ -31,11 +31,11 @@ pub(crate) struct Job<T> {
     pub(crate) queue_timeout_at: Option<Time>,
     /// Time by which the client must get the outcome.
     pub(crate) deadline_at: Time,
-    /// Time at which the worker is killed because of this job, even if it is running other jobs.
+    /// Deadline after which this job causes its worker to be killed, even if the worker is running other jobs.
     pub(crate) hard_deadline_at: Time,
     /// Maximum time between dispatch and outcome.
     pub(crate) run_limit: Duration,
-    /// Maximum time from the dispatch of this job until its worker is killed, even if the worker is running other jobs.
+    /// Time after dispatch at which this job causes its worker to be killed, even if the worker is running other jobs.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_resendable: bool,
@@ -46,7 +46,7 @@ pub(crate) struct Job<T> {
     pub(crate) cost: u32,
     /// Number of bytes sent to the worker for this job.
     pub(crate) bytes: u32,
-    /// Number of the job among all jobs sent to its worker, counted from 1.
+    /// Position of the job in the sequence of all jobs sent to its worker, starting at 1.
     pub(crate) send_number: u64,
     /// Number of times that the job was recalled before it started.
     pub(crate) recalls: u8,
@@ -88,8 +88,7 @@ impl<T> Job<T> {
         self.deadline_at.min(since + self.run_limit)
     }
 
-    /// Returns the time at which the worker is killed because of this job, assuming that the job was dispatched at
-    /// `since`.
+    /// Returns the deadline after which this job causes its worker to be killed if the job was dispatched at `since`.
     pub(crate) fn kill_by(&self, since: Time) -> Time {
         self.hard_deadline_at.min(since + self.hard_run_limit)
     }
@@ -100,15 +99,15 @@ impl<T> Job<T> {
 pub(crate) enum JobState {
     Unplaced,
     Queued,
-    /// The job is a suspect that is waiting for an idle worker.
+    /// The job may have crashed a worker, and is waiting for an idle worker in which to run alone.
     WaitingSuspect,
-    /// The job was sent to a worker before its turn. The worker starts the job after replying to all earlier jobs.
+    /// The job was prefetched to a worker, which starts the job after replying to all earlier jobs.
     Prefetched {
         worker: u32,
     },
     InFlight {
         worker: u32,
-        /// Index in the worker's list of jobs.
+        /// The job's index in the worker's list of jobs.
         index: u32,
         since: Time,
         /// True if the job has exceeded the bulkhead's own deadline or run limit.
@@ -125,7 +124,8 @@ pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
     sequence: u64,
-    /// Number of jobs below which the next removal tries to shrink the table. The number is halved after each attempt.
+    /// Number of jobs at or below which the next removal tries to shrink the table. Set to half the current number of
+    /// jobs after each attempt.
     shrink_below: usize,
 }
 
@@ -261,7 +261,7 @@ impl<T> Jobs<T> {
         }
     }
 
-    /// Shrinks the table to the last entry in use. New jobs use the free entries with the lowest indexes.
+    /// Truncates the table after the last entry in use. New jobs get the lowest free indexes.
     fn shrink(&mut self) {
         let len = self.table.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
         self.table.truncate(len);

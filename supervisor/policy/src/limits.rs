@@ -46,7 +46,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns the number of job slots.
+    /// Returns the number of worker slots, not counting slots for spares.
     pub(crate) fn slot_count(&self) -> usize {
         if self.max_in_flight == 0 { 0 } else { self.processes as usize }
     }
@@ -70,7 +70,7 @@ pub struct Pressure {
 }
 
 vocabulary! {
-    /// Handling of a job that arrives when the queue is full.
+    /// Policy for a job that arrives when the queue is full.
     Overflow {
         /// Rejects the new job, unless a job of a lower class is waiting. In that case, the newest waiting job of the
         /// lowest class is rejected instead.
@@ -95,7 +95,7 @@ pub struct TenantLimits {
     pub labelled: Arc<[String]>,
 }
 
-/// Limits that apply to one tenant instead of the general ones. With `None`, the general limit applies.
+/// Limits for one tenant that override the general limits. `None` means that the general limit applies.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct TenantOverrides {
     /// Override for [`TenantLimits::max_in_flight`].
@@ -131,7 +131,7 @@ vocabulary! {
 }
 
 vocabulary! {
-    /// Method of starting a worker.
+    /// Method used to start a worker.
     StartMode {
         /// Starts a new process.
         Spawn = "spawn",
@@ -147,7 +147,7 @@ pub struct Start {
     pub handshake: Duration,
     /// Maximum time between HELLO and the ready message.
     pub ready: Duration,
-    /// Method of starting a worker. Used only to allow more time for forked workers.
+    /// Method used to start a worker. Matters only because forked workers are allowed more time.
     pub mode: StartMode,
     /// Number of spares, in addition to the workers that run jobs.
     pub spares: u32,

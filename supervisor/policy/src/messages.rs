@@ -21,7 +21,7 @@ use crate::time::Time;
 pub struct WorkerId {
     /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Sequence number of the worker's start, counted across all workers in the bulkhead.
+    /// Sequence number of this start, counting the starts of all workers in the bulkhead.
     pub generation: u32,
 }
 
@@ -95,7 +95,7 @@ pub enum Reply {
     },
 }
 
-/// Optional features of a worker.
+/// Optional features that a worker supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
     /// True if the worker sends heartbeats while jobs are running.
@@ -122,7 +122,7 @@ pub trait JobJournal: std::fmt::Debug + Send {
 pub enum Event<T> {
     /// The bulkhead must start its workers.
     Start,
-    /// A timer is due. Must be sent at [`crate::Bulkhead::next_deadline`].
+    /// A timer is due. The caller must send this event at [`crate::Bulkhead::next_deadline`].
     Tick,
     /// A client submits a job.
     Submit(Submission<T>),
@@ -187,8 +187,8 @@ pub enum Event<T> {
         /// Worker that sent the frame.
         worker: WorkerId,
     },
-    /// A worker was alive at an earlier time, according to a timestamp in shared memory. The caller reads the
-    /// timestamps of silent workers only.
+    /// A worker was alive at an earlier time, according to a timestamp in shared memory. The caller reads the timestamp
+    /// only if the worker is silent.
     AliveAt {
         /// Worker that wrote the timestamp.
         worker: WorkerId,
@@ -218,7 +218,7 @@ pub enum Event<T> {
         worker: WorkerId,
         /// ID of the job, according to the worker.
         job: JobId,
-        /// Number of the job among all jobs sent to the worker, according to the worker.
+        /// The job's number among all jobs sent to the worker, as reported by the worker.
         send_number: u64,
     },
     /// A worker has started sending a result that exceeds the size limit. Until [`Event::Replied`], all data from this
@@ -309,7 +309,7 @@ pub enum Event<T> {
     ChangeTenantLimits {
         /// Name of the tenant.
         tenant: String,
-        /// Overrides that replace all previous overrides of the tenant.
+        /// New overrides, which replace all of the tenant's previous overrides.
         overrides: TenantOverrides,
     },
     /// Stops all workers until the next [`Event::Start`], because no jobs are expected.
@@ -365,7 +365,7 @@ pub enum Action<T> {
         worker: WorkerId,
         /// Job to send.
         job: JobId,
-        /// Time until the deadline or the end of the run limit.
+        /// Time left until the job's deadline or the end of the job's run limit, whichever comes first.
         remaining: Duration,
         /// True if the job is prefetched. A prefetched job counts as queued until the worker starts it.
         is_prefetched: bool,
@@ -515,7 +515,7 @@ pub enum OperatorEvent {
         slot: u32,
         /// PID.
         pid: u32,
-        /// The worker's death, with the reason if the supervisor killed the worker.
+        /// Cause of the worker's death, and the reason for the kill if the supervisor killed the worker.
         ending: Ending,
         /// Time since the spawn.
         uptime: Duration,
@@ -603,7 +603,7 @@ pub enum OperatorEvent {
         from: u32,
         /// Current adaptive limit.
         to: u32,
-        /// Latency that caused the change: the lower median of the tenants' 90th percentile run times.
+        /// Latency that caused the change: the lower median of the tenants' 90th-percentile run times.
         latency: Duration,
         /// Configuration of the adaptive limit.
         limits: AdaptiveLimits,

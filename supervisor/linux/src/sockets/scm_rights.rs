@@ -5,7 +5,8 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use crate::errno;
 
-/// `SO_PASSRIGHTS`, which no library defines yet. Some architectures number socket options differently.
+/// Value of `SO_PASSRIGHTS`, defined here because no library defines it yet. Some architectures number socket options
+/// differently.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
 /// Makes a Unix socket refuse descriptors, so that a peer that sends one gets `EPERM`. Accepted connections inherit the

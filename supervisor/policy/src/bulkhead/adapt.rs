@@ -59,7 +59,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Closes the window of the adaptive limit if the window is complete, and reports changes to the limit.
+    /// Closes the adaptive limit's measurement window if it is complete, and reports changes to the limit.
     pub(super) fn adapt(&mut self, now: Time) {
         if let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) {
             for index in self.workers.iter().flat_map(|worker| &worker.jobs) {

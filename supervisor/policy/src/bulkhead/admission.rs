@@ -23,7 +23,7 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 struct Rejection {
     verdict: Verdict,
-    /// Time that the client should wait before a retry.
+    /// Time that the client should wait before retrying.
     wait: Wait,
 }
 
@@ -51,7 +51,7 @@ fn rejected_with(reason: RejectReason, message: String) -> Rejection {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns a tenant's number, to be used in the next submission.
+    /// Returns the number that identifies a tenant in the next submission.
     pub fn tenant(&mut self, name: &str) -> TenantId {
         self.tenants.find_or_add(name)
     }
@@ -402,8 +402,8 @@ impl<T> Bulkhead<T> {
         self.await_turn(index);
     }
 
-    /// Returns a job to the front of its priority class, because the job was already dispatched once. The tenant is not
-    /// charged again.
+    /// Puts a job back at the front of its priority class, because the job was already dispatched once. The tenant is
+    /// not charged again.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
         job.state = JobState::Queued;
@@ -497,7 +497,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Blocks a tenant in the queue while its whole quota is in use, and unblocks the tenant otherwise.
+    /// Blocks a tenant in the queue if the tenant's whole quota is in use, and unblocks the tenant otherwise.
     pub(super) fn update_tenant_block(&mut self, tenant: TenantId) {
         match self.is_at_quota(tenant) {
             true => self.queue.block(tenant.0),
@@ -545,7 +545,7 @@ pub(super) struct Evictions {
 }
 
 impl Evictions {
-    /// Number of recent evictions to consider. Nothing is reported until at least half as many have occurred.
+    /// Number of recent evictions to consider. Nothing is reported until at least half that number have occurred.
     const RECENT: usize = 64;
 
     /// Records an eviction. If the tenant accounts for more than half of the recent evictions and there was no recent

@@ -10,7 +10,7 @@ use crate::time::Time;
 pub(super) struct Handover {
     /// Number of permits that the predecessor still needs.
     pub(super) predecessor_permits: u32,
-    /// Number of further jobs waiting in the predecessor.
+    /// Number of jobs in the predecessor that are waiting for a permit.
     pub(super) predecessor_waiting: u32,
     /// Maximum number of permits that this supervisor can use, or `None` if there is no successor.
     pub(super) permits_max: Option<u32>,
@@ -35,7 +35,7 @@ impl<T> Bulkhead<T> {
         (permits, jobs - permits)
     }
 
-    /// Returns the quarantined payloads, to be passed on to a successor.
+    /// Returns the digests of the quarantined payloads, which are passed on to a successor.
     pub fn quarantined_payloads(&self, now: Time) -> Vec<Digest> {
         self.poison.quarantined(now).collect()
     }

@@ -18,7 +18,8 @@ use crate::workers::SlotState;
 /// Maximum time that an idle worker may take to exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum number of consecutive silences attributed to a busy machine. After that, a silent worker counts as hung.
+/// Maximum number of consecutive times that a worker's silence is attributed to a busy machine. After that, a silent
+/// worker counts as hung.
 const EXCUSED_SILENCES_MAX: u32 = 20;
 
 /// Interval between attempts to replace a worker.
@@ -352,7 +353,7 @@ impl<T> Bulkhead<T> {
         entry.state.is_wanted() && !entry.is_spare_slot
     }
 
-    /// Continues the rolling restart if no successor is starting and the next slot can have one.
+    /// Continues the rolling restart if no successor is starting and the next slot can get a successor.
     pub(super) fn continue_rolling_restart(&mut self, now: Time) {
         while let Some(&(slot, reason)) = self.rolling.front()
             && self.workers.slot(slot).replaced == 0
@@ -389,7 +390,7 @@ impl<T> Bulkhead<T> {
         self.replace_outdated(now, RecycleReason::Reload);
     }
 
-    /// Tries again to replace an outdated worker.
+    /// Retries the replacement of an outdated worker if the retry is due.
     fn retry_replacement(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if worker.retry_replacement_at().is_none_or(|at| at > now) {
@@ -637,7 +638,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Depending on how a worker ended, decides whether its slot starts another worker now, starts one later, or stops.
+    /// Decides from the way a worker ended whether the worker's slot starts another worker now, starts one later, or
+    /// stops.
     fn refill_slot(&mut self, now: Time, slot: u32, charged_slot: u32, effect: EndEffect) {
         if self.is_stopping() {
             self.set_slot(slot, SlotState::Empty);
@@ -777,7 +779,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Describes how a worker ended, for use in the message that the bulkhead has no workers.
+/// Describes how a worker ended, for messages that tell clients that no worker is running.
 fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> String {
     let is_before_hello = matches!(worker.phase, Phase::Handshaking { .. });
     match &worker.last_start_status {

@@ -14,7 +14,7 @@ use crate::worker::Phase;
 /// Minimum time that a worker may pause while sending an oversized result, even if `grace` is shorter.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Minimum grace period for an `exec` worker that also has jobs with a waiting client. Such a worker kills the
+/// Minimum grace period for an `exec` worker that also has jobs whose clients are waiting. Such a worker kills the
 /// processes of an overdue job itself. This can take a long time if the processes use gigabytes of memory, or if there
 /// are many processes.
 const SLOW_END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -45,8 +45,8 @@ impl<T> Bulkhead<T> {
         self.update_kill_time(now, worker.place);
     }
 
-    /// Postpones the kill of a worker because more data of an oversized result has arrived. The worker is killed if no
-    /// more data arrives, or if a job has exceeded the bulkhead's own deadline or run limit.
+    /// Postpones killing a worker because more data of an oversized result has arrived. The worker is killed if no more
+    /// data arrives, or if a job has exceeded the bulkhead's own deadline or run limit.
     pub(super) fn extend_kill_time(&mut self, now: Time, id: WorkerId) {
         let Some(worker) = self.workers.by_id(id) else { return };
         let is_awaited = matches!(worker.phase, Phase::Ready | Phase::Draining) && worker.kill_at.is_some();
@@ -57,7 +57,7 @@ impl<T> Bulkhead<T> {
         self.edit_timing(id.place, |worker| worker.kill_at = Some(kill_at));
     }
 
-    /// Returns the delay from the time at which a worker becomes stuck (`Worker::is_stuck`) until it is killed.
+    /// Returns the time after which a stuck worker (`Worker::is_stuck`) is killed.
     pub(super) fn kill_delay(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
         let is_wanted = self.workers.get(place).is_some_and(|worker| worker.awaited_jobs > 0);

@@ -29,8 +29,8 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// Minimum time left until a job's deadline and queue timeout for the job to be prefetched, as a multiple of
-/// `lookahead`.
+/// A job is prefetched only if at least this multiple of `lookahead` is left until the job's deadline and queue
+/// timeout.
 const TIME_LEFT_FACTOR: u32 = 2;
 
 /// Time allowed for a worker to start a job, in addition to `lookahead`. On a busy machine, a worker can wait this long
@@ -105,7 +105,7 @@ impl<T> Bulkhead<T> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check of whether the worker starts its jobs in time.
+    /// Schedules a check that the worker starts its jobs in time.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
@@ -344,7 +344,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the outcome of a prefetched job that turned out to have been started.
+    /// Sends the outcome of a job that was counted as prefetched although its worker has already started it.
     pub(super) fn abandon_prefetched(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         self.uncount_waiting(index);
@@ -500,7 +500,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Resends jobs with a permit to their previous workers after the jobs were recalled together with other jobs.
+    /// Resends jobs that were recalled although they hold a permit. Each job returns to the worker that had it.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));

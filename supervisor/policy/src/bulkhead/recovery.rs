@@ -58,8 +58,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Records the crash under the payload's digest and decides whether the job is retried. If it is, records the
-    /// attempt and reports the retry.
+    /// Decides whether a crashed job is retried, and if so, records the attempt and reports the retry. If no other job
+    /// can be the cause, first records the crash under the payload's digest.
     pub(super) fn decide_retry(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) -> bool {
         if matches!(loss, Suspicion::OnlyJob | Suspicion::Program) {
             self.record_payload_crash(now, index);
@@ -163,8 +163,8 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    /// Returns a job to the front of its class, because the job was already dispatched once. The tenant is not charged
-    /// again. A suspect is added to the list of suspects instead.
+    /// Puts a job back at the front of its class, because the job was already dispatched once. The tenant is not
+    /// charged again. A suspect is added to the list of suspects instead.
     pub(super) fn requeue(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {
@@ -176,7 +176,7 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, deadline_at);
     }
 
-    /// Returns the final outcome of a job that does not run again, considering all attempts. If an earlier attempt
+    /// Returns the final outcome of a job that will not run again, considering all attempts. If an earlier attempt
     /// crashed, the outcome is that crash.
     pub(super) fn overall_verdict(&mut self, index: u32, verdict: Verdict) -> Verdict {
         let job = self.jobs.get(index);

@@ -11,8 +11,8 @@ use crate::worker::{Assignment, Worker};
 
 impl<T> Bulkhead<T> {
     /// Checks a worker against `recycle.jobs` after the worker was given a job or the setting was changed. If the
-    /// worker is close to its last job, starts a successor. If the worker was given its last job, replaces or drains
-    /// the worker.
+    /// worker will soon be given its last job, starts a successor. If the worker was already given its last job,
+    /// replaces or drains the worker.
     pub(super) fn check_job_limit(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place).filter(|worker| worker.is_ready()) else { return };
         let Assignment::Active { slot, .. } = worker.assignment else { return };
@@ -59,14 +59,15 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Starts a successor for a slot's worker if the worker was given its last job.
+    /// Starts a successor for a slot's worker if the worker has been given the last job that `recycle.jobs` allows.
     pub(super) fn start_successor_at_job_limit(&mut self, now: Time, slot: u32) {
         if self.workers.of_slot(slot).is_some_and(Worker::is_leaving_at_job_limit) {
             self.start_successor(now, slot);
         }
     }
 
-    /// Starts successors for all workers that were given their last jobs. Called when earlier failures no longer count.
+    /// Starts successors for all workers that have been given the last job that `recycle.jobs` allows. Called when
+    /// earlier failures no longer count.
     pub(super) fn start_successors_at_job_limit(&mut self, now: Time) {
         for slot in self.workers.slot_numbers() {
             self.start_successor_at_job_limit(now, slot);
@@ -82,7 +83,7 @@ impl<T> Bulkhead<T> {
 
     // Successors on standby.
 
-    /// Returns the ready successor of a slot's worker.
+    /// Returns the ready successor of a slot's worker, if there is one.
     pub(super) fn standby(&self, slot: u32) -> Option<u32> {
         let is_ready = |place: &u32| self.workers.get(*place).is_some_and(Worker::is_ready);
         self.workers.slot(slot).successor.filter(is_ready)
@@ -133,7 +134,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Returns true if, at the current job rate, the worker will be given its last job within twice its own start time.
+/// Returns true if, at the current job rate, the worker will reach its job limit within twice its own start time.
 fn is_near_job_limit(worker: &Worker, now: Time, left: u64) -> bool {
     let start = worker.ready_at.map_or(0, |at| at.since(worker.spawned_at).as_nanos());
     let so_far = now.since(worker.spawned_at).as_nanos();

@@ -140,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces, one at a time, the workers that cannot raise their maximum number of jobs.
+    /// Replaces the workers that cannot raise their maximum number of jobs, one worker at a time.
     fn replace_unresizable(&mut self, now: Time) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.sent_max_in_flight < most);
@@ -208,8 +208,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Restores a slot's backoff or stop from before the bulkhead was scaled to zero, so that failing workers stay
-    /// visible. Returns true if the slot must wait.
+    /// Restores the backoff or the stopped state that a slot had before the bulkhead was scaled to zero, so that
+    /// failing workers stay visible. Returns true if the slot must wait.
     fn restore_backoff(&mut self, now: Time, slot: u32) -> bool {
         let waits = |state: &SlotState| match state {
             SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
@@ -225,7 +225,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sets the state of a slot. The slot's workers finish their jobs and exit.
+    /// Sets a slot's state and asks the slot's workers to finish their jobs and exit.
     fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState) {
         let entry = self.workers.slot(slot);
         let (before, successor) = (entry.state, entry.successor);
@@ -244,8 +244,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the exit of a replaced or surplus worker, or its removal from the slot. The slot might have been waiting
-    /// for this event.
+    /// Handles the exit of a replaced or surplus worker, or the worker's removal from its slot. The slot may have been
+    /// waiting for the worker to leave.
     pub(super) fn replaced_worker_gone(&mut self, now: Time, slot: u32) {
         if self.workers.slot(slot).state == SlotState::Awaiting {
             self.open_slot(now, slot);
@@ -254,8 +254,8 @@ impl<T> Bulkhead<T> {
         self.start_successor_at_job_limit(now, slot);
     }
 
-    /// Removes one replaced worker without jobs from its slot. The slot does not need to wait for such a worker to
-    /// exit, which can be delayed by destructors. Returns false if there is no such worker.
+    /// Removes one replaced worker without jobs from its slot, so that the slot does not have to wait for the worker to
+    /// exit. Destructors can delay the exit. Returns false if there is no such worker.
     pub(super) fn release_slots(&mut self, now: Time) -> bool {
         let Some(place) = self.workers.pop_finished() else { return false };
         if self.workers.get(place).is_some_and(Worker::is_finished) {

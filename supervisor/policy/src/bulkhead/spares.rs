@@ -14,8 +14,8 @@ use crate::worker::{Assignment, EndEffect, Phase, SilenceCheck, Worker};
 use crate::workers::{Slot, SlotState};
 
 impl<T> Bulkhead<T> {
-    /// Lets ready spares take over slots that have no working worker. Does nothing if no worker or slot has
-    /// changed.
+    /// Lets ready spares take over slots that have no usable worker. Does nothing if no worker or slot has changed
+    /// since the last call.
     pub(super) fn fill_from_spares(&mut self, now: Time) {
         let is_concerned = std::mem::take(&mut self.spares_changed);
         if !is_concerned || !self.limits.has_spares() || self.is_stopping() {
@@ -30,7 +30,7 @@ impl<T> Bulkhead<T> {
         self.continue_rolling_restart(now);
     }
 
-    /// Returns a spare that can take over now.
+    /// Returns a spare that can take over a slot now.
     pub(super) fn ready_spare(&self) -> Option<u32> {
         let is_free = |slot: &&Slot| slot.is_spare_slot && slot.successor.is_none() && slot.replaced == 0;
         let mut places = self.workers.slots().iter().filter(is_free).filter_map(|slot| slot.state.worker());
@@ -41,7 +41,7 @@ impl<T> Bulkhead<T> {
         })
     }
 
-    /// Returns true if there is a spare that is ready or starting.
+    /// Returns true if any spare is ready or starting.
     fn has_live_spare(&self) -> bool {
         self.limits.has_spares()
             && self.workers.slots().iter().any(|slot| slot.is_spare_slot && slot.state.is_occupied())
@@ -54,7 +54,7 @@ impl<T> Bulkhead<T> {
         is_at_work && is_free && self.has_live_spare()
     }
 
-    /// Returns true if a spare should take over the slot, because the slot has no working worker.
+    /// Returns true if the slot has no usable worker, so that a spare should take over the slot.
     fn needs_spare(&self, slot: u32) -> bool {
         let entry = self.workers.slot(slot);
         if entry.is_spare_slot || entry.successor.is_some() {
@@ -78,7 +78,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns true if the restart policy allows another worker after one that ended in this way.
+    /// Returns true if the restart policy allows a new worker in place of one that ended in this way.
     pub(super) fn may_restart(&self, effect: EndEffect) -> bool {
         match self.limits.restart.policy {
             RestartPolicy::Always => true,
@@ -90,8 +90,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. A healthy worker is drained
-    /// there; any other worker continues to start or to die.
+    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. The previous worker is
+    /// drained if it is healthy, and otherwise finishes starting or exiting.
     pub(super) fn take_over(&mut self, now: Time, slot: u32, spare: u32, reason: Option<RecycleReason>) {
         let Some(worker) = self.workers.get(spare) else { return };
         let spare_slot = worker.assignment.slot();

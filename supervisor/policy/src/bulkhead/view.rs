@@ -34,9 +34,9 @@ pub struct Counters {
     /// Number of retries after the death of a worker or program.
     pub retries: u64,
     /// Number of jobs that were passed on to another bulkhead and have no outcome yet. Their outcomes will be counted
-    /// here.
+    /// for this bulkhead.
     pub elsewhere: u64,
-    /// Number of ignored replies: the client already had the outcome, or the worker never had the job.
+    /// Number of replies that were ignored because the client already had the outcome or the worker never had the job.
     pub late_replies: u64,
     /// Number of times that the adaptive limit was raised.
     pub limit_raised: u64,
@@ -98,7 +98,7 @@ impl Counters {
 vocabulary! {
     /// State of a bulkhead.
     BulkheadState {
-        /// At least one slot's first worker has neither become ready nor failed to start.
+        /// At least one slot is still starting its first worker.
         Starting = "starting",
         /// Every slot has a ready worker.
         Ready = "ready",
@@ -126,7 +126,8 @@ pub struct WorkerView {
     pub restarts: u64,
     /// Description of how the slot's previous worker ended.
     pub last_exit: Option<String>,
-    /// True if the worker fills its slot. False if the worker is starting as a successor or has been replaced.
+    /// True if the worker is the slot's current worker. False if the worker is starting as a successor or has been
+    /// replaced.
     pub is_current: bool,
     /// True if the worker is running a suspect job alone, or is finishing its jobs so that it becomes idle for a
     /// suspect job.
@@ -135,7 +136,7 @@ pub struct WorkerView {
     pub is_stalled: bool,
     /// True if the worker is a spare, whether ready or starting.
     pub is_spare: bool,
-    /// True if the worker was started before the last restart, or has a previous program or configuration.
+    /// True if the worker was started before the last restart, or with a previous program or configuration.
     pub is_outdated: bool,
 }
 
@@ -147,13 +148,13 @@ pub struct WorkerSummary {
     pub pid: Option<u32>,
     /// State, from [`crate::WORKER_STATES`].
     pub state: &'static str,
-    /// True if the worker fills its slot. False for spares, successors and replaced workers.
+    /// True if the worker is a slot's current worker. False for spares, successors and replaced workers.
     pub is_current: bool,
     /// True if the worker is ready to take over a slot.
     pub is_ready_spare: bool,
 }
 
-/// Description of a worker whose process has exited. Created before the exit is handled.
+/// Description of a worker whose process has exited, created before the state machine handles the exit.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
     /// The worker's slot.
@@ -162,7 +163,7 @@ pub struct PostMortem {
     pub pid: u32,
     /// Reason why the supervisor killed the worker, or `None` if it did not.
     pub killed: Option<KillReason>,
-    /// True if the worker had become ready.
+    /// True if the worker had become ready before it exited.
     pub was_ready: bool,
     /// Time since the spawn.
     pub uptime: Duration,
@@ -172,7 +173,7 @@ pub struct PostMortem {
     pub in_flight: u32,
     /// Number of jobs in flight that the worker may have started.
     pub begun: u32,
-    /// The jobs in flight with the longest run times, up to the requested number.
+    /// The longest-running jobs in flight, up to the requested number.
     pub jobs: Vec<HeldJob>,
 }
 
@@ -269,7 +270,7 @@ impl<T> Bulkhead<T> {
         self.breaker.state()
     }
 
-    /// Returns the number of waiting jobs. It includes queued jobs, suspects and prefetched jobs.
+    /// Returns the number of waiting jobs, which includes queued jobs, suspects and prefetched jobs.
     pub fn queued(&self) -> usize {
         self.queue.len() + self.suspects.len() + self.prefetched
     }
@@ -341,7 +342,8 @@ impl<T> Bulkhead<T> {
         self.workers.slots().iter().map(|slot| slot.record.restarts).sum()
     }
 
-    /// Returns true if the first start in every slot has succeeded or failed.
+    /// Returns true if the first worker of every slot has become ready or failed to start, or if the bulkhead is scaled
+    /// to zero.
     pub fn has_settled(&self) -> bool {
         self.activity == Activity::ScaledToZero || self.slots_at_work().all(|slot| slot.record.has_settled)
     }
@@ -444,7 +446,7 @@ impl<T> Bulkhead<T> {
         self.job_at(now, self.jobs.find(id)? as usize)
     }
 
-    /// Returns a job in flight, for use in a report about the death of its program.
+    /// Returns a description of an in-flight job, for a report about the death of the job's program.
     pub fn held_job(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
         let index = self.jobs.find(id)?;
         Some(self.describe_held_job(now, index))

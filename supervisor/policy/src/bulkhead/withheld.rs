@@ -9,8 +9,8 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::worker::Worker;
 
-/// A withheld place in a tenant's quota. It is released when the slot has a ready worker. Each worker that ended costs
-/// a tenant at most one place.
+/// A place in a tenant's quota that is withheld because one of the tenant's jobs may have ended a worker. It is
+/// released when the worker's slot has a ready worker again. Each worker that ended costs a tenant at most one place.
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
@@ -45,7 +45,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Releases the withheld places whose slot has a ready worker or will not get one, and those that have expired.
+    /// Releases each withheld place that has expired, or whose slot has a ready worker or will not get one.
     pub(super) fn release_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {
@@ -65,7 +65,7 @@ impl<T> Bulkhead<T> {
         self.workers.slot(slot).is_live() && !is_ready && !self.is_stopping()
     }
 
-    /// Returns the next time at which a withheld place expires.
+    /// Returns the earliest time at which a withheld place expires.
     pub(super) fn next_withheld_release(&self) -> Option<Time> {
         self.withheld.iter().map(|place| place.until).min()
     }
