@@ -15,7 +15,7 @@ impl Job {
 }
 
 impl Model {
-    /// Returns the number of queue places in use.
+    /// Returns the number of places in the queue that are in use.
     pub(super) fn queue_places(&self) -> usize {
         self.queue.len() + self.prefetched_waiting()
     }
@@ -64,7 +64,7 @@ impl Model {
         self.jobs.get_mut(&job).expect("the job must be in the model").send_number = sent;
     }
 
-    /// Handles a worker's reply. The worker's oldest prefetched job then starts.
+    /// Handles a worker's reply, after which the worker's oldest prefetched job starts.
     pub(super) fn begin_prefetched(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -88,7 +88,8 @@ impl Model {
 
     // Jobs that were sent to a worker but have not started.
 
-    /// Returns the jobs that a worker has not started, newest first. This is the order in which they are recalled.
+    /// Returns the jobs that a worker has not started. The newest job comes first, because jobs are recalled in this
+    /// order.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
         let begun = self.registry.begun_at_recall(worker.id);
         let is_unbegun = |job: &JobId| worker.has_journal && self.jobs[job].send_number > begun;
@@ -98,15 +99,15 @@ impl Model {
         jobs
     }
 
-    /// Returns true if the worker has a job other than `other` that has not started and whose payload is not stored
+    /// Returns true if the worker has a job, apart from `other`, that has not started and whose payload is not stored
     /// elsewhere.
     fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
         let unbegun = self.unbegun(worker);
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_resendable)
     }
 
-    /// Returns true if a job can end as if it were waiting, because its worker has not started it. The second value is
-    /// true if this depends on the order in which several such jobs are handled.
+    /// Returns two flags. The first is true if a job can end as if it were waiting, because its worker has not started
+    /// it. The second is true if this depends on the order in which several such jobs are handled.
     pub(super) fn can_be_recalled(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.prefetched).and_then(|place| self.workers.get(&place));
@@ -203,7 +204,8 @@ impl Model {
         self.step.required.insert(id, verdict);
     }
 
-    /// Recalls a dead worker's prefetched jobs. A job that has started must not run again unless it is idempotent.
+    /// Recalls the jobs that were prefetched to a dead worker. A job that has started must not run again unless it is
+    /// idempotent.
     pub(super) fn requeue_prefetched(&mut self, place: u32, verdict: &Verdict) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         let begun = self.registry.begun(worker.id);
@@ -222,7 +224,8 @@ impl Model {
         }
     }
 
-    /// Returns the prefetched job to recall and reject if the queue is full when a job of this class arrives.
+    /// Returns the prefetched job that must be recalled and rejected if the queue is full when a job of this class
+    /// arrives.
     pub(super) fn shed_prefetched(&self, priority: Priority) -> Option<JobId> {
         let has_lower =
             |worker: &&Worker| worker.prefetched.iter().any(|id| self.jobs[id].priority < priority);
@@ -263,7 +266,8 @@ impl Model {
         }
     }
 
-    /// Handles the result of a job that was prefetched or recalled. Such a result is a protocol violation.
+    /// Handles a result for a job that was merely prefetched or has been recalled. Sending such a result is a protocol
+    /// violation.
     pub(super) fn kill_for_invalid_reply(&mut self, id: WorkerId, job: JobId) {
         let Some(worker) = self.live(id) else { return };
         let is_too_soon = worker.prefetched.contains(&job);
