@@ -72,7 +72,7 @@ pub(crate) struct Model {
     release_count: u64,
     newest_job: JobId,
     step: Step,
-    /// Two flags: true if the breaker rejects jobs after the current event, and true if it did so before the event.
+    /// True if the breaker was not closed either before or after the current event.
     is_breaking: bool,
     was_breaking: bool,
     pub(crate) coverage: Coverage,
