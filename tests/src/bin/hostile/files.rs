@@ -97,7 +97,7 @@ pub(crate) fn list(path: impl AsRef<Path>) -> Tried {
     Ok(format!("{} entries", entries.count()))
 }
 
-/// Lists `/tmp`, leaving out the parents of paths that were granted to the worker.
+/// Lists the entries of `/tmp`, except for the parents of paths to which the worker was granted access.
 fn list_temporary_files(to: &Targets) -> Tried {
     let given = Path::new(to.text("readable")?);
     let entries = fs::read_dir("/tmp").at("list /tmp")?.flatten();
@@ -107,7 +107,7 @@ fn list_temporary_files(to: &Targets) -> Tried {
     }
 }
 
-/// Changes the mode of the folder that contains the temporary folders of all programs.
+/// Removes all permissions from the folder that contains the temporary folders of all programs.
 fn shut_temporary_folders() -> Tried {
     let own = std::env::var_os("TMPDIR").ok_or_else(|| Refused::nothing("find its own temporary folder"))?;
     let shared = Path::new(&own).parent().unwrap_or(Path::new(&own));
@@ -115,7 +115,7 @@ fn shut_temporary_folders() -> Tried {
     Ok(format!("shut {}", shared.display()))
 }
 
-/// Opens a file for writing without writing to it.
+/// Opens a file for writing, but does not write to it.
 pub(crate) fn open_for_writing(path: &str) -> Tried {
     OpenOptions::new().write(true).open(path).at(&format!("open {path} for writing"))?;
     Ok(format!("opened {path}"))
@@ -171,7 +171,7 @@ fn read_by_hard_link(to: &Targets) -> Tried {
     Ok("read".into())
 }
 
-/// Opens a file by its handle, as the container escape "shocker" does.
+/// Opens a file by its handle, which is how the container escape "shocker" works.
 fn read_by_handle(to: &Targets) -> Tried {
     const HANDLE_BYTES: usize = 128;
     #[repr(C)]
@@ -201,7 +201,7 @@ fn watch_neighbour(to: &Targets) -> Tried {
     Ok("sees when files in the folder are opened and changed".into())
 }
 
-/// Sets the mode of another bulkhead's file to its current value.
+/// Changes the mode of a file in another bulkhead to the mode that the file already has.
 fn chmod_neighbour(to: &Targets) -> Tried {
     const SECRET_MODE: u32 = 0o600;
     let permissions = fs::Permissions::from_mode(SECRET_MODE);
@@ -209,7 +209,7 @@ fn chmod_neighbour(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// Sets the mode of the configuration file to its current value.
+/// Changes the mode of the configuration file to the mode that the file already has.
 fn chmod_configuration(to: &Targets) -> Tried {
     const MODE: u32 = 0o644;
     let permissions = fs::Permissions::from_mode(MODE);
@@ -222,7 +222,7 @@ fn write_beside_own_program(_: &Targets) -> Tried {
     unnamed_file(parent(program.to_str().unwrap_or_default())?.to_str().unwrap_or_default())
 }
 
-/// Creates a link where another process might look for a program.
+/// Creates a link in a place where another process might look for a program.
 fn link_beside_own_program(_: &Targets) -> Tried {
     let program = std::env::current_exe().at("find its own program")?;
     let link = fresh(parent(program.to_str().unwrap_or_default())?);
@@ -231,7 +231,7 @@ fn link_beside_own_program(_: &Targets) -> Tried {
     Ok("made and removed".into())
 }
 
-/// Truncates a read-only file to its current length.
+/// Truncates a read-only file to the length that the file already has.
 fn truncate_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
     let length = fs::metadata(path).at("stat a read-only file")?.size();
@@ -240,7 +240,7 @@ fn truncate_readable(to: &Targets) -> Tried {
     Ok("truncated".into())
 }
 
-/// Renames a read-only file and renames it back.
+/// Renames a read-only file, and then renames it back.
 fn replace_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
     let aside = format!("{path}.aside");
@@ -272,9 +272,9 @@ fn give_a_file_away(_: &Targets) -> Tried {
     Ok("given away".into())
 }
 
-/// Fills the temporary folder with entries that are hard to remove, or whose removal could affect other
-/// files: links to other folders, an inaccessible folder, many files, and deeper nesting than descriptor
-/// limits and path lengths allow.
+/// Fills the temporary folder with entries that are hard to remove, or whose removal could affect other files: links to
+/// other folders, an inaccessible folder, many files, and folders nested more deeply than descriptor limits and path
+/// lengths allow.
 fn booby_trap(to: &Targets) -> Tried {
     const FILES: usize = 2000;
     const LEVELS: usize = 1500;
@@ -300,7 +300,7 @@ fn booby_trap(to: &Targets) -> Tried {
     Ok(folder.to_string_lossy().into_owned())
 }
 
-/// Returns the open descriptors, except the descriptor that this function opens.
+/// Returns the open descriptors, except for the one that this function opens.
 pub(crate) fn open_descriptors() -> BTreeSet<i32> {
     let Ok(folder) = fs::read_dir("/proc/self/fd") else { return BTreeSet::new() };
     let open: BTreeSet<i32> =
@@ -324,7 +324,7 @@ fn inherited_descriptors(_: &Targets) -> Tried {
     }
 }
 
-/// Leaves shared memory behind where the next worker would find it.
+/// Leaves shared memory behind in a place where the next worker would find it.
 fn make_shared_memory(_: &Targets) -> Tried {
     let what = "make shared memory by name";
     let made = OpenOptions::new().write(true).create_new(true).open("/dev/shm/bulkhead-attempt");

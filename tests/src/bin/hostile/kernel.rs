@@ -122,12 +122,12 @@ fn io_uring() -> Tried {
     Ok("made".into())
 }
 
-/// Calls `bpf` with an unknown command.
+/// Calls `bpf` with a command number that does not exist.
 fn load_bpf() -> Tried {
     reached(call(libc::SYS_bpf, [0xffff, 0, 0]), &[Errno::EINVAL, Errno::EFAULT], "load a BPF program")
 }
 
-/// Calls `bpf` in a child. An error counts as success if it shows that the call has passed the filter.
+/// Calls `bpf` in a child process. An error counts as success if it shows that the call got through the filter.
 fn load_bpf_in_a_child() -> Tried {
     let what = "load a BPF program in a child";
     let load = || match call(libc::SYS_bpf, [0xffff, 0, 0]) {
@@ -147,14 +147,14 @@ fn add_a_key() -> Tried {
     Ok("kept".into())
 }
 
-/// Makes an x32 system call. Few kernels still support such calls, but a filter has to reject them anyway.
+/// Makes an x32 system call. Few kernels still support such calls, but a filter must reject them anyway.
 #[cfg(target_arch = "x86_64")]
 fn x32_call() -> Tried {
     const X32: libc::c_long = 0x4000_0000;
     reached(call(X32 | libc::SYS_getpid, []), &[Errno::ENOSYS], "make an x32 system call")
 }
 
-/// Makes a 32-bit `getpid` call.
+/// Makes a `getpid` call through the 32-bit system call interface.
 #[cfg(target_arch = "x86_64")]
 fn legacy_call() -> Tried {
     const GETPID: u32 = 20;
@@ -175,7 +175,7 @@ fn legacy_call() -> Tried {
     }
 }
 
-/// Sets the host name to its current value.
+/// Sets the host name to the name that it already has.
 fn set_the_host_name() -> Tried {
     let name = nix::sys::utsname::uname().at("read the host's name")?.nodename().to_owned();
     let text = CString::new(name.as_encoded_bytes()).map_err(|_| Refused::nothing("a name"))?;
