@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 
 use bulkhead_linux::listener::{InheritedListener, inherit};
 
-/// Listening sockets passed in by the service manager. If a socket is `None`, the supervisor binds it itself.
+/// Listening sockets passed in by the service manager. The supervisor itself binds each socket that is `None`.
 #[derive(Debug, Default)]
 pub(crate) struct ActivatedSockets {
     pub(crate) jobs: Option<UnixListener>,

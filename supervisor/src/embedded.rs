@@ -64,7 +64,8 @@ pub enum KeeperProgram {
 /// Error that occurred while starting an embedded supervisor.
 #[derive(thiserror::Error)]
 pub enum StartError {
-    /// The program of this process was to be executed as the keeper, but it has not called [`keeper_main_if_asked`].
+    /// The program of this process was supposed to be executed as the keeper, but it has not called
+    /// [`keeper_main_if_asked`].
     #[error(
         "failed to start the keeper: this program did not call `keeper_main_if_asked`: call this function at the \
          start of `main`, or set another program with `keeper`"
@@ -250,7 +251,7 @@ fn connector(commands: &CommandSender) -> Connector {
 #[derive(Debug)]
 pub struct Supervisor {
     commands: CommandSender,
-    /// Thread of the data plane; `None` once the thread has been joined.
+    /// Thread of the data plane, or `None` once the thread has been joined.
     thread: Option<JoinHandle<Result<(), RunError>>>,
     /// PID of the process that created the supervisor. A child forked by that process has a copy of the supervisor but
     /// none of its threads.

@@ -26,8 +26,8 @@ pub mod take_over;
 pub use embedded::{Builder, KeeperProgram, LocalSupervisor, StartError, Supervisor, keeper_main_if_asked};
 pub use supervisor::RunError;
 
-/// If this process was started as a keeper or a symbolizer, runs as such and does not return. Must be called at the
-/// beginning of `main`.
+/// If this process was started as a keeper or a symbolizer, performs that role and does not return. Must be called at
+/// the beginning of `main`.
 #[doc(hidden)]
 pub fn run_hidden_mode() {
     let argument = std::env::args_os().nth(1).unwrap_or_default();

@@ -18,6 +18,6 @@ pub(crate) struct Listeners {
     pub(crate) http: Option<(TcpListener, Token)>,
     /// The `jobs_http` TCP listener.
     pub(crate) jobs_http: Option<TcpListener>,
-    /// Flags for the sockets that were passed in by the service manager.
+    /// Flags that tell which sockets were passed in by the service manager.
     pub(crate) inherited: InheritedSockets,
 }

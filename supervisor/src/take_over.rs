@@ -135,7 +135,7 @@ pub struct TakeOver {
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,
-    /// By bulkhead name, the user ID that all workers of the bulkhead share.
+    /// Shared user IDs, by bulkhead name. All workers of a bulkhead use the same one.
     pub(crate) permanent_ids: BTreeMap<String, u32>,
     state: Option<State>,
 }

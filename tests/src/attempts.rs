@@ -66,7 +66,7 @@ const NO_CAPABILITY: Expected = Refused(&["EPERM"], "no capabilities");
 const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
 const NO_PROCESS: Expected = Refused(&["ESRCH"], "pid namespace");
 const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor rejects workers");
-/// Expected result of attempts that Linux refuses since version 6.16; see [`KERNELS_OWN`].
+/// Expected result of attempts that Linux refuses as of version 6.16; see [`KERNELS_OWN`].
 const NOT_TAKEN: Expected =
     Refused(&["EPERM"], "the kernel; before Linux 6.16, the worker crashes: `protocol`");
 const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
@@ -398,7 +398,7 @@ pub const ELSEWHERE: &[&str] = &[
 /// worker.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
-/// Attempts that have other results in `exec` programs, because these programs are not sealed. Each row contains the
+/// Attempts with different results in `exec` programs, because these programs are not sealed. Each row contains the
 /// results under `default` and `strict`.
 pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("pair-of-sockets", Succeeds, Succeeds),

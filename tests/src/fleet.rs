@@ -16,8 +16,8 @@ use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
 /// Oldest and newest version of the NATS server with which the fleet is tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
 
-/// Returns the path of the server program for a version, where `.ci/run` has unpacked it. If the program is missing,
-/// prints a note and returns `None`.
+/// Returns the path to which `.ci/run` unpacks the server program for a version. If the program is missing, prints a
+/// note and returns `None`.
 pub fn server_program(version: &str) -> Option<PathBuf> {
     let program = programs().join("..").join("nats-server").join(version).join("nats-server");
     if program.exists() {
@@ -79,7 +79,7 @@ impl NatsServer {
         self.child.wait().expect("our own child");
     }
 
-    /// Starts the server again. It finds the files of the previous run.
+    /// Starts the server again with the files from its previous run.
     pub fn restart(&mut self) {
         self.child = Self::spawn(&self.program, &self.config);
     }
@@ -163,7 +163,7 @@ impl Host {
         kill_pid(self.agent.as_ref().expect("the agent runs").id(), signal);
     }
 
-    /// Starts the supervisor again. It finds the files of the previous run.
+    /// Starts the supervisor again with the files from its previous run.
     pub fn restart_supervisor(&mut self) {
         let supervisor = &mut self.supervisor;
         let log = std::fs::File::options().append(true).open(supervisor.file("log")).expect("a log");
@@ -290,7 +290,7 @@ impl TestFleet {
         self.hosts.len() - 1
     }
 
-    /// Waits until an agent takes jobs for a bulkhead.
+    /// Waits until the agent on a host takes jobs for at least one bulkhead.
     pub fn wait_agent(&self, name: &str) {
         wait_for(&format!("the agent {name} takes jobs"), || {
             let status = self.status()?;

@@ -239,7 +239,7 @@ pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     BULKHEADS.iter().map(one).collect()
 }
 
-/// Runs clients and disturbances until the time is up and every job has got an outcome.
+/// Runs clients and disturbances until the time is up and every job has an outcome.
 fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashMap<u64, Entry>, Vec<Deed>) {
     let is_over = Arc::new(AtomicBool::new(false));
     let chaos = Chaos::begin(supervisor, notes, plan, is_over.clone());

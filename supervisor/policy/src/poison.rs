@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::time::Time;
 
-/// Maximum number of crashes to record, and of payloads to quarantine. When a list is full, its oldest entry is
+/// Capacity of the list of crashes, and of the list of quarantined payloads. When a list is full, its oldest entry is
 /// dropped.
 const REMEMBERED_MAX: usize = 4096;
 
@@ -51,11 +51,11 @@ pub struct PoisonLimits {
 pub(crate) struct Poison {
     /// Settings of the quarantine, or `None` if it is disabled. While it is disabled, no crashes are recorded.
     limits: Option<PoisonLimits>,
-    /// All recorded crashes, oldest first. Searched linearly, but only after a crash, which is rare because it costs a
-    /// process. A flood of new payloads can displace recorded crashes, but not quarantined payloads.
+    /// All recorded crashes, oldest first. A linear search is fast enough, because it happens only after a crash. A
+    /// flood of new payloads can displace recorded crashes, but not quarantined payloads.
     crashes: VecDeque<(Time, Digest)>,
-    /// Quarantined digests, each with the time of its last crash. Looked up for every job. A `BTreeMap` is used because
-    /// the hasher of a `HashMap` is seeded randomly.
+    /// Quarantined digests, each with the time of its last crash. Looked up for every job. This is a `BTreeMap` because
+    /// a `HashMap` would be seeded randomly.
     quarantined: BTreeMap<Digest, Time>,
 }
 
@@ -74,8 +74,8 @@ impl Poison {
         }
     }
 
-    /// Records that a worker died while the only job it was running had this payload. Returns true if the payload is
-    /// now quarantined.
+    /// Records that a worker died while it was running a single job, which had this payload. Returns true if the
+    /// payload is now quarantined.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         let (crashes_min, within) = (limits.crashes.max(1) as usize, limits.within);
@@ -188,7 +188,7 @@ mod tests {
         assert!(!poison.record_crash(at(100), d(7)), "earlier crashes must be forgotten");
     }
 
-    /// A job that was dispatched before its payload was quarantined can still crash. The quarantine then lasts longer.
+    /// A job that was dispatched before its payload was quarantined can still crash, which extends the quarantine.
     #[test]
     fn crash_during_quarantine_extends_the_quarantine() {
         let mut poison = poison();

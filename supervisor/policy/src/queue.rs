@@ -26,7 +26,7 @@ const COST_MAX: u32 = 4095;
 /// Initial number of slots in a class. Equals the number of bits in one word of the bitmap.
 const SLOTS_MIN: usize = 64;
 
-/// Length up to which a table is never shrunk, in entries.
+/// Size, in entries, up to which a table is never shrunk.
 const RETAINED_LEN_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
@@ -197,8 +197,8 @@ struct Entry {
     tenant: u32,
     /// Credit that the tenant must accumulate before the job is served. Zero for a job that was returned to the queue.
     cost: u32,
-    /// Position in the order of arrival. Positions increase with each new job and decrease with each job that is
-    /// returned to the queue, because a returned job counts as older than all waiting jobs.
+    /// Position in the order of arrival. A new job gets the highest position so far. A job that is returned to the
+    /// queue gets the lowest, because it counts as older than all waiting jobs.
     age: i64,
 }
 
@@ -250,8 +250,8 @@ struct Class {
     flows: Vec<Flow>,
     /// Tenants that are waiting for their turn.
     rounds: Rounds,
-    /// Tenants with jobs that were returned to the queue. The most recent of these tenants comes first. Returned jobs
-    /// are served before any turn.
+    /// Tenants with jobs that were returned to the queue. The tenant whose job was returned last comes first. Returned
+    /// jobs are served before any turn.
     returned: List,
     returned_links: Links,
 }
@@ -399,8 +399,8 @@ impl Class {
     }
 }
 
-/// Tenants, grouped by the round of their turn. A turn is at most the maximum cost ahead, so a ring with one slot per
-/// round can hold all turns.
+/// Tenants, grouped by the round of their turn. No turn is further ahead than the maximum cost, so a ring with one slot
+/// per round can hold all turns.
 #[derive(Default)]
 struct Rounds {
     /// Round in which the last job was served.
@@ -471,7 +471,7 @@ impl Rounds {
         slot
     }
 
-    /// Grows the ring if a turn is too far ahead. This happens only a few times; see [`COST_MAX`].
+    /// Grows the ring if a turn is too far ahead for it. This happens at most a few times; see [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
         debug_assert!(ahead <= COST_MAX as usize, "a turn must not be {ahead} rounds ahead");

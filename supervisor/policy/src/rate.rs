@@ -38,8 +38,8 @@ pub(crate) enum Excess {
     Never,
 }
 
-/// Token bucket, stored as the time at which it will be empty, in nanoseconds on the clock of [`Time`]. If this time
-/// has passed, the bucket is empty. With 128 bits, the time cannot overflow.
+/// Leaky bucket, represented by the time at which it will be empty, in nanoseconds on the clock of [`Time`]. If this
+/// time has passed, the bucket is empty. With 128 bits, the time cannot overflow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Bucket(u128);
 

@@ -10,8 +10,8 @@ use crate::limits::{TenantLimits, TenantOverrides};
 use crate::rate::{Bucket, RateLimit};
 use crate::time::Time;
 
-/// Number of a tenant. Remains valid while the tenant has jobs. After that, the number can be reused for another
-/// tenant.
+/// Number that identifies a tenant. Remains valid while the tenant has jobs. After that, the number can be reused for
+/// another tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
@@ -20,7 +20,7 @@ impl TenantId {
     pub const NONE: Self = Self(0);
 }
 
-/// Maximum number of tenants without jobs that are remembered.
+/// Maximum number of idle tenants to remember. A tenant is idle if it has no jobs.
 const IDLE_MAX: usize = 16_384;
 
 const NONE: u32 = u32::MAX;
@@ -36,9 +36,10 @@ pub(crate) struct Tenant {
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,
     pub(crate) overrides: TenantOverrides,
-    /// Index in the sorted list of labelled tenants, or the length of the list if the tenant is not in it.
+    /// Index of the tenant in the sorted list of tenants with separate metrics, or the length of this list if the
+    /// tenant is not in it.
     pub(crate) label: u32,
-    /// Number of submissions, regardless of their outcome.
+    /// Number of jobs submitted for the tenant, regardless of their outcome.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
     /// Time at which the throttling of this tenant was last reported.
@@ -85,8 +86,8 @@ impl Tenants {
         tenants
     }
 
-    /// Returns a tenant's number. The number stays valid as long as the tenant has jobs, and at least until the next
-    /// call.
+    /// Returns the number of a tenant, adding the tenant if necessary. The number stays valid as long as the tenant has
+    /// jobs, and at least until this function is called again.
     pub(crate) fn find_or_add(&mut self, name: &str) -> TenantId {
         if name.is_empty() {
             return TenantId::NONE;

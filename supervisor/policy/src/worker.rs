@@ -28,7 +28,7 @@ pub(crate) struct Worker {
     pub(crate) ready_at: Option<Time>,
     pub(crate) last_heard_at: Time,
     pub(crate) silence: SilenceCheck,
-    /// Number of times in a row that silence of the worker was attributed to a busy machine.
+    /// Number of times in a row that the worker's silence was attributed to a busy machine.
     pub(crate) excused_silences: u32,
     pub(crate) has_dispatch_thread: bool,
     /// Heartbeat interval sent to the worker.
@@ -63,7 +63,7 @@ pub(crate) struct Worker {
     pub(crate) exclusivity: Exclusivity,
     /// Indexes of the jobs in flight.
     pub(crate) jobs: Vec<u32>,
-    /// Number of jobs that, according to the worker's own record, it had not started when it died.
+    /// Number of jobs that the worker had not started when it died, according to the worker's own record.
     pub(crate) unbegun: usize,
     /// Number of jobs in flight whose clients are still waiting.
     pub(crate) awaited_jobs: u32,

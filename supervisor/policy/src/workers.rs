@@ -110,7 +110,7 @@ impl Slot {
     }
 }
 
-/// Numbers that follow from the state of one worker.
+/// Numbers derived from the state of a single worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Derived {
     is_available: bool,
@@ -212,8 +212,8 @@ impl Workers {
         self.table.get(place as usize)?.as_ref().map(|entry| &entry.worker)
     }
 
-    /// Returns the worker with this ID, or `None` if the worker has exited. Frames that an exited worker left behind
-    /// are no longer valid.
+    /// Returns the worker with this ID, or `None` if the worker has exited. Frames from an exited worker are no longer
+    /// valid.
     pub(crate) fn by_id(&self, id: WorkerId) -> Option<&Worker> {
         self.get(id.place).filter(|worker| worker.id == id && !worker.is_dead())
     }

@@ -194,8 +194,8 @@ fn limit_rises_only_when_all_permits_are_in_use() {
     );
 }
 
-/// Runs eight workers for 20 s with a target of 50 ms. Each tenant has the given number of clients and the given run
-/// time. Returns the lowest limit that was reached.
+/// Runs eight workers for 20 s with a target of 50 ms. For each tenant, `tenants` contains the name, the number of
+/// clients, and the run time of each job. Returns the lowest limit that was reached.
 fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
     let mut fixture = Fixture::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
     let (mut least, mut seen) = (None, 0);

@@ -146,8 +146,9 @@ fn cancelled_job_keeps_its_permit_until_its_work_ends() {
     }
 }
 
-/// When an oversized result starts to arrive, the client immediately gets its outcome. The permit is returned only
-/// after the whole result has arrived, and the reply does not count as late. Until then, the worker gets no new job.
+/// When an oversized result starts to arrive, the client gets the job's outcome immediately. The permit is returned
+/// only after the whole result has arrived, and the reply does not count as late. Until then, the worker gets no new
+/// job.
 #[test]
 fn oversized_result_holds_its_permit_until_it_has_arrived() {
     let mut fixture =

@@ -94,7 +94,7 @@ fn handshake_timeout_counts_from_the_spawn() {
     assert_eq!(fixture.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// A template may request more time to initialise. If the template is killed instead, the start of the worker fails.
+/// A template may request more time to initialise. If the template is killed, the start of the worker fails.
 #[test]
 fn forked_worker_waits_for_its_template() {
     let mut limits = limits(1, 1, 0);

@@ -27,7 +27,7 @@ fn submit(fixture: &mut Fixture, tenant: &str) -> JobId {
         .unwrap_or_else(|| panic!("the job was rejected: {:?}", fixture.outcomes.last()))
 }
 
-/// Cancels a job that its worker does not stop, and waits until the worker has been killed for it.
+/// Cancels a job whose worker ignores the cancellation, and waits until the worker has been killed.
 fn cancel_until_killed(fixture: &mut Fixture, job: JobId) {
     let worker = fixture.holder(job);
     fixture.apply(Event::Cancel { job, unless_begun: false });

@@ -101,7 +101,7 @@ mod tests {
     }
 
     /// The combined future polls only parts that have been woken. A woken part wakes the combined future, unless the
-    /// combined future is just being polled.
+    /// combined future is currently being polled.
     #[test]
     fn combined_future_polls_only_woken_parts() {
         let (combined, outer) = (Arc::<CombinedWaker>::default(), Arc::<Counts>::default());

@@ -13,7 +13,7 @@ use crate::record::{Mapping, Thread};
 /// Position in the code that a stack frame has reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CodeAddress {
-    /// Address at which the frame continues.
+    /// Address at which execution continues in the frame.
     pub(crate) address: u64,
     /// Address within the instruction that the frame is executing, which is used to look up names. In a caller, this
     /// instruction is the call.

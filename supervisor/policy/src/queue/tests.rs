@@ -290,7 +290,8 @@ fn evictions_are_nearly_even_at_equal_rates() {
 
 // Comparison with the paper and with a model.
 
-/// Returns the jobs that the algorithm in the paper serves in each round, with a quantum of 1.
+/// Returns the jobs that deficit round robin, as described in the original paper, serves in each round with a quantum
+/// of 1.
 fn textbook(flows: &[Vec<u32>]) -> Vec<Vec<(usize, u32)>> {
     let mut active: VecDeque<(usize, u32, VecDeque<u32>)> = flows
         .iter()
@@ -362,7 +363,7 @@ struct Model {
     /// All waiting jobs, from oldest to newest.
     jobs: Vec<Waiting>,
     standings: BTreeMap<(Priority, u32), (u64, i64)>,
-    /// Tenants with jobs that were returned to the queue, latest first.
+    /// Tenants with jobs that were returned to the queue. The tenant whose job was returned last comes first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
     /// Time at which each tenant's job count last changed.

@@ -87,7 +87,7 @@ fn any_limits(random: &mut Random) -> Limits {
     }
 }
 
-/// Returns random heartbeat settings. With long intervals, more steps are left for other events, and more time passes.
+/// Returns random heartbeat settings. With long intervals, fewer steps are spent on heartbeats, and more time passes.
 fn health(random: &mut Random) -> Health {
     let (low, high) = if random.percent(70) { (50, 1000) } else { (5000, 30_000) };
     Health { heartbeat: random.millis(low, high), missed: random.pick(&[0, 1, 3, 5]) }

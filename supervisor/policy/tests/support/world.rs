@@ -143,7 +143,7 @@ impl World {
         self.agenda.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// Returns a random time for which the supervisor itself is delayed, or, in most cases, `None`.
+    /// Returns a random time by which the supervisor itself is delayed. In most cases, returns `None`.
     pub(crate) fn supervisor_delay(&mut self) -> Option<Duration> {
         self.random.percent(self.behaviour.supervisor_delay).then(|| self.random.millis(1, 5000))
     }

@@ -555,8 +555,7 @@ impl Model {
         }
     }
 
-    /// Shortens the time until a worker is killed to `grace` if the worker's first overdue job has just missed its
-    /// deadline.
+    /// Limits the remaining life of a worker to `grace` if the first of its jobs has just become overdue.
     fn shorten_kill_time(&mut self, were_in_time: &BTreeSet<u32>) {
         let at = self.now + self.limits.grace;
         for (place, worker) in &mut self.workers {
@@ -742,7 +741,7 @@ fn event_name(event: &Event<Tag>) -> &'static str {
     }
 }
 
-/// Returns the verdict on the jobs of a worker that died this way.
+/// Returns the verdict on the jobs of a worker, given how the worker ended.
 fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
     match (killed, death) {
         (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),

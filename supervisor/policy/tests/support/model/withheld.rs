@@ -56,8 +56,8 @@ impl Model {
         entry.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
     }
 
-    /// Releases each withheld place whose slot has a ready worker once more. Places that have been released are not
-    /// withheld again if that worker ends later.
+    /// Releases a withheld place once its slot has a ready worker again. If that worker dies later, places that have
+    /// already been released are not withheld again.
     pub(super) fn release_withheld(&mut self) {
         let mut withheld = std::mem::take(&mut self.withheld);
         let before = withheld.len();
