@@ -92,7 +92,7 @@ struct Job {
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
-    /// Two limits on the run time: one after which the client gets its outcome, and one after which this job causes its
+    /// Two limits on the run time. After the first, the client gets its outcome. After the second, this job causes its
     /// worker to be killed.
     run_limits: [Option<Duration>; 2],
     /// Time of the dispatch.

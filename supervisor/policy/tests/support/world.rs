@@ -45,7 +45,7 @@ enum WorkerMessage {
     Begins(u64),
     /// The worker returns the job with this number, because the job has been recalled.
     ReturnsJob(u64),
-    /// One part of an oversized result. The second value is the number of parts that are still to come.
+    /// Part of an oversized result. The second value is the number of parts that are still to come.
     Part(JobId, u64),
     Stopping,
     ProtocolViolated,
