@@ -101,13 +101,13 @@ fn describe(program: &Program, observed: &Observed) -> String {
     )
 }
 
-/// State of the check: the keeper, and the processes that the keeper was ordered to start.
+/// State of the check: the keeper, and the processes that the keeper has been ordered to start.
 struct StartCheck {
     keeper: Keeper,
     /// Number of workers and templates that the keeper has been ordered to start. This is also the spawn number of the
     /// latest process.
     ordered: u64,
-    /// Exits that have been reported by the keeper but not yet returned by [`StartCheck::take_exit`], by spawn number.
+    /// Exits that the keeper has reported but [`StartCheck::take_exit`] has not returned yet, by spawn number.
     exits: BTreeMap<u64, keeper::Exit>,
 }
 
@@ -144,7 +144,7 @@ impl StartResult {
 }
 
 impl StartCheck {
-    /// Starts a worker, using a template if the bulkhead has one. Stops both once the worker is ready or has failed.
+    /// Starts a worker, from a template if the bulkhead has one. Stops both once the worker is ready or has failed.
     fn start(
         &mut self,
         program: &Program,
@@ -197,7 +197,7 @@ impl StartCheck {
             .map(|()| observed)
     }
 
-    /// Starts a worker, waits until the worker is ready or has failed, and then stops it.
+    /// Starts a worker, waits until the worker is ready or has failed, and stops it.
     fn start_worker(
         &mut self,
         program: &Program,
@@ -321,8 +321,8 @@ fn quote_output(output: &str) -> String {
     if lines.is_empty() { String::new() } else { format!("; output:{lines}") }
 }
 
-/// Reads a pipe to its end on a separate thread, so that the worker never blocks because the pipe is full. The thread
-/// returns the first [`OUTPUT_BYTES_MAX`] bytes.
+/// Reads a pipe to its end on a separate thread, so that the worker never blocks on a full pipe. The thread returns the
+/// first [`OUTPUT_BYTES_MAX`] bytes.
 fn read_in_background(pipe: OwnedFd) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut pipe = std::fs::File::from(pipe);

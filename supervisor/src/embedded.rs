@@ -30,7 +30,7 @@ mod parts;
 
 pub use local::LocalSupervisor;
 
-/// Set once this process has called [`keeper_main_if_asked`].
+/// True once this process has called [`keeper_main_if_asked`].
 static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 
 /// If this process was started as a keeper or a symbolizer, performs that role and does not return. An application that
@@ -50,7 +50,7 @@ fn is_started_as_keeper() -> bool {
     std::env::args_os().nth(1).is_some_and(|argument| argument == KEEPER_ARGUMENT)
 }
 
-/// Program that is executed as the keeper of an embedded supervisor.
+/// Program to execute as the keeper of an embedded supervisor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum KeeperProgram {
     /// The program of this process. Its `main` must begin with a call to [`keeper_main_if_asked`].
@@ -101,7 +101,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Sets the program that is executed as the keeper.
+    /// Sets the program to execute as the keeper.
     pub fn keeper(mut self, program: KeeperProgram) -> Self {
         self.keeper = program;
         self

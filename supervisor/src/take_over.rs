@@ -24,7 +24,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::listeners::Listeners;
 
-/// Maximum time to wait for messages from the predecessor.
+/// Maximum time to wait for the predecessor's messages.
 const STATE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Resources whose soft limits a supervisor raises for itself.
@@ -187,7 +187,7 @@ impl TakeOver {
         self.take_same(inherited::CRASHES_LOCK, "crash_dir", folder.as_deref())
     }
 
-    /// Returns the listening sockets, which the predecessor is still serving.
+    /// Returns the listening sockets, which the predecessor still serves.
     pub(crate) fn listeners(
         mut self,
         link: Link,

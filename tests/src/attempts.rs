@@ -408,7 +408,7 @@ pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("run-from-memory", Succeeds, Succeeds),
 ];
 
-/// Attempts that succeed under `default` on machines where workers have no PID namespace.
+/// Attempts that succeed under `default` if workers have no PID namespace.
 pub const OF_SHARED_PROCESSES: &[&str] = &["list-processes", "read-arguments-of-supervisor"];
 
 /// Additional attempts that succeed without a PID namespace if the supervisor and its workers run as the same

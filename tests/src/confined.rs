@@ -34,7 +34,7 @@ const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead
 /// Mode of a file that belongs to another user. Without confinement, only that user and root could read it.
 const SECRET_MODE: u32 = 0o600;
 
-/// Layers of confinement without which the `strict` profile does not work.
+/// Layers of confinement that the `strict` profile needs.
 pub const STRICT_LAYERS: &[&str] = &[
     "landlock scopes",
     "seccomp notify",
@@ -48,7 +48,7 @@ pub const STRICT_LAYERS: &[&str] = &[
     "pivot_root",
 ];
 
-/// Layers of confinement without which attempts under the `default` profile do not have the expected results.
+/// Layers of confinement that the `default` profile needs to produce the expected results.
 pub const DEFAULT_LAYERS: &[&str] = &["landlock scopes", "seccomp notify"];
 
 /// Parameters for starting a supervisor.
@@ -70,7 +70,7 @@ pub struct Setup<'s> {
     pub filter: &'s [&'s str],
 }
 
-/// A running supervisor, and the targets that its workers attack.
+/// A running supervisor, with the targets that its workers attack.
 pub struct Place {
     /// The supervisor.
     pub supervisor: Supervisor,
@@ -216,7 +216,7 @@ fn furnish(place: &Path) -> Value {
     })
 }
 
-/// Changes the owner of all files and folders, except for the programs.
+/// Changes the owner of all files and folders except the programs.
 fn own(place: &Path, user: u32) {
     let names = [
         "",
@@ -334,7 +334,7 @@ pub struct Confinement {
     pub landlock: Option<u64>,
     /// True if the worker has any capability.
     pub has_capabilities: bool,
-    /// Layers of the profile that are missing.
+    /// Missing layers of the profile.
     pub missing: Vec<String>,
     /// True if the number of processes is limited separately for each worker.
     pub has_process_bound: bool,
@@ -375,7 +375,7 @@ pub enum Ended {
     Refused(String, String),
     /// The worker was killed because the attempt is a violation. Contains the message.
     Violation(String),
-    /// The attempt ended in some other way. Contains a description.
+    /// The attempt ended in any other way. Contains a description.
     Otherwise(String),
 }
 
@@ -410,7 +410,7 @@ impl Ended {
         }
     }
 
-    /// Returns true if the worker was not given the target of this attempt.
+    /// Returns true if the worker did not receive the target of this attempt.
     pub fn had_no_target(&self) -> bool {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }

@@ -202,7 +202,7 @@ impl Drop for Host {
     }
 }
 
-/// A fleet that consists of servers and hosts.
+/// A fleet of servers and hosts.
 pub struct TestFleet {
     /// The hosts. They are dropped before the servers.
     pub hosts: Vec<Host>,
@@ -217,7 +217,7 @@ pub struct TestFleet {
 
 impl TestFleet {
     /// Starts servers and prepares the streams. `settings` contains additional tables for `fleet.toml`, including at
-    /// least one `[bulkhead.NAME]`. Returns `None` if the server program is missing.
+    /// least one `[bulkhead.NAME]`. Returns `None` if the server's program is missing.
     pub fn start(version: &str, servers: usize, settings: &str) -> Option<Self> {
         Self::start_with(version, servers, settings, "")
     }
@@ -272,7 +272,7 @@ impl TestFleet {
         format!("[nats]\nservers = [{}]\nping = \"1s\"\n{keys}{agent}{}", servers.join(", "), self.settings)
     }
 
-    /// Adds a host whose supervisor has the given bulkheads, and waits until the host's agent takes jobs.
+    /// Adds a host whose supervisor has the given bulkheads, and waits until its agent takes jobs.
     pub fn add_host(&mut self, name: &str, bulkheads: &str) {
         let config = self.prepare_host(name, Supervisor::start(bulkheads));
         self.hosts[config].start_agent();
@@ -300,7 +300,7 @@ impl TestFleet {
         });
     }
 
-    /// Runs `bulkhead-fleet` with the configuration for submitters.
+    /// Runs `bulkhead-fleet` with the submitters' configuration.
     pub fn command(&self, arguments: &[&str]) -> Output {
         Command::new(programs().join("bulkhead-fleet"))
             .arg("--config")
@@ -325,18 +325,18 @@ impl TestFleet {
         (code == 0).then(|| lines.remove(0))
     }
 
-    /// Returns the number of jobs of a bulkhead that do not have an outcome yet.
+    /// Returns the number of jobs in a bulkhead that have no outcome yet.
     pub fn pending(&self, bulkhead: &str) -> Option<u64> {
         let status = self.status()?;
         status["bulkheads"].as_array()?.iter().find(|of| of["name"] == bulkhead)?["pending"].as_u64()
     }
 
-    /// Waits until all messages for a bulkhead have been acknowledged.
+    /// Waits until all messages for a bulkhead are acknowledged.
     pub fn wait_drained(&self, bulkhead: &str) {
         wait_for("all messages are acknowledged", || (self.pending(bulkhead)? == 0).then_some(()));
     }
 
-    /// Returns the index of the server that is the leader of a stream.
+    /// Returns the index of the server that leads a stream.
     pub fn leader(&self, stream: &str) -> usize {
         wait_for("the stream has a leader", || {
             let status = self.status()?;
@@ -362,7 +362,7 @@ pub fn cluster(routes: &[u16], own: usize) -> String {
     )
 }
 
-/// Value of `host_lost_after`. Short, so that tests are fast.
+/// Value of `host_lost_after`, kept short so that tests are fast.
 pub const HOST_LOST_AFTER: Duration = Duration::from_secs(4);
 
 /// Returns the `[streams]` table with the given number of replicas and with settings that make tests fast.

@@ -108,7 +108,7 @@ impl Socket {
         let _ = self.write_all(format!("{head}\r\n").as_bytes());
     }
 
-    /// Sets the timeout that applies to reads and writes.
+    /// Sets the timeout for reads and writes.
     pub fn give_up_after(&self, time: Duration) {
         let time = Some(time);
         let set = match self {
@@ -197,7 +197,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Reads a complete response. Returns `None` if the connection is closed first.
+    /// Reads a response to its end. Returns `None` if the connection closes first.
     pub fn read(socket: Socket) -> Option<Self> {
         Self::read_from(&mut BufReader::new(socket))
     }

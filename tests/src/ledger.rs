@@ -86,7 +86,7 @@ pub struct Bulkhead {
 }
 
 impl Bulkhead {
-    /// Returns the maximum number of jobs that the bulkhead can run at once.
+    /// Returns the maximum number of concurrent jobs in the bulkhead.
     pub fn bound(&self) -> usize {
         self.processes * self.max_in_flight
     }
@@ -104,7 +104,7 @@ impl Bulkhead {
 pub struct Plan {
     /// Duration of the load.
     pub lasts: Duration,
-    /// Seed for random choices. The timing still depends on the machine.
+    /// Seed for random choices. Timing still depends on the machine.
     pub seed: u64,
     /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A worker that is being
     /// killed can run for a moment alongside its successor. In runs without hangs, the limit on concurrent jobs is
@@ -248,7 +248,7 @@ fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashM
     (told, chaos.end())
 }
 
-/// Checks that every bulkhead can run as many jobs at once as it is supposed to.
+/// Checks that every bulkhead can run its maximum number of jobs at once.
 fn fill_all(supervisor: &Supervisor) {
     clients::on_this_thread(async {
         let client = Client::connect(supervisor.socket()).await.expect("the supervisor runs");
@@ -290,8 +290,7 @@ fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
     told[told.len().saturating_sub(60)..].join("\n")
 }
 
-/// Returns the state of a bulkhead if the bulkhead is not at rest, that is, if it has jobs or its limit differs from
-/// that of an idle bulkhead.
+/// Returns the state of a bulkhead if it has jobs, or if its limit differs from that of an idle bulkhead.
 fn busy(supervisor: &Supervisor, bulkhead: &Bulkhead) -> Option<Snapshot> {
     let state = supervisor.state(bulkhead.name);
     let is_limited = match &state.adaptive {
@@ -314,7 +313,7 @@ fn stop(mut supervisor: Supervisor, notes: &Path, temporary: &Path, findings: &m
     }
 }
 
-/// Describes the processes and files that are left after a supervisor has exited.
+/// Describes the processes and files that remain after a supervisor has exited.
 fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
     let mut left = Vec::new();
     let processes = processes_with(notes.to_str().expect("an ordinary path"));
@@ -347,7 +346,7 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Compares the outcomes that clients got with the records that workers made.
+/// Compares the clients' outcomes with the workers' records.
 fn compare(
     told: &HashMap<u64, Entry>,
     records: &[Record],
@@ -438,7 +437,7 @@ fn around(record: &Record, deeds: &[Deed]) -> String {
     format!("{record:?}, {}", before.collect::<Vec<_>>().join(", "))
 }
 
-/// Describes all records for the same bulkhead that were made within 0.15 s before or after a record.
+/// Describes all records for the same bulkhead within 0.15 s of a record.
 fn beside(record: &Record, records: &[Record], told: &HashMap<u64, Entry>) -> String {
     let bulkhead = told.get(&record.job).map(|entry| entry.bulkhead);
     let lines =

@@ -92,7 +92,7 @@ impl Queue {
     }
 
     /// Blocks a tenant, so that its jobs are skipped. The tenant keeps its jobs and its position, and neither gains nor
-    /// loses turns while it is blocked. O(1).
+    /// loses turns. O(1).
     pub(crate) fn block(&mut self, tenant: u32) {
         let index = tenant as usize;
         if self.is_blocked.len() <= index {
@@ -250,8 +250,7 @@ struct Class {
     flows: Vec<Flow>,
     /// Tenants that are waiting for their turn.
     rounds: Rounds,
-    /// Tenants with jobs that were returned to the queue. The tenant whose job was returned last comes first. Returned
-    /// jobs are served before any turn.
+    /// Tenants with jobs that were returned to the queue, latest first. Returned jobs are served before any turn.
     returned: List,
     returned_links: Links,
 }
@@ -408,9 +407,9 @@ struct Rounds {
     /// Tenants in each round, in the order of their turns. The number of slots is a power of two.
     slots: Vec<List>,
     links: Links,
-    /// Bitmap with one bit per slot. A bit is set if the slot is occupied.
+    /// Bitmap with one bit per slot, set if the slot is occupied.
     words: Vec<u64>,
-    /// Bitmap with one bit per entry of `words`. A bit is set if the entry is not zero.
+    /// Bitmap with one bit per entry of `words`, set if the entry is not zero.
     summary: u64,
 }
 
@@ -616,7 +615,7 @@ fn some(number: u32) -> Option<u32> {
     (number != NONE).then_some(number)
 }
 
-/// Counts one step of work. Tests use the total to check that operations are O(1).
+/// Counts one step of work. Tests use the count to check that operations are O(1).
 fn step() {
     #[cfg(test)]
     tests::count_step();

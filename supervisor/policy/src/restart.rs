@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::limits::Restart;
 use crate::time::Time;
 
-/// Time for which a worker must be ready before the failure history of its slot is cleared. The worker must also have
+/// Time for which a worker must be ready before its slot's failure history is cleared. The worker must also have
 /// completed a job.
 pub(crate) const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
@@ -103,8 +103,8 @@ mod tests {
     use super::*;
     use crate::limits::Limits;
 
-    /// The death of a worker is early if it happens during the worker's first jobs. After several consecutive early
-    /// deaths, restarts are no longer immediate.
+    /// A death is early if it happens during a worker's first jobs. After several consecutive early deaths, restarts
+    /// are no longer immediate.
     #[test]
     fn delays_restarts_after_many_early_deaths() {
         let mut spacing = RestartSpacing::default();

@@ -28,7 +28,7 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Tenant {
     name: Arc<str>,
-    /// Number of queued jobs and jobs in flight, plus the number of withheld places.
+    /// Number of jobs, both queued and in flight, plus the number of withheld places.
     jobs: u32,
     pub(crate) in_flight: u32,
     /// Number of places withheld from the tenant's quota because its jobs may have caused workers to die.
@@ -42,7 +42,7 @@ pub(crate) struct Tenant {
     /// Number of jobs submitted for the tenant, regardless of their outcome.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
-    /// Time at which the throttling of this tenant was last reported.
+    /// Time at which throttling of this tenant was last reported.
     pub(crate) throttled_at: Option<Time>,
     /// Neighbours in the list of idle tenants. The list is ordered by the time at which each tenant became idle.
     older: u32,

@@ -8,7 +8,7 @@ use std::time::Duration;
 pub struct Time(pub u64);
 
 impl Time {
-    /// The origin of all times, which the caller has chosen.
+    /// The origin, which the caller chooses.
     pub const ZERO: Time = Time(0);
 
     /// Returns the time from `earlier` to `self`, or zero if `self` is not later.

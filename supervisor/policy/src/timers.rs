@@ -18,11 +18,11 @@ const PLACE_MASK: u32 = (1 << 30) - 1;
 /// Maximum number of empty places in the queue, regardless of the number of timers.
 const STALE_MAX: usize = 64;
 
-/// Timers identified by number. Numbers should be small, because a table has an entry for every number up to the
+/// Timers identified by number. Numbers should be small, because the table has an entry for every number up to the
 /// highest one.
 #[derive(Default)]
 pub struct Timers {
-    /// Places in the queue, ordered by time. The first and the last place always hold a set timer. A place in between
+    /// Places in the queue, ordered by time. The first and the last place always hold a set timer. A place between them
     /// is stale if its timer was cleared or moved.
     queue: VecDeque<(Time, u32)>,
     /// Number of the first place in the queue. The number wraps around.

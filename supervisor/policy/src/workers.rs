@@ -53,7 +53,7 @@ pub(crate) struct SlotRecord {
     /// State of the slot before the bulkhead was scaled to zero. Saved only if the slot was waiting for its next
     /// worker.
     pub(crate) saved_state: Option<SlotState>,
-    /// True if the slot has had a worker before. The start of the next worker then counts as a restart.
+    /// True if the slot has had a worker before. Starting its next worker then counts as a restart.
     pub(crate) has_had_worker: bool,
     /// Reason why the slot's last worker ended, if one was recorded.
     pub(crate) last_end: Option<RestartCause>,
@@ -110,7 +110,7 @@ impl Slot {
     }
 }
 
-/// Numbers derived from the state of a single worker.
+/// Numbers derived from the state of one worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Derived {
     is_available: bool,
@@ -179,7 +179,7 @@ pub(crate) struct Workers {
     free_places: Vec<u32>,
     last_generation: u32,
     timers: Timers,
-    /// Workers whose timers must be updated after the current event.
+    /// Workers whose timers must be set again after the current event.
     touched: Vec<u32>,
     slots: Vec<Slot>,
     slot_timers: Timers,
@@ -189,7 +189,7 @@ pub(crate) struct Workers {
     prefetch_candidates: WorkersByLoad,
     /// Worker that gets no new jobs, so that it becomes idle and can run the first waiting suspect job alone.
     reserved: Option<u32>,
-    /// Smoothed average of the time that jobs spend in a worker, in nanoseconds.
+    /// Smoothed average of the time that a job spends in a worker, in nanoseconds.
     service_ns: u64,
     /// Workers that get no more jobs but might have prefetched jobs that must be recalled.
     to_recall: Vec<u32>,
@@ -218,7 +218,7 @@ impl Workers {
         self.get(id.place).filter(|worker| worker.id == id && !worker.is_dead())
     }
 
-    /// Returns the worker that fills a slot, even if that worker has exited.
+    /// Returns the worker that fills a slot, even if the worker has exited.
     pub(crate) fn of_slot(&self, slot: u32) -> Option<&Worker> {
         self.get(self.slot(slot).state.worker()?)
     }
@@ -332,7 +332,7 @@ impl Workers {
         self.edit(limits, id.place, change)
     }
 
-    /// Applies a change that affects only a worker's timer.
+    /// Applies a change that affects only the timer of a worker.
     pub(crate) fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         let result = change(&mut self.table.get_mut(place as usize)?.as_mut()?.worker);
         self.touch(place);
@@ -615,8 +615,8 @@ impl Workers {
         self.update_slots(limits, assignment);
     }
 
-    /// Enters a worker in the records of its slot (successor, replaced workers, overcommit). If `is_added` is false,
-    /// removes the worker from these records.
+    /// Adds a worker to its slot's records (successor, replaced workers, overcommit), or removes the worker if
+    /// `is_added` is false.
     fn link(&mut self, place: u32, assignment: Assignment, is_added: bool) {
         if let Assignment::Successor { slot, .. } = assignment {
             self.slots[slot as usize].successor = is_added.then_some(place);

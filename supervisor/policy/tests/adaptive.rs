@@ -20,13 +20,13 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
 /// recorded over time.
 struct Load {
     fixture: Fixture,
-    /// Running jobs, ordered by the time at which each will end.
+    /// Running jobs, ordered by the time at which they will end.
     ends: BTreeMap<(Time, u64), JobId>,
     seen: usize,
     waiting: usize,
     random: u64,
     done: u64,
-    /// Value of the limit at the end of each millisecond.
+    /// The limit at the end of each millisecond.
     limits: Vec<u32>,
 }
 

@@ -400,7 +400,7 @@ fn failed_successor_is_retried() {
     assert_eq!(fixture.holder(next), fixture.spawned[2]);
 }
 
-/// A standby might be outdated, so standbys are also replaced by a restart.
+/// A standby might be outdated, so a restart also replaces standbys.
 #[test]
 fn restart_kills_standbys() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));

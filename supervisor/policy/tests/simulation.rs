@@ -202,7 +202,7 @@ struct History {
     actions: Vec<Action<Tag>>,
     steps: u64,
     steps_max: u64,
-    /// Number of entries of [`TENANTS`] that this history uses.
+    /// Number of entries in [`TENANTS`] that this history uses.
     tenants: usize,
     trace: Trace,
 }

@@ -20,7 +20,7 @@ use super::parts::{CombinedWaker, PartWaker};
 use super::{Ready, check_owner, connector};
 use crate::supervisor::RunError;
 
-/// Maximum number of consecutive iterations that handle only in-process clients.
+/// Maximum number of consecutive iterations that serve only in-process clients.
 const CLIENT_ITERATIONS_MAX: usize = 16;
 
 /// Maximum number of polls before yielding to other tasks of the runtime.
@@ -258,7 +258,7 @@ fn failed(error: io::Error) -> RunError {
 
 /// Kind of work to do in the next iteration.
 enum Next {
-    /// Only in-process clients have to be served.
+    /// Only in-process clients need to be served.
     Clients,
     Other,
 }
@@ -280,7 +280,7 @@ async fn next(
     tokio::time::timeout(timeout, event).await.unwrap_or(Ok(Next::Other))
 }
 
-/// Calls `act` and converts a panic into an error, so that a panic in the data plane does not unwind the caller's
+/// Runs `act`, and converts a panic into an error, so that a panic in the data plane does not terminate the caller's
 /// thread.
 fn guarded<T>(
     data_plane: &mut DataPlane,

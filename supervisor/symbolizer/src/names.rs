@@ -94,7 +94,7 @@ fn names(module: &Module, debug_folders: &[String], addresses: &[u64]) -> Vec<Ve
     names
 }
 
-/// Returns the sections that contain debug information.
+/// Returns the sections with debug information.
 fn sections<'m>(elf: &Elf<'m>) -> Option<DwarfSections<Cow<'m, [u8]>>> {
     DwarfSections::load(|id| Ok::<_, Error>(section_data(elf, id.name()).unwrap_or_default())).ok()
 }

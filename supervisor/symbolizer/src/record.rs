@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use bulkhead_api::{NATIVE_THREADS_MAX, hex};
 use bulkhead_shared::crash_record::{Header, REGISTERS_MAX, Records};
 
-/// Names of the registers, in the order in which they are stored in a record.
+/// Names of the registers, in the order in which a record contains them.
 #[cfg(target_arch = "x86_64")]
 const REGISTER_NAMES: [&str; 17] = [
     "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rdi", "rsi", "rbp", "rbx", "rdx", "rax", "rcx",

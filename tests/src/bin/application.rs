@@ -145,7 +145,7 @@ fn lends_files() {
     supervisor.shutdown().unwrap();
 }
 
-/// Checks that the limits for in-process clients are the same as for clients that connect to a socket.
+/// Checks that in-process clients are subject to the same limits as clients that connect to a socket.
 fn admission() {
     let keys = "max_in_flight = 1\nmax_queue = 1\nmax_payload = \"1KiB\"\n";
     let config = settings("max_clients = 4", keys);
@@ -286,7 +286,7 @@ fn signals(status: &str) -> Vec<String> {
     text.lines().filter(wanted).map(str::to_owned).collect()
 }
 
-/// Returns the parts of this process's state that must not be changed by an embedded supervisor.
+/// Returns the parts of this process's state that an embedded supervisor must not change.
 fn process_state() -> Vec<String> {
     let mut state = signals("/proc/thread-self/status");
     for resource in [Resource::RLIMIT_NOFILE, Resource::RLIMIT_FSIZE, Resource::RLIMIT_AS] {
@@ -309,8 +309,8 @@ extern "C" fn on_signal(_: i32) {
     HANDLED_BY.store(nix::unistd::gettid().as_raw(), Ordering::SeqCst);
 }
 
-/// Checks that the supervisor does not change the state of the process, leaves no descriptors behind, and lets signals
-/// arrive on the application's threads.
+/// Checks that the supervisor changes no process state and leaves no descriptors behind, and that signals arrive on the
+/// application's threads.
 #[expect(unsafe_code, reason = "handlers")]
 fn keeps_its_own() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
@@ -531,13 +531,13 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
-/// Checks that the job failed and was not reported as having been executed.
+/// Checks that the job failed and was not reported as executed.
 fn assert_told(told: &Result<Reply, JobError>) {
     let told = told.as_ref().expect_err("no job was served");
     assert!(told.executed() != Executed::Yes, "{told}");
 }
 
-/// Checks that when the supervisor stops, each of a thousand waiting jobs gets an outcome.
+/// Checks that each of a thousand waiting jobs gets an outcome when the supervisor stops.
 fn is_told() {
     let (supervisor, client) = start(WAITING);
     let running = client.job("a", "").operation("steps:count began;wait never").start().unwrap();
@@ -659,7 +659,7 @@ async fn local_polled_once() {
 }
 
 /// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot shut down the
-/// supervisor of its parent.
+/// parent's supervisor.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn ends_for_good() {
     let (supervisor, client) = start("");
@@ -942,8 +942,7 @@ async fn local() {
     assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
 }
 
-/// Ends supervisors in three ways: by stopping them, by dropping them, and by dropping them before their first
-/// iteration.
+/// Ends supervisors in three ways: by stopping them, by dropping them, and by dropping them before the first iteration.
 async fn local_ends() {
     let (mut supervisor, client) = start_local("max_in_flight = 2");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -972,8 +971,8 @@ async fn local_ends() {
     drop(start_local(""));
 }
 
-/// Waits to be killed and does not drive the data plane in the meantime. The keeper must then detect on its own that
-/// the application has exited.
+/// Waits to be killed without driving the data plane. The keeper must detect on its own that the application has
+/// exited.
 async fn local_is_killed() {
     let (mut supervisor, client) = start_local("");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -982,7 +981,7 @@ async fn local_is_killed() {
     let _ = std::io::stdin().lock().read_line(&mut String::new());
 }
 
-/// Runs a supervisor in an application that is a child subreaper, as the first process of a container is.
+/// Runs a supervisor in an application that is a child subreaper, such as the first process of a container.
 fn adopts() {
     rustix::process::set_child_subreaper(Some(rustix::process::Pid::INIT)).unwrap();
     let mut own =

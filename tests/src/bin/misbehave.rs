@@ -132,7 +132,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
         .serve()
 }
 
-/// Returns those inherited attributes that another process could have changed in the template.
+/// Returns inherited attributes that another process could have changed in the template.
 fn attributes() -> String {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/self/{file}")).unwrap_or_default();
     let status = read("status");
@@ -202,8 +202,7 @@ fn forked_stray() -> ExitCode {
         .serve()
 }
 
-/// Forks a child and returns in both processes. The child returns immediately. The parent waits for the child and
-/// returns the result of the wait.
+/// Forks a child and returns in both processes. The parent waits for the child and returns the result of the wait.
 fn fork_stray() -> String {
     // SAFETY: the child only does what the SDK does when a handler returns.
     #[expect(unsafe_code, reason = "fork(2) has no safe form")]
@@ -693,7 +692,7 @@ fn beater() -> ExitCode {
 }
 
 impl Raw {
-    /// Claims a job in the journal. Returns false if the job has been recalled.
+    /// Claims a job in the journal. Returns false if the job was recalled.
     fn begin(&mut self, journal: &std::fs::File, job: u64, arrival: u64) -> bool {
         use std::os::unix::fs::FileExt;
         let is_taken = || {
@@ -780,12 +779,12 @@ impl Raw {
         self.frame(kind::HELLO, MAGIC, &hello, b"");
     }
 
-    /// Waits for the next job, or for the welcome. Returns the number of the frame.
+    /// Waits for the next job or the welcome. Returns the frame's number.
     fn next(&mut self) -> u64 {
         self.next_job().0
     }
 
-    /// Waits for the next job, or for the welcome. Returns the number of the frame and the operation.
+    /// Waits for the next job or the welcome. Returns the frame's number and the operation.
     fn next_job(&mut self) -> (u64, String) {
         use std::os::fd::AsFd;
         loop {

@@ -46,7 +46,7 @@ impl Random {
 /// A disturbance of the supervisor: the time at which it started, in µs of CLOCK_MONOTONIC, and its name.
 pub type Deed = (u64, &'static str);
 
-/// Disturbs a supervisor until the end of the run.
+/// Disturbs a supervisor until the run is over.
 pub struct Chaos {
     threads: Vec<JoinHandle<Vec<Deed>>>,
 }
@@ -69,7 +69,7 @@ impl Chaos {
         Self { threads }
     }
 
-    /// Waits until the disturbances have ended, and returns a list of them.
+    /// Waits until the disturbances have ended, and returns all of them.
     pub fn end(self) -> Vec<Deed> {
         self.threads.into_iter().flat_map(|thread| thread.join().expect("chaos does not panic")).collect()
     }
@@ -172,7 +172,7 @@ impl Target {
         }
     }
 
-    /// Starts bursts of hostile clients.
+    /// Runs bursts of hostile clients.
     fn flood(&self, mut random: Random) -> Vec<Deed> {
         let mut done = Vec::new();
         while !self.is_over() {

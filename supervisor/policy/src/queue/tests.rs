@@ -130,7 +130,7 @@ fn blocked_tenant_keeps_its_credit() {
     assert_eq!(drain(&mut queue), [41, 22, 23, 24, 25, 26, 27, 28, 29, 40]);
 }
 
-/// A blocked tenant stays blocked even when the queue releases memory.
+/// A blocked tenant stays blocked even when memory is released.
 #[test]
 fn tenant_stays_blocked_without_jobs() {
     let mut queue = Queue::default();
@@ -363,7 +363,7 @@ struct Model {
     /// All waiting jobs, from oldest to newest.
     jobs: Vec<Waiting>,
     standings: BTreeMap<(Priority, u32), (u64, i64)>,
-    /// Tenants with jobs that were returned to the queue. The tenant whose job was returned last comes first.
+    /// Tenants with jobs that were returned to the queue, latest first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
     /// Time at which each tenant's job count last changed.
@@ -634,7 +634,7 @@ fn operations_take_a_constant_number_of_steps() {
     }
 }
 
-/// No operation takes more than twelve steps, so a very expensive job does not delay other tenants.
+/// Each operation takes at most twelve steps, so a very expensive job does not delay other tenants.
 #[test]
 fn job_with_huge_cost_is_served_in_bounded_time() {
     let (mut queue, mut steps) = (Queue::default(), Steps::default());
@@ -662,7 +662,7 @@ fn growing_slots_keeps_all_turns() {
     assert_eq!(drain(&mut queue).iter().map(|&job| costs[job as usize]).collect::<Vec<_>>(), sorted);
 }
 
-/// Returns the number of entries for which the queue holds memory.
+/// Returns the number of entries for which the queue has allocated memory.
 fn places(queue: &Queue) -> usize {
     let of_class = |class: &super::Class| {
         let rounds = &class.rounds;

@@ -214,7 +214,7 @@ enum Phase {
 struct Step {
     cause: Cause,
     submission: Option<PendingSubmission>,
-    /// The accepted job, and the worker that it prefers.
+    /// The accepted job, and its preferred worker.
     preferred: Option<(JobId, WorkerId)>,
     /// Outcomes that the bulkhead must send in this step.
     required: BTreeMap<JobId, Verdict>,
@@ -237,9 +237,9 @@ struct Step {
     returned: Option<(WorkerId, JobId)>,
     /// Jobs whose outcomes depend on the order in which the bulkhead handles several jobs at once.
     ambiguous: BTreeSet<JobId>,
-    /// New maximum number of jobs that must be sent to each of these workers.
+    /// Workers that must be sent a new maximum number of jobs.
     to_resize: BTreeMap<WorkerId, u32>,
-    /// Jobs that must be cancelled, each with the worker that must be asked to do so.
+    /// Jobs whose workers must be asked to cancel them.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
     /// Candidates for eviction. One of these jobs must be evicted to make room for the submitted job. Empty if no
@@ -266,7 +266,7 @@ enum Cause {
     Reset,
     Stop,
     Resize,
-    /// Any slot that is waiting or has stopped can get a worker immediately.
+    /// A slot that is waiting or has stopped can get a worker immediately.
     Replace,
 }
 

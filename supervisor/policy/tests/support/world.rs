@@ -76,7 +76,7 @@ struct Process {
     is_exiting: bool,
     /// Jobs in flight.
     jobs: Vec<JobId>,
-    /// Jobs in flight that the worker has not read from its connection.
+    /// Jobs in flight that the worker has not read.
     unread: Vec<JobId>,
     /// Jobs in flight for which an oversized result has started to arrive.
     oversized: Vec<JobId>,
@@ -98,7 +98,7 @@ pub(crate) struct World {
     agenda: BTreeMap<(Time, u64), WorldEvent>,
     sequence: u64,
     processes: HashMap<WorkerId, Process>,
-    /// Workers that exited recently. Stale messages can still arrive from them.
+    /// Recently exited workers, from which stale messages can arrive.
     exited: Vec<WorkerId>,
     /// Recently dispatched jobs, in any state.
     dispatched_jobs: Vec<JobId>,

@@ -65,7 +65,7 @@ pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) 
     if result == -1 { Err(Errno::last()) } else { Ok(result as usize) }
 }
 
-/// Returns the address of a value, which can be passed to a system call.
+/// Returns the address of a value, for use as an argument.
 pub(crate) fn address<T>(value: &T) -> usize {
     std::ptr::from_ref(value) as usize
 }

@@ -42,12 +42,12 @@ fn find_its_cgroup() -> Tried {
     path.map(str::to_owned).ok_or_else(|| Refused::nothing(what))
 }
 
-/// Returns the first path that exists. If none exists, returns the first path in the list.
+/// Returns the first path that exists, or the first path in the list if none exists.
 fn first<'p>(paths: &[&'p str]) -> &'p str {
     paths.iter().find(|path| Path::new(path).exists()).or(paths.first()).copied().unwrap_or_default()
 }
 
-/// Opens a file for reading, but does not read from it.
+/// Opens a file for reading without reading from it.
 fn open(path: &str) -> Tried {
     let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     opened.at(&format!("open {path}"))?;

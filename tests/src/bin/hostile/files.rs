@@ -115,7 +115,7 @@ fn shut_temporary_folders() -> Tried {
     Ok(format!("shut {}", shared.display()))
 }
 
-/// Opens a file for writing, but does not write to it.
+/// Opens a file for writing without writing to it.
 pub(crate) fn open_for_writing(path: &str) -> Tried {
     OpenOptions::new().write(true).open(path).at(&format!("open {path} for writing"))?;
     Ok(format!("opened {path}"))
@@ -171,7 +171,7 @@ fn read_by_hard_link(to: &Targets) -> Tried {
     Ok("read".into())
 }
 
-/// Opens a file by its handle, which is how the container escape "shocker" works.
+/// Opens a file by its handle, as the container escape "shocker" does.
 fn read_by_handle(to: &Targets) -> Tried {
     const HANDLE_BYTES: usize = 128;
     #[repr(C)]
@@ -209,7 +209,7 @@ fn chmod_neighbour(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// Changes the mode of the configuration file to the mode that the file already has.
+/// Sets the mode of the configuration file to its current value.
 fn chmod_configuration(to: &Targets) -> Tried {
     const MODE: u32 = 0o644;
     let permissions = fs::Permissions::from_mode(MODE);
@@ -222,7 +222,7 @@ fn write_beside_own_program(_: &Targets) -> Tried {
     unnamed_file(parent(program.to_str().unwrap_or_default())?.to_str().unwrap_or_default())
 }
 
-/// Creates a link in a place where another process might look for a program.
+/// Creates a link where another process might look for a program.
 fn link_beside_own_program(_: &Targets) -> Tried {
     let program = std::env::current_exe().at("find its own program")?;
     let link = fresh(parent(program.to_str().unwrap_or_default())?);
@@ -231,7 +231,7 @@ fn link_beside_own_program(_: &Targets) -> Tried {
     Ok("made and removed".into())
 }
 
-/// Truncates a read-only file to the length that the file already has.
+/// Truncates a read-only file to its current length.
 fn truncate_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
     let length = fs::metadata(path).at("stat a read-only file")?.size();
@@ -240,7 +240,7 @@ fn truncate_readable(to: &Targets) -> Tried {
     Ok("truncated".into())
 }
 
-/// Renames a read-only file, and then renames it back.
+/// Renames a read-only file and renames it back.
 fn replace_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
     let aside = format!("{path}.aside");
@@ -324,7 +324,7 @@ fn inherited_descriptors(_: &Targets) -> Tried {
     }
 }
 
-/// Leaves shared memory behind in a place where the next worker would find it.
+/// Leaves shared memory behind where the next worker would find it.
 fn make_shared_memory(_: &Targets) -> Tried {
     let what = "make shared memory by name";
     let made = OpenOptions::new().write(true).create_new(true).open("/dev/shm/bulkhead-attempt");

@@ -46,7 +46,7 @@ fn regain_capabilities() -> Tried {
     Ok("regained".into())
 }
 
-/// Runs a copy of this program that belongs to root and has the set-user-id bit.
+/// Runs a copy of this program that is owned by root and has the set-user-id bit.
 fn run_set_user_id_program(to: &Targets) -> Tried {
     let what = "become root with a set-user-id program";
     let own = nix::unistd::geteuid().to_string();

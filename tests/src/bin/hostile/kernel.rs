@@ -122,7 +122,7 @@ fn io_uring() -> Tried {
     Ok("made".into())
 }
 
-/// Calls `bpf` with a command number that does not exist.
+/// Calls `bpf` with an unknown command.
 fn load_bpf() -> Tried {
     reached(call(libc::SYS_bpf, [0xffff, 0, 0]), &[Errno::EINVAL, Errno::EFAULT], "load a BPF program")
 }
@@ -147,7 +147,7 @@ fn add_a_key() -> Tried {
     Ok("kept".into())
 }
 
-/// Makes an x32 system call. Few kernels still support such calls, but a filter must reject them anyway.
+/// Makes an x32 system call. Few kernels still support such calls, but a filter has to reject them anyway.
 #[cfg(target_arch = "x86_64")]
 fn x32_call() -> Tried {
     const X32: libc::c_long = 0x4000_0000;
@@ -175,7 +175,7 @@ fn legacy_call() -> Tried {
     }
 }
 
-/// Sets the host name to the name that it already has.
+/// Sets the host name to its current value.
 fn set_the_host_name() -> Tried {
     let name = nix::sys::utsname::uname().at("read the host's name")?.nodename().to_owned();
     let text = CString::new(name.as_encoded_bytes()).map_err(|_| Refused::nothing("a name"))?;

@@ -99,7 +99,7 @@ fn pass_lingering_socket() -> Tried {
     sent.map(|_| "passed".into())
 }
 
-/// Writes garbage to the link, and then waits until the supervisor kills this worker.
+/// Writes garbage to the link, and waits until the supervisor kills this worker.
 fn garbage_on_the_link() -> Tried {
     let garbage = [0xa5_u8; 64 << 10];
     rustix::io::write(link()?, &garbage).at("write garbage")?;

@@ -69,7 +69,7 @@ impl Targets {
 
 type Attempt = fn(&Targets) -> Tried;
 
-/// Returns the attempts of all modules, in the order of the modules.
+/// Returns all attempts, in the order of the modules.
 fn attempts() -> impl Iterator<Item = (&'static str, Attempt)> {
     [
         files::ATTEMPTS,

@@ -50,7 +50,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     }),
 ];
 
-/// Returns the namespaces of this process, indexed by kind.
+/// Returns the namespaces of this process, by kind.
 pub(crate) fn own() -> Value {
     let entries = fs::read_dir("/proc/self/ns").into_iter().flatten().flatten();
     let one = |entry: fs::DirEntry| {

@@ -121,7 +121,7 @@ fn send_to_path_socket(to: &Targets) -> Tried {
     Ok("sent".into())
 }
 
-/// Returns the supervisor's reply, which is empty if the supervisor closes the connection.
+/// Returns the supervisor's reply, or an empty reply if the supervisor closes the connection.
 fn ask_supervisor(path: &str, question: &[u8]) -> Result<Vec<u8>, Refused> {
     const ENOUGH: usize = 1024;
     let what = "be served by the supervisor";

@@ -87,7 +87,7 @@ fn look_at_descriptor(pid: i32) -> Tried {
     Ok(format!("{path} is {}", target.display()))
 }
 
-/// Opens a sibling's standard output, but does not write to it.
+/// Opens a sibling's standard output without writing to it.
 fn write_result_of_sibling(to: &Targets) -> Tried {
     let path = format!("/proc/{}/fd/1", to.pid("sibling")?);
     fs::OpenOptions::new().write(true).open(path).at("write to a sibling's standard output")?;
@@ -214,7 +214,7 @@ fn limit(pid: i32) -> Tried {
     Ok("limited".into())
 }
 
-/// Sets the priority of a process to the value that it already has.
+/// Sets the priority of a process to its current value.
 fn renice(pid: i32) -> Tried {
     let pid = pid as usize;
     let what = "change another process's priority";
@@ -225,7 +225,7 @@ fn renice(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Sets the I/O priority of a process to the value that it already has.
+/// Sets the I/O priority of a process to its current value.
 fn serve_as_before(pid: i32) -> Tried {
     const OF_A_PROCESS: usize = 1;
     let what = "change another process's disk priority";
@@ -244,7 +244,7 @@ fn write_as_it_is(pid: i32, file: &str) -> Tried {
     Ok("written".into())
 }
 
-/// Sets the scheduling policy of the supervisor to the value that it already has.
+/// Sets the supervisor's scheduling policy to its current value.
 fn reschedule_supervisor(to: &Targets) -> Tried {
     let pid = to.pid("supervisor")? as usize;
     let what = "change the supervisor's scheduling";
@@ -253,7 +253,7 @@ fn reschedule_supervisor(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// Sets the CPU affinity mask of a process to the value that it already has.
+/// Sets the CPU affinity mask of a process to its current value.
 fn pin(pid: i32) -> Tried {
     const MASK_BYTES: usize = 128;
     let pid = pid as usize;

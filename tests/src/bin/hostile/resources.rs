@@ -48,7 +48,7 @@ fn map(bytes: usize, protection: i32) -> Result<usize, Errno> {
     call(libc::SYS_mmap, [0, bytes, protection as usize, flags, usize::MAX, 0])
 }
 
-/// Reserves address space, but uses no memory.
+/// Reserves address space without using memory.
 fn reserve_much_memory() -> Tried {
     let (mut mapped, mut end) = (Vec::new(), Ok(()));
     while mapped.len() < RESERVED && end.is_ok() {

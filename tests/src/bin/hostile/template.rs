@@ -15,7 +15,7 @@ use crate::calls::call;
 /// Time after which a forked sibling exits on its own, in seconds.
 const LIFETIME_S: u32 = 100;
 
-/// Number of siblings that are forked.
+/// Number of siblings to fork.
 const SIBLINGS: usize = 50;
 
 /// Runs a template that misbehaves. `how` names the kind of misbehaviour.

@@ -15,7 +15,7 @@ impl Job {
 }
 
 impl Model {
-    /// Returns the number of places in the queue that are in use.
+    /// Returns the number of queue places in use.
     pub(super) fn queue_places(&self) -> usize {
         self.queue.len() + self.prefetched_waiting()
     }
@@ -88,8 +88,7 @@ impl Model {
 
     // Jobs that were sent to a worker but have not started.
 
-    /// Returns the jobs that a worker has not started. The newest job comes first, because jobs are recalled in this
-    /// order.
+    /// Returns the jobs that a worker has not started, newest first. This is the order in which they are recalled.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
         let begun = self.registry.begun_at_recall(worker.id);
         let is_unbegun = |job: &JobId| worker.has_journal && self.jobs[job].send_number > begun;
@@ -99,7 +98,7 @@ impl Model {
         jobs
     }
 
-    /// Returns true if the worker has a job, apart from `other`, that has not started and whose payload is not stored
+    /// Returns true if the worker has a job other than `other` that has not started and whose payload is not stored
     /// elsewhere.
     fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
         let unbegun = self.unbegun(worker);
@@ -204,8 +203,7 @@ impl Model {
         self.step.required.insert(id, verdict);
     }
 
-    /// Recalls the jobs that were prefetched to a dead worker. A job that has started must not run again unless it is
-    /// idempotent.
+    /// Recalls a dead worker's prefetched jobs. A job that has started must not run again unless it is idempotent.
     pub(super) fn requeue_prefetched(&mut self, place: u32, verdict: &Verdict) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         let begun = self.registry.begun(worker.id);

@@ -106,7 +106,7 @@ impl Model {
         assert_eq!(on_their_way.count(), 0, "a rolling restart must replace one worker at a time");
     }
 
-    /// Returns true if the slot's worker can still be given at least one job before its successor takes over.
+    /// Returns true if the slot's worker can still be given a job before its successor takes over.
     pub(super) fn has_jobs_left(&self, current: u32, next: u32) -> bool {
         let is_counted = self.workers[&next].stands_by && self.limits.recycle.jobs.is_some();
         let worker = &self.workers[&current];

@@ -76,7 +76,7 @@ impl Model {
         }
     }
 
-    /// Returns true if a slot should have a working worker but does not have one.
+    /// Returns true if a slot should have a working worker but has none.
     fn needs_spare(&self, slot: u32) -> bool {
         let state = self.slots[slot as usize].state;
         let current = match state {
