@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 
 use bulkhead_linux::listener::{InheritedListener, inherit};
 
-/// Sockets from the service manager. The supervisor binds those that are `None`.
+/// Listening sockets passed in by the service manager. The supervisor itself binds each socket that is `None`.
 #[derive(Debug, Default)]
 pub(crate) struct ActivatedSockets {
     pub(crate) jobs: Option<UnixListener>,
@@ -17,7 +17,8 @@ pub(crate) struct ActivatedSockets {
 }
 
 impl ActivatedSockets {
-    /// Takes over the sockets. Must be called once, before other code can open descriptors with their numbers.
+    /// Takes over the sockets passed in by the service manager. Must be called once, before other code can open
+    /// descriptors with the same numbers.
     ///
     /// Fails if a name is unknown or occurs twice, or if a socket is of the wrong kind.
     pub(crate) fn take() -> io::Result<Self> {

@@ -26,10 +26,10 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::supervisor::{RunError, system};
 
-/// Maximum time for the keeper to execute an order.
+/// Maximum time that the keeper can take to execute an order.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time for a worker to exit after it has closed the link.
+/// Maximum time that a worker can take to exit after it has closed the link.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum size of a frame that a worker sends before it is ready, in bytes.
@@ -38,8 +38,8 @@ const FRAME_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of bytes of a worker's output that are quoted in an error message.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
-/// Returns the source from which user IDs for workers are taken. For root, this is always the host, because the check itself
-/// shows whether root can change user IDs.
+/// Returns the source of user IDs for workers. For root, this is always the host, because the check itself shows
+/// whether root can change user IDs.
 pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
@@ -104,7 +104,8 @@ fn describe(program: &Program, observed: &Observed) -> String {
 /// State of the check: the keeper, and the processes that the keeper has been ordered to start.
 struct StartCheck {
     keeper: Keeper,
-    /// Number of workers and templates ordered so far. This is also the spawn number of the latest process.
+    /// Number of workers and templates that the keeper has been ordered to start. This is also the spawn number of the
+    /// latest process.
     ordered: u64,
     /// Exits that the keeper has reported but [`StartCheck::take_exit`] has not returned yet, by spawn number.
     exits: BTreeMap<u64, keeper::Exit>,
@@ -117,7 +118,7 @@ struct StartedProcess {
     readers: [JoinHandle<String>; 2],
 }
 
-/// Result of starting a worker or template.
+/// Result of starting and stopping a worker or template.
 struct StartResult {
     process: StartedProcess,
     ready: Result<(), StartFailure>,
@@ -125,8 +126,8 @@ struct StartResult {
 }
 
 impl StartResult {
-    /// Waits for the end of the process's output. Returns an error that quotes the output if the process did not become
-    /// ready.
+    /// Waits until the process closes its standard output and standard error. If the process did not become ready,
+    /// returns an error that quotes the output.
     fn into_result(self, what: &str) -> Result<(), String> {
         let output: String =
             self.process.readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
@@ -220,7 +221,8 @@ impl StartCheck {
         Ok((observed, StartResult { process: ordered, ready, exit }))
     }
 
-    /// Orders the keeper to start a worker or template with the next spawn number, and starts reading its output.
+    /// Orders the keeper to start a worker or template under the next spawn number, and starts reading the output of
+    /// the new process.
     fn order(
         &mut self,
         send_order: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd) -> io::Result<()>,
@@ -263,8 +265,8 @@ impl StartCheck {
         spawned.unwrap_or_else(|| Err(keeper_timeout()))
     }
 
-    /// Waits until a template can fork workers. The outer error is the keeper's failure, and the inner error is the
-    /// template's.
+    /// Waits until a template is able to fork workers. The outer error is a failure of the keeper, and the inner error
+    /// is a failure of the template.
     fn await_template(&mut self, number: u64, max: Duration) -> Result<Result<(), StartFailure>, String> {
         let (mut deadline, mut status) = (Instant::now() + max, None);
         loop {
@@ -350,9 +352,9 @@ fn describe_exit(exit: keeper::Exit) -> String {
 
 /// Reason why a worker or template did not become ready.
 enum StartFailure {
-    /// The process closed the link. Contains its last status message, or a hint.
+    /// The process closed the link. Contains the last status message from the process, or a hint.
     Closed(Option<String>),
-    /// Any other failure. The text continues a sentence that begins with the program's name.
+    /// Any other failure. The text completes a sentence that begins with the name of the program.
     Other(String),
 }
 
@@ -440,7 +442,7 @@ fn await_ready(link: &mut UnixStream, mut deadline: Instant, max: Duration) -> R
     }
 }
 
-/// Reads the next frame from the link. Returns its header and metadata, and drops the payload.
+/// Reads the next frame from the link. Returns the frame's header and metadata, and discards the payload.
 fn frame(link: &mut UnixStream, deadline: Instant) -> io::Result<(Header, Vec<u8>)> {
     let mut read = |buffer: &mut [u8]| {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -463,7 +465,7 @@ fn frame(link: &mut UnixStream, deadline: Instant) -> io::Result<(Header, Vec<u8
 mod tests {
     use super::*;
 
-    /// Also checks that each line is indented and that tabs are kept.
+    /// Each line of the quoted output is indented, control characters are escaped, and tabs are kept.
     #[test]
     fn quoted_worker_output_contains_no_control_characters() {
         let actual = quote_output("one\ttwo\n\x1b[31mred\x07\rover\0");

@@ -9,7 +9,7 @@ use bulkhead_keeper::{LayerSupport, SubordinateIds, probe};
 use bulkhead_plane::worker_ids::{IdAllocator, IdUse, find_subordinate};
 use comfy_table::{ContentArrangement, Table, presets};
 
-/// Probes all layers, and writes the results as a table or as JSON.
+/// Probes all layers of confinement, and writes the results as a table or as JSON.
 pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     let mut abilities = probe();
     abilities.push(worker_ids(&abilities));
@@ -20,7 +20,7 @@ pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{}", table(&abilities))
 }
 
-/// Returns the row that says whether workers get separate user IDs if `user` is not configured.
+/// Returns the row that says whether workers get separate user IDs when `user` is not set in the configuration.
 fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();

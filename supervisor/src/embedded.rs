@@ -56,29 +56,29 @@ pub enum KeeperProgram {
     /// The program of this process. Its `main` must begin with a call to [`keeper_main_if_asked`].
     #[default]
     ThisProgram,
-    /// Another program whose `main` calls [`keeper_main_if_asked`], or `bulkhead-supervisor`. Must be built from the
-    /// same version of this library. `PATH` is not searched, even if the path contains no `/`.
+    /// Another program: either `bulkhead-supervisor` or a program whose `main` calls [`keeper_main_if_asked`]. Must be
+    /// built from the same version of this library. `PATH` is not searched, even if the path contains no `/`.
     Program(PathBuf),
 }
 
 /// Error that occurred while starting an embedded supervisor.
 #[derive(thiserror::Error)]
 pub enum StartError {
-    /// The keeper should run the program of this process, but the program did not call
+    /// The program of this process was supposed to be executed as the keeper, but it has not called
     /// [`keeper_main_if_asked`].
     #[error(
         "failed to start the keeper: this program did not call `keeper_main_if_asked`: call this function at the \
          start of `main`, or set another program with `keeper`"
     )]
     NotAKeeper,
-    /// This process was started as a keeper, but runs the application, because it has not called
+    /// This process was started as a keeper but runs the application instead, because it has not called
     /// [`keeper_main_if_asked`].
     #[error(
         "failed to start a supervisor: this process was started as a keeper: call `keeper_main_if_asked` at the \
          start of `main`"
     )]
     IsToBeKeeper,
-    /// The configuration was loaded for a supervisor with sockets.
+    /// The configuration was loaded for a standalone supervisor, which has sockets.
     #[error(
         "failed to start a supervisor: the configuration is for a supervisor with sockets: read the file with \
          `config::load_embedded` or `config::parse_embedded`"
@@ -183,8 +183,8 @@ impl Builder {
         }
     }
 
-    /// Starts all parts of the supervisor except for the data plane. Must run on a thread of the supervisor, because
-    /// new threads inherit the current thread's signal mask and scheduler slice.
+    /// Starts all parts of the supervisor except for the data plane. Must run on one of the supervisor's threads,
+    /// because new threads inherit the current thread's signal mask and scheduler slice.
     fn prepare(self, keeper: &Path) -> Result<Ready, RunError> {
         // Blocked, because the application's signals must be handled on its own threads.
         let all = nix::sys::signal::SigSet::all();
@@ -251,10 +251,10 @@ fn connector(commands: &CommandSender) -> Connector {
 #[derive(Debug)]
 pub struct Supervisor {
     commands: CommandSender,
-    /// Thread of the data plane; `None` once the thread has been joined.
+    /// Thread of the data plane, or `None` once the thread has been joined.
     thread: Option<JoinHandle<Result<(), RunError>>>,
-    /// PID of the process that created the supervisor. A forked child has a copy of this value, but none of the
-    /// threads.
+    /// PID of the process that created the supervisor. A child forked by that process has a copy of the supervisor but
+    /// none of its threads.
     owner: u32,
 }
 
@@ -301,7 +301,7 @@ impl Supervisor {
         Client::in_process(connector(&self.commands))
     }
 
-    /// Creates a blocking client with a new connection. Fails if the client's thread cannot be started.
+    /// Creates a blocking client with a separate connection. Fails if the client's thread cannot be started.
     pub fn blocking_client(&self) -> io::Result<blocking::Client> {
         blocking::Client::in_process(connector(&self.commands))
     }

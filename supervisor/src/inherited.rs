@@ -8,15 +8,15 @@ use std::sync::atomic::AtomicBool;
 use bulkhead_config::Config;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
-/// Address space that the supervisor needs in addition to `max_buffered`, for threads, tables and the program itself,
-/// in bytes.
+/// Size of the address space that the supervisor needs in addition to `max_buffered`, for threads, tables and the
+/// program itself, in bytes.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
 
-/// Minimum value of `RLIMIT_FSIZE`, in bytes. Enough for the log and for a crash report with payloads.
+/// Minimum value of `RLIMIT_FSIZE`, in bytes. Large enough for the log and for a crash report with payloads.
 const FILE_BYTES: u64 = 64 << 20;
 
-/// Unblocks all signals, and handles SIGXFSZ so that a write beyond the file size limit only fails. Must be
-/// called before other threads are started, because threads inherit the signal mask.
+/// Unblocks all signals, and handles SIGXFSZ so that a write beyond the file size limit fails with an error instead of
+/// killing the process. Must be called before other threads are started, because threads inherit the signal mask.
 pub(crate) fn reset_signals() -> io::Result<()> {
     nix::sys::signal::SigSet::empty().thread_set_mask()?;
     // With a handler for SIGXFSZ, a write over the limit fails with EFBIG instead of killing the process. Workers do
@@ -25,11 +25,12 @@ pub(crate) fn reset_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Minimum value of `RLIMIT_NOFILE`. Workers do not start with a lower limit, because setting up a sandbox briefly
+/// Minimum value of `RLIMIT_NOFILE`. With a lower limit, workers do not start, because setting up a sandbox briefly
 /// opens about a hundred files.
 const OPEN_FILES_MIN: u64 = 128;
 
-/// Returns an error if the hard limit on open files is so low that the supervisor would become ready but serve no jobs.
+/// Returns an error if the hard limit on open files is so low that the supervisor would become ready but could not run
+/// any jobs.
 pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
         Some(max) if max < OPEN_FILES_MIN => Err(io::Error::other(format!(
@@ -51,7 +52,7 @@ pub(crate) fn raise_limits(config: &Config) {
     warn_about_limits(config);
 }
 
-/// Logs a warning for each resource limit that is too low.
+/// Logs a warning for each resource limit that is too low for the supervisor.
 pub(crate) fn warn_about_limits(config: &Config) {
     for (resource, name, min, consequence) in required_limits(config) {
         if let Some(bytes) = getrlimit(resource).current.filter(|&bytes| bytes < min) {
@@ -60,8 +61,8 @@ pub(crate) fn warn_about_limits(config: &Config) {
     }
 }
 
-/// Returns the resources for which the supervisor requires a minimum. Each entry contains the name, the minimum in
-/// bytes, and the consequence of a lower limit.
+/// Returns the resources for which the supervisor requires a minimum limit. Each entry contains the name of the limit,
+/// the minimum in bytes, and the consequence of a lower limit.
 fn required_limits(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
     const NO_MEMORY: &str =
         "with less than max_buffered plus 1 GiB, the supervisor can run out of memory and exit";

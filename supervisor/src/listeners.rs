@@ -12,12 +12,12 @@ use bulkhead_control::sockets::InheritedSockets;
 pub(crate) struct Listeners {
     /// The jobs socket.
     pub(crate) jobs: Option<UnixListener>,
-    /// The mode of the supervisor, with the admin socket if there is one.
+    /// Mode in which the supervisor runs, including the admin socket if there is one.
     pub(crate) mode: RunMode,
     /// The `http` TCP listener, and its token.
     pub(crate) http: Option<(TcpListener, Token)>,
     /// The `jobs_http` TCP listener.
     pub(crate) jobs_http: Option<TcpListener>,
-    /// Sockets that belong to the service manager.
+    /// Flags that tell which sockets were passed in by the service manager.
     pub(crate) inherited: InheritedSockets,
 }

@@ -13,13 +13,14 @@ use bulkhead_supervisor::take_over::Link;
 use bulkhead_supervisor::{check, config, doctor, pages, supervisor};
 use clap::Parser;
 
-/// Exit code of a supervisor that could not be started or has failed.
+/// Exit code when the supervisor could not be started or has failed.
 const FAILED: u8 = 1;
 
 /// Exit code for invalid arguments or an invalid configuration.
 const USAGE: u8 = 2;
 
-/// Exit code if standard output could not be written: `EX_IOERR` of sysexits.h, as for the `bulkhead` command.
+/// Exit code when writing to standard output fails: `EX_IOERR` from sysexits.h, the same as the `bulkhead` command
+/// uses.
 const OUTPUT_FAILED: u8 = 74;
 
 fn main() -> ExitCode {
@@ -39,8 +40,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns the path from the command line, or the default path. Reports a missing file at the default path here,
-/// because the usual message would not say where the path comes from.
+/// Returns the path given on the command line, or the default path. If there is no file at the default path, reports
+/// this here, because the usual message would not say where the path comes from.
 fn config_path(args: &Args) -> Result<PathBuf, String> {
     if let Some(path) = &args.config {
         return Ok(path.clone());
@@ -76,7 +77,8 @@ fn print(text: &str) -> ExitCode {
     exit_code_after_write(standard_output::get().and_then(|mut out| out.write_all(text.as_bytes())))
 }
 
-/// Returns the exit code after writing to standard output. A reader that closes its pipe early is not an error.
+/// Converts the result of writing to standard output into an exit code. It is not an error if the reader closes the
+/// pipe early.
 fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     match written.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -86,8 +88,8 @@ fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     }
 }
 
-/// Starts a worker for each bulkhead to check the configuration. Prints successes to standard output and failures to
-/// standard error.
+/// Checks the configuration by starting one worker for each bulkhead. Prints successes to standard output and failures
+/// to standard error.
 fn check_and_start(config: &config::Config) -> ExitCode {
     let opened = standard_output::get().and_then(|mut out| {
         write!(out, "{}", config.summary_where(check::worker_ids(config)))?;

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use bulkhead_linux::folder;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
-/// Maximum number of entries to remove. Normally, there are about a dozen entries: sockets, locks, and files of the
+/// Maximum number of entries that are removed. Normally, there are about a dozen: sockets, locks, and files of the
 /// program that created the folder.
 const ENTRIES_MAX: usize = 100_000;
 
-/// A folder that is removed with all its contents on drop.
+/// A folder that is removed on drop, including all its contents.
 #[derive(Debug)]
 pub struct OwnFolder {
     path: PathBuf,
@@ -19,8 +19,8 @@ pub struct OwnFolder {
 }
 
 impl OwnFolder {
-    /// Opens the folder. Rejects a folder that other users own or can access, because it was not created for this
-    /// purpose.
+    /// Opens the folder. Rejects a folder that another user owns or can access, because such a folder was not created
+    /// for this purpose.
     pub fn open(path: &Path) -> Result<Self, String> {
         let path = std::path::absolute(path).map_err(|error| error.to_string())?;
         let shown = path.display();

@@ -11,7 +11,7 @@ use clap_mangen::roff::{Inline, Roff, bold, roman};
 
 use crate::args::Args;
 
-/// Manual section for the programs: 8, system administration.
+/// Manual section of the programs: section 8, system administration.
 const SECTION: &str = "8";
 
 /// Writes all pages to a folder, which is created if it does not exist. Returns the paths of the pages.
@@ -39,7 +39,7 @@ fn page(name: &str, section: &str, about: &str) -> Roff {
     page
 }
 
-/// Adds a section of paragraphs.
+/// Adds a section that consists of paragraphs.
 fn section(page: &mut Roff, heading: &str, paragraphs: &[&str]) {
     page.control("SH", [heading]);
     for (index, paragraph) in paragraphs.iter().enumerate() {
@@ -50,7 +50,7 @@ fn section(page: &mut Roff, heading: &str, paragraphs: &[&str]) {
     }
 }
 
-/// Adds a section of preformatted lines.
+/// Adds a section that consists of preformatted lines.
 fn example(page: &mut Roff, heading: &str, lines: &str) {
     page.control("SH", [heading]).control("nf", []);
     for line in lines.lines() {
@@ -130,7 +130,7 @@ fn configuration_page() -> Roff {
     page
 }
 
-/// Returns a table's heading as it is written in the configuration file.
+/// Returns the heading of a table as it is written in the configuration file.
 fn heading(table: &str) -> String {
     if table == "access" { format!("[[{table}]]") } else { format!("[{table}]") }
 }
@@ -140,8 +140,8 @@ fn add_key(page: &mut Roff, key: &Key) {
     page.text(inlines(&format!("{} Value: {}. Default: {}.", key.about, key.kind, key.default)));
 }
 
-/// Converts text with Markdown code spans and links. Code becomes bold, and a link becomes its text. A link within the
-/// documentation page becomes the name of its section.
+/// Converts text with Markdown code spans and links. Code becomes bold. A link becomes its text, or the name of a
+/// section if it points into the same page.
 fn inlines(text: &str) -> Vec<Inline> {
     let text = without_links(text);
     let parts = text.split('`').enumerate().filter(|(_, part)| !part.is_empty());

@@ -35,7 +35,7 @@ use crate::activation::ActivatedSockets;
 use crate::listeners::Listeners;
 use crate::take_over::{self, Link, TakeOver};
 
-/// Error from a supervisor that could not be started or did not stop cleanly.
+/// Error that is returned if the supervisor could not be started or did not stop cleanly.
 #[derive(thiserror::Error)]
 pub enum RunError {
     /// A socket could not be bound.
@@ -59,7 +59,7 @@ pub enum RunError {
     /// A bulkhead needs the host program for `exec` or `library`, but the host program cannot be found.
     #[error(transparent)]
     NoHost(#[from] program::HostNotFound),
-    /// The other supervisor in an upgrade exited, and this one could not continue without it.
+    /// During an upgrade, the other supervisor exited, and this supervisor could not continue without it.
     #[error("failed to complete the upgrade; see the log for the reason")]
     Upgrade,
     /// A system call failed.
@@ -69,9 +69,8 @@ pub enum RunError {
 
 bulkhead_shared::debug_by_display!(RunError);
 
-/// Scheduler slice of the supervisor, the keeper and all workers. This is the shortest that Linux allows; default
-/// slices last several milliseconds. With short slices, these processes wait less for each other on a shared
-/// processor.
+/// Scheduler slice of the supervisor, the keeper and all workers. This is the shortest slice that Linux allows. The
+/// default is several milliseconds. With short slices, processes that share a processor wait less for each other.
 pub(crate) const SLICE: Duration = Duration::from_micros(100);
 
 /// Returns a function that converts an I/O error to a [`RunError`]. `what` names the operation that failed.
@@ -159,7 +158,8 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
     Ready::prepare(prerequisites, taken, |config| open_sockets(config, activated))
 }
 
-/// Returns the program for a successor, or the reason why this supervisor cannot be upgraded.
+/// Returns the program that an upgrade starts as this supervisor's successor, or the reason why this supervisor cannot
+/// be upgraded.
 fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> {
     if ends_with_other {
         return Err("a supervisor with --while-open stops with the program that started it, so it cannot be upgraded: \
@@ -198,7 +198,8 @@ pub(crate) struct Prerequisites {
     pub(crate) keeper: Keeper,
     pub(crate) open_files: OpenFiles,
     pub(crate) threads: ThreadMonitor,
-    /// Program of a successor, or the reason why this supervisor cannot be upgraded.
+    /// Program that an upgrade starts as this supervisor's successor, or the reason why this supervisor cannot be
+    /// upgraded.
     pub(crate) program: Result<SuccessorProgram, String>,
     pub(crate) soft_limits: Vec<(u32, u64)>,
 }
@@ -211,7 +212,7 @@ pub(crate) struct Ready {
     pub(crate) span_thread: Option<spans::SpanThread>,
     pub(crate) threads: ThreadMonitor,
     pub(crate) counters: Arc<SharedCounters>,
-    /// Order in which this process and the other supervisor in an upgrade exit.
+    /// Ensures that this process and the other supervisor in an upgrade exit in the right order.
     end: Arc<ProcessEnd>,
     drain_timeout: Duration,
 }
@@ -352,16 +353,16 @@ fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Resul
     Ok(Listeners { jobs: Some(jobs_listener), mode, http, jobs_http, inherited })
 }
 
-/// Returns the error for a TCP socket from the service manager that is not configured. Without the configuration key,
-/// the token for the socket is unknown.
+/// Returns the error for a TCP socket that the service manager passed in although it is not configured. Without the
+/// configuration key, the token for the socket is unknown.
 fn not_configured(key: &str) -> RunError {
     let problem =
         format!("the service manager passed in this socket, but `{key}` is not set in the configuration");
     system("use a socket")(std::io::Error::other(problem))
 }
 
-/// Runs the data plane until it stops. If it fails or panics, stops the other threads. By then, the keeper has been
-/// dropped, which kills the workers.
+/// Runs the data plane until it stops. If the data plane fails or panics, stops the other threads. By then, the keeper
+/// has been dropped, which kills the workers.
 fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,
     threads: &ThreadMonitor,
@@ -393,7 +394,8 @@ fn open_http(
     Ok((activated.map_or_else(|| bind_tcp(served, key, address), Ok)?, token))
 }
 
-/// Binds an address. Retries for a moment, because a supervisor that is stopping might still use the address.
+/// Binds an address. Keeps retrying for a moment, because a supervisor that is about to exit might still use the
+/// address.
 fn bind_tcp(
     served: &'static str,
     key: &'static str,
@@ -438,7 +440,7 @@ mod tests {
 
     const MARK: &str = "BULKHEAD_TEST_PANICS";
 
-    /// Stands in for the keeper, which kills the workers when it is dropped.
+    /// Stands in for the keeper. In a real supervisor, dropping the keeper kills the workers.
     struct Owned;
 
     impl Drop for Owned {
@@ -447,7 +449,7 @@ mod tests {
         }
     }
 
-    /// Not a test: the next test runs this function in a child process, as a supervisor whose data plane panics.
+    /// Not a real test: another test runs this function in a child process, as a supervisor whose data plane panics.
     #[test]
     fn helper_child_data_plane_panics() {
         if std::env::var_os(MARK).is_none() {
@@ -475,7 +477,7 @@ mod tests {
         println!("\nthe rest has ended, lost: {:?}, {}", threads.lost(), result.unwrap_err());
     }
 
-    /// Also checks that the keeper is dropped before the remaining threads are stopped.
+    /// If the data plane panics, the keeper is dropped before the remaining threads are stopped.
     #[test]
     fn data_plane_panic_stops_supervisor_with_error() {
         let ended = Command::new(std::env::current_exe().unwrap())

@@ -27,15 +27,16 @@ use crate::listeners::Listeners;
 /// Maximum time to wait for the predecessor's messages.
 const STATE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Resources whose soft limits a supervisor raises.
+/// Resources whose soft limits a supervisor raises for itself.
 const RAISED: [Resource; 4] = [Resource::Nofile, Resource::Fsize, Resource::As, Resource::Data];
 
-/// The link to the predecessor, which is an inherited descriptor.
+/// The link to the predecessor in an upgrade. The link is an inherited descriptor.
 #[derive(Debug)]
 pub struct Link(OwnedFd);
 
 impl Link {
-    /// Takes over the inherited descriptor. Call this on the first thread, before any other code has opened a descriptor.
+    /// Takes ownership of the inherited descriptor. Must be called on the first thread, before any other code has
+    /// opened a descriptor.
     ///
     /// Returns an error if the descriptor is not open.
     #[expect(unsafe_code, reason = "the descriptor is a number from the command line")]
@@ -51,12 +52,12 @@ impl Link {
         Ok(Self(link))
     }
 
-    /// Duplicates the descriptor. Fails with an error from `dup(2)`.
+    /// Duplicates the descriptor of the link. Fails if `dup(2)` fails.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self(self.0.try_clone()?))
     }
 
-    /// Reports to the predecessor why this program exits.
+    /// Tells the predecessor why this program is about to exit.
     pub fn fail(&self, message: &str) {
         // If this fails, the predecessor still notices the exit.
         let _ = encode(kind::FAILED, &Failed { message }, &[]).map(|bytes| self.send(bytes));
@@ -130,11 +131,11 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 /// State that a supervisor takes over from its predecessor.
 #[derive(Debug, Default)]
 pub struct TakeOver {
-    /// Descriptors by name, each with the address, path or other place to which it belongs.
+    /// Inherited descriptors by name, each with the address, path or other location to which it belongs.
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,
-    /// User IDs that are shared by all workers of a bulkhead, by bulkhead name.
+    /// Shared user IDs, by bulkhead name. All workers of a bulkhead use the same one.
     pub(crate) permanent_ids: BTreeMap<String, u32>,
     state: Option<State>,
 }
@@ -144,8 +145,9 @@ impl TakeOver {
         self.descriptors.remove(name)
     }
 
-    /// Removes and returns the descriptor for a key that must have the same value in both supervisors. `now` is the
-    /// value in this supervisor's configuration, or `None` if it is not set.
+    /// Removes and returns the descriptor that belongs to a configuration key. Fails if the two supervisors have
+    /// different values for this key. `now` is the value in this supervisor's configuration, or `None` if the key is
+    /// not set.
     fn take_same(&mut self, name: &str, key: &str, now: Option<&str>) -> io::Result<Option<OwnedFd>> {
         let before = self.take(name);
         let is_same = before.as_ref().map(|(place, _)| place.as_str()) == now;
@@ -162,12 +164,13 @@ impl TakeOver {
         Ok(before.map(|(_, descriptor)| descriptor))
     }
 
-    /// Removes and returns the descriptor that this process and its keepers hold open until they exit.
+    /// Removes and returns the descriptor that this process and its keepers hold open for as long as they run.
     pub(crate) fn own_lifeline(&mut self) -> Option<OwnedFd> {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }
 
-    /// Restores the soft limits that applied before the predecessor raised them, because workers get these limits.
+    /// Restores the soft limits that applied before the predecessor raised them, because workers must get the original
+    /// limits.
     pub(crate) fn restore_limits(&self) {
         for (number, soft) in self.state.iter().flat_map(|state| &state.soft_limits) {
             if let Some(resource) = RAISED.into_iter().find(|resource| *resource as u32 == *number) {
@@ -178,7 +181,7 @@ impl TakeOver {
         }
     }
 
-    /// Removes and returns the lock on the folder for crash reports.
+    /// Removes and returns the descriptor that holds the lock on the folder for crash reports.
     pub(crate) fn crashes_lock(&mut self, config: &SupervisorConfig) -> io::Result<Option<OwnedFd>> {
         let folder = config.crash_dir.as_ref().map(|folder| folder.display().to_string());
         self.take_same(inherited::CRASHES_LOCK, "crash_dir", folder.as_deref())
@@ -244,7 +247,7 @@ impl TakeOver {
     }
 }
 
-/// Returns the soft limits that a supervisor raises, each with the number of its resource.
+/// Returns the current values of the soft limits that a supervisor raises, each with the number of the resource.
 pub(crate) fn soft_limits() -> Vec<(u32, u64)> {
     RAISED.map(|resource| (resource as u32, getrlimit(resource).current.unwrap_or(u64::MAX))).into()
 }

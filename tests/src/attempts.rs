@@ -8,36 +8,37 @@
 
 use std::fmt;
 
-/// Expected result of an attempt.
+/// Expected result of an attempt to break out of confinement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
     /// The attempt succeeds.
     Succeeds,
-    /// The result depends on the kernel configuration and on the user.
+    /// The attempt succeeds or is refused, depending on the kernel configuration and the user.
     Machine,
-    /// The attempt fails with one of these errors, and the worker continues. The text names the layer that
-    /// caused the error. The error `NOTHING` means that every call succeeded, but the attempt did not reach
+    /// The attempt fails with one of these errors, and the worker continues. The text names the layer of confinement
+    /// that caused the error. The error `NOTHING` means that every call succeeded, but the attempt still did not reach
     /// its goal.
     Refused(&'static [&'static str], &'static str),
-    /// The worker is killed for a violation. The message contains this word, normally the name of a system call.
+    /// The worker is killed because the attempt is a violation. The message contains this word, which is normally the
+    /// name of a system call.
     Violation(&'static str),
-    /// The worker crashes for this reason. `signal or protocol` stands for either of two reasons.
+    /// The worker crashes for this reason. `signal or protocol` means that either of these two reasons is accepted.
     Crashes(&'static str),
 }
 
-/// Configuration of the bulkhead, apart from the profile.
+/// Configuration of the bulkhead in which an attempt runs, apart from the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
-    /// Grants access to paths for reading and for writing, and provides a `tmp` folder of 1 MiB.
+    /// Grants access to some paths for reading and to others for writing, and provides a `tmp` folder of 1 MiB.
     Plain,
-    /// Like [`Setting::Plain`], but with limits: 64 descriptors, files of 1 MiB, and 1 GiB of address space.
+    /// Like [`Setting::Plain`], but with resource limits: 64 descriptors, files of 1 MiB, and 1 GiB of address space.
     Limited,
 }
 
-/// An attempt of the hostile worker.
+/// An attempt of the hostile worker to break out of confinement.
 #[derive(Clone, Copy, Debug)]
 pub struct Attempt {
-    /// Name of the hostile worker's operation.
+    /// Name of the operation that makes the hostile worker run this attempt.
     pub name: &'static str,
     /// Description that completes the sentence "it tries to …".
     pub tries: &'static str,
@@ -47,14 +48,14 @@ pub struct Attempt {
     pub none: Expected,
     /// Expected result under `default`.
     pub default: Expected,
-    /// Expected result under `strict`, in a sealed worker.
+    /// Expected result under `strict` if the worker is sealed.
     pub strict: Expected,
 }
 
 use Expected::{Crashes, Machine, Refused, Succeeds, Violation};
 
-/// Crash reasons of a worker that writes garbage and dies immediately. The reason depends on whether the
-/// supervisor reads the garbage before noticing the death.
+/// Accepted crash reasons of a worker that writes garbage and dies immediately. The actual reason depends on whether
+/// the supervisor reads the garbage before it notices the death.
 const SEEN_OR_DEAD: &str = "signal or protocol";
 const FAMILIES: &str = "seccomp: no sockets";
 const FILTER: &str = "seccomp";
@@ -65,7 +66,7 @@ const NO_CAPABILITY: Expected = Refused(&["EPERM"], "no capabilities");
 const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
 const NO_PROCESS: Expected = Refused(&["ESRCH"], "pid namespace");
 const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor rejects workers");
-/// Result of attempts that Linux 6.16 and later refuse; see [`KERNELS_OWN`].
+/// Expected result of attempts that Linux refuses as of version 6.16; see [`KERNELS_OWN`].
 const NOT_TAKEN: Expected =
     Refused(&["EPERM"], "the kernel; before Linux 6.16, the worker crashes: `protocol`");
 const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
@@ -96,7 +97,7 @@ const fn limited(
     Attempt { name, tries, setting: Setting::Limited, none, default, strict }
 }
 
-/// A group of attempts with its heading.
+/// A heading and the attempts listed under it.
 pub type Group = (&'static str, &'static [Attempt]);
 
 /// All groups of attempts.
@@ -310,7 +311,7 @@ pub const ATTEMPTS: &[Group] = &[
     ),
 ];
 
-/// Attempts by an `exec` program against another program in the same worker, called `sibling`, and against their host.
+/// Attempts of an `exec` program to attack its host, or another program in the same worker, which is called `sibling`.
 #[rustfmt::skip] // One row each.
 pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("list-temporary-folders", "list the temporary directories of all programs", Succeeds, LANDLOCK, LANDLOCK),
@@ -330,7 +331,8 @@ pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("shut-temporary-folders", "remove the permissions of the directory that contains all temporary directories (`chmod`; the host restores them)", Refused(&["NOTHING"], "no such directory"), Succeeds, Succeeds),
 ];
 
-/// Attempts by a forked worker against another worker of the same template, called `sibling`, and against the template.
+/// Attempts of a forked worker to attack its template, or another worker forked from that template, which is called
+/// `sibling`.
 #[rustfmt::skip] // One row each.
 pub const BETWEEN_FORKED: &[Attempt] = &[
     plain("list-temporary-folders", "list the temporary directories of all workers", Succeeds, LANDLOCK, LANDLOCK),
@@ -362,7 +364,7 @@ pub const BETWEEN_FORKED: &[Attempt] = &[
     plain("become-child-of-keeper", "fork a sibling, as the template does", Succeeds, Refused(&["EPERM"], "the worker's own filter"), Refused(&["EPERM"], "the worker's own filter")),
 ];
 
-/// Attempts that other tests run, because they need special checks.
+/// Attempts that are covered by other tests, because they need special checks.
 pub const ELSEWHERE: &[&str] = &[
     "booby-trap-temporary-folder",
     "kill-sibling-by-input",
@@ -392,10 +394,11 @@ pub const ELSEWHERE: &[&str] = &[
     "write-temporary-file-of-sibling",
 ];
 
-/// Attempts that older kernels permit. On such a kernel, the supervisor kills the worker instead.
+/// Attempts that only recent kernels refuse. On an older kernel, the attempt is permitted, and the supervisor kills the
+/// worker.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
-/// Attempts whose results differ for `exec` programs, because these programs are not sealed. Each row contains the
+/// Attempts with different results in `exec` programs, because these programs are not sealed. Each row contains the
 /// results under `default` and `strict`.
 pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("pair-of-sockets", Succeeds, Succeeds),
@@ -408,12 +411,13 @@ pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
 /// Attempts that succeed under `default` if workers have no PID namespace.
 pub const OF_SHARED_PROCESSES: &[&str] = &["list-processes", "read-arguments-of-supervisor"];
 
-/// Further attempts that succeed without a PID namespace if the supervisor and its workers run as the same
-/// unprivileged user. A supervisor that runs as root is protected by its capabilities.
+/// Additional attempts that succeed without a PID namespace if the supervisor and its workers run as the same
+/// unprivileged user. A supervisor that runs as root is protected, because it has capabilities that its workers do not
+/// have.
 pub const OF_ONE_USER: &[&str] = &["pin-supervisor"];
 
-/// Attempts that succeed under `default` if workers run as the supervisor's user. The attempts of workers
-/// that run as separate users are refused.
+/// Attempts that succeed under `default` if workers run as the supervisor's user. If workers run as separate users,
+/// these attempts are refused.
 pub const OF_A_SHARED_ID: &[&str] =
     &["stat-neighbour", "watch-neighbour", "chmod-neighbour", "chmod-configuration"];
 
@@ -431,7 +435,7 @@ impl fmt::Display for Expected {
     }
 }
 
-/// Returns the tables for the documentation, one for each group.
+/// Returns the tables for the documentation, one for each group of attempts.
 pub fn markdown() -> String {
     use fmt::Write as _;
     let mut text = String::new();

@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::http::Place;
 use crate::{not_run, wait_for};
 
-/// Command-line flags for the browser. They also disable the browser's own background network access.
+/// Command-line flags for the browser. Some of them disable network requests that the browser makes on its own.
 const FLAGS: [&str; 11] = [
     "--headless",
     "--no-sandbox",
@@ -32,10 +32,10 @@ const FLAGS: [&str; 11] = [
     "--hide-scrollbars",
 ];
 
-/// Key of element references in WebDriver responses.
+/// Key under which WebDriver responses contain references to elements.
 const ELEMENT: &str = "element-6066-11e4-a52e-4f735466cecf";
 
-/// A tab in a browser with a new profile. Dropping this value terminates the browser.
+/// A tab in a browser with a new profile. The browser is terminated on drop.
 #[derive(Debug)]
 pub struct Browser {
     driver: Child,
@@ -94,7 +94,7 @@ impl Browser {
         self.post("/url", &json!({"url": url}));
     }
 
-    /// Runs a script as a function body in the page, and returns the result of the script.
+    /// Runs a script in the page, as the body of a function, and returns the function's result.
     pub fn run(&self, script: &str) -> Value {
         self.post("/execute/sync", &json!({"script": script, "args": []}))
     }
@@ -116,13 +116,13 @@ impl Browser {
         wait_for(expression, || (self.value(&format!("Boolean({expression})")) == true).then_some(()));
     }
 
-    /// Clicks on the first element that matches the selector.
+    /// Clicks the first element that matches the selector.
     pub fn click(&self, selector: &str) {
         let element = self.element(selector);
         self.post(&format!("/element/{element}/click"), &json!({}));
     }
 
-    /// Replaces the text of a field.
+    /// Replaces the text of an input field.
     pub fn fill(&self, selector: &str, text: &str) {
         let element = self.element(selector);
         self.post(&format!("/element/{element}/clear"), &json!({}));
@@ -180,7 +180,7 @@ fn find(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&search_path).map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
-/// Reads the address of the driver from its standard output.
+/// Reads the driver's address from the driver's standard output.
 fn address(driver: &mut Child) -> SocketAddr {
     let mut said = BufReader::new(driver.stdout.take().expect("a pipe"));
     loop {

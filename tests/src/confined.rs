@@ -25,13 +25,13 @@ use crate::{PATIENCE, Supervisor, programs, wait_for};
 /// The user `nobody`, which owns no files and has no privileges.
 pub const NOBODY: u32 = 65534;
 
-/// A range of UIDs that this machine does not use, for workers that run as separate users.
+/// Configuration of a range of UIDs that is unused on this machine, for workers that run as separate users.
 pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 
-/// Programs to copy to a folder that every user can access.
+/// Programs that are copied to a folder that every user can access.
 const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
-/// Mode of another user's file. Without confinement, only the file's owner and root can read it.
+/// Mode of a file that belongs to another user. Without confinement, only that user and root could read it.
 const SECRET_MODE: u32 = 0o600;
 
 /// Layers of confinement that the `strict` profile needs.
@@ -54,19 +54,19 @@ pub const DEFAULT_LAYERS: &[&str] = &["landlock scopes", "seccomp notify"];
 /// Parameters for starting a supervisor.
 #[derive(Clone, Copy, Default)]
 pub struct Setup<'s> {
-    /// Additional keys for the `[supervisor]` table, in TOML.
+    /// Additional keys for the `[supervisor]` table, in TOML syntax.
     pub supervisor: &'s str,
-    /// Configuration of the bulkheads, in TOML. `HOSTILE` is replaced with the path of the hostile worker,
-    /// and `PLACE` with the path of the supervisor's folder.
+    /// Configuration of the bulkheads, in TOML syntax. `HOSTILE` is replaced with the path of the hostile worker, and
+    /// `PLACE` with the path of the supervisor's folder.
     pub bulkheads: &'s str,
-    /// UID of the supervisor. `None` means the user who runs the test.
+    /// UID of the user that the supervisor runs as, or `None` for the user that runs the test.
     pub user: Option<u32>,
-    /// User that the supervisor runs as, instead of `user`. Can have subordinate IDs.
+    /// Alternative to `user`: a user that the supervisor runs as and that can have subordinate IDs.
     pub user_with_ids: Option<User>,
-    /// Layers of confinement that the supervisor must treat as if they were missing.
+    /// Layers of confinement that the supervisor must treat as missing.
     pub without: &'s str,
-    /// Rules for the `filtered` program. They make system calls by the supervisor and its descendants fail or have no
-    /// effect.
+    /// Rules for the `filtered` program. Each rule makes a system call fail or have no effect in the supervisor and its
+    /// descendants.
     pub filter: &'s [&'s str],
 }
 
@@ -136,12 +136,12 @@ impl Setup<'_> {
     }
 }
 
-/// A folder with programs, a configuration and targets to attack, without a supervisor.
+/// A folder that contains programs, a configuration and targets to attack. No supervisor is running yet.
 pub struct Ground {
     folder: tempfile::TempDir,
     sockets: Vec<Box<dyn Any + Send + Sync>>,
     shared: tempfile::NamedTempFile,
-    /// Targets of attempts that exist before the supervisor starts.
+    /// Targets that already exist before the supervisor starts.
     pub targets: Value,
 }
 
@@ -188,9 +188,9 @@ fn file(path: PathBuf, mode: u32) -> PathBuf {
     path
 }
 
-/// Creates programs, folders and files. `work` is the working folder. `read` and `write` are the folders for the `read`
-/// and `write` keys. Only the owner can access `neighbour`. Every user can write to `outside`. `tmp` is the
-/// supervisor's temporary folder.
+/// Creates the programs, folders and files below `place`. `work` is the working folder. `read` and `write` are the
+/// folders for the keys of the same names. Only the owner can access `neighbour`. Every user can write to `outside`.
+/// `tmp` is the supervisor's temporary folder.
 fn furnish(place: &Path) -> Value {
     folder(place.to_owned(), 0o755);
     let bin = folder(place.join("bin"), 0o755);
@@ -235,14 +235,14 @@ fn own(place: &Path, user: u32) {
     }
 }
 
-/// Creates shared memory in the same way as `shm_open`, readable by all users.
+/// Creates shared memory in the same way as `shm_open`. All users can read it.
 fn shared_memory() -> tempfile::NamedTempFile {
     let shared = tempfile::NamedTempFile::new_in("/dev/shm").expect("shared memory");
     fs::set_permissions(shared.path(), fs::Permissions::from_mode(0o644)).expect("our own file");
     shared
 }
 
-/// Opens sockets in this process, which is not confined. Returns the sockets with their addresses.
+/// Opens sockets in this process, which is not confined. Returns the sockets together with their addresses.
 fn listeners(place: &Path) -> (Vec<Box<dyn Any + Send + Sync>>, Value) {
     let tcp = TcpListener::bind("127.0.0.1:0").expect("a port");
     let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");
@@ -276,7 +276,8 @@ impl Place {
         Client::connect(self.supervisor.socket()).expect("the jobs socket answers")
     }
 
-    /// Returns the targets of attempts. The `sibling` target is the only worker of the `sibling` bulkhead.
+    /// Returns the targets of the attempts. The `sibling` target is the only worker of the bulkhead with the given
+    /// name.
     pub fn targets(&self, sibling: &str) -> Value {
         let mut targets = self.targets.clone();
         targets["sibling"] = self.worker(sibling).into();
@@ -308,26 +309,26 @@ impl Place {
         String::from_utf8_lossy(reply.payload()).into_owned()
     }
 
-    /// Returns the confinement of a bulkhead's workers according to the snapshot.
+    /// Returns the confinement of each worker of a bulkhead, according to the snapshot.
     pub fn confinement(&self, bulkhead: &str) -> Vec<Confinement> {
         self.supervisor.state(bulkhead).workers.iter().filter_map(Confinement::of).collect()
     }
 }
 
-/// A worker's confinement, as reported in the snapshot. Tests read this part of the snapshot only here.
+/// Confinement of a worker, as reported in the snapshot. No other code in the tests reads this part of the snapshot.
 #[derive(Debug)]
 pub struct Confinement {
     /// PID of the worker.
     pub pid: u32,
-    /// Name of the profile in the configuration.
+    /// Name of the profile that is configured for the worker.
     pub profile: String,
-    /// True if executing a program cannot grant privileges.
+    /// True if the worker cannot gain privileges by executing a program.
     pub no_new_privs: bool,
     /// True if a seccomp filter is active.
     pub is_filtered: bool,
-    /// Effective UID outside all user namespaces.
+    /// Effective UID, as seen from outside all user namespaces.
     pub uid: u64,
-    /// Namespaces that are not shared with the supervisor.
+    /// Namespaces that the worker does not share with the supervisor.
     pub namespaces: Vec<String>,
     /// ABI version of Landlock.
     pub landlock: Option<u64>,
@@ -335,11 +336,12 @@ pub struct Confinement {
     pub has_capabilities: bool,
     /// Missing layers of the profile.
     pub missing: Vec<String>,
-    /// True if each worker has a separate limit on the number of processes.
+    /// True if the number of processes is limited separately for each worker.
     pub has_process_bound: bool,
 }
 
-/// Entry of `missing` in the snapshot if the number of processes is not limited. The entry names a limit, not a layer.
+/// Entry of `missing` in the snapshot if the number of processes is not limited. Unlike other entries, this one is not
+/// a layer.
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
@@ -378,7 +380,7 @@ pub enum Ended {
 }
 
 impl Ended {
-    /// Converts the result of a job.
+    /// Converts the result of the job that ran the attempt.
     pub fn of(result: Result<Reply, JobError>) -> Self {
         let error = match result {
             Ok(reply) => return Self::told(reply.payload()),

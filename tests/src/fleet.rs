@@ -13,10 +13,11 @@ use tempfile::TempDir;
 use crate::ports::free_port;
 use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
 
-/// The oldest and the newest server version that are tested.
+/// Oldest and newest version of the NATS server with which the fleet is tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
 
-/// Returns the server program for a version, as unpacked by `.ci/run`. Prints a note if the program is missing.
+/// Returns the path to which `.ci/run` unpacks the server program for a version. If the program is missing, prints a
+/// note and returns `None`.
 pub fn server_program(version: &str) -> Option<PathBuf> {
     let program = programs().join("..").join("nats-server").join(version).join("nats-server");
     if program.exists() {
@@ -26,7 +27,7 @@ pub fn server_program(version: &str) -> Option<PathBuf> {
     None
 }
 
-/// A running NATS server. The process is killed on drop.
+/// A running NATS server, which is killed on drop.
 pub struct NatsServer {
     child: Child,
     program: PathBuf,
@@ -78,7 +79,7 @@ impl NatsServer {
         self.child.wait().expect("our own child");
     }
 
-    /// Starts the server again, with the same files.
+    /// Starts the server again with the files from its previous run.
     pub fn restart(&mut self) {
         self.child = Self::spawn(&self.program, &self.config);
     }
@@ -88,7 +89,7 @@ impl NatsServer {
         kill_pid(self.child.id(), signal);
     }
 
-    /// Returns the address for clients.
+    /// Returns the address to which clients connect.
     pub fn address(&self) -> String {
         format!("nats://127.0.0.1:{}", self.port)
     }
@@ -106,15 +107,15 @@ impl Drop for NatsServer {
     }
 }
 
-/// A host: a supervisor with its agent.
+/// A host of the fleet, on which a supervisor and an agent run.
 pub struct Host {
-    /// The supervisor, which may have exited.
+    /// The supervisor, which may already have exited.
     pub supervisor: Supervisor,
-    /// The agent; `None` after a test has stopped it.
+    /// The agent, or `None` after a test has stopped it.
     pub agent: Option<Child>,
     name: String,
     config: PathBuf,
-    /// Port for metrics and health.
+    /// Port on which the agent serves metrics and health checks.
     pub http: u16,
 }
 
@@ -124,14 +125,14 @@ impl Host {
         self.start_agent_with(&programs().join("bulkhead-fleet"), &[]);
     }
 
-    /// Starts the agent with a preloaded library.
+    /// Starts the agent with a library that is preloaded with `LD_PRELOAD`.
     pub fn start_agent_under(&mut self, library: &Path) {
         let mut command = Command::new(programs().join("bulkhead-fleet"));
         command.env("LD_PRELOAD", library);
         self.spawn_agent(command, &[]);
     }
 
-    /// Starts another program as the agent. On the command line, `arguments` follow the configuration.
+    /// Starts another program as the agent. The program gets `arguments` after the configuration.
     pub fn start_agent_with(&mut self, program: &Path, arguments: &[&str]) {
         self.spawn_agent(Command::new(program), arguments);
     }
@@ -162,7 +163,7 @@ impl Host {
         kill_pid(self.agent.as_ref().expect("the agent runs").id(), signal);
     }
 
-    /// Starts the supervisor again with the same files.
+    /// Starts the supervisor again with the files from its previous run.
     pub fn restart_supervisor(&mut self) {
         let supervisor = &mut self.supervisor;
         let log = std::fs::File::options().append(true).open(supervisor.file("log")).expect("a log");
@@ -203,25 +204,25 @@ impl Drop for Host {
 
 /// A fleet of servers and hosts.
 pub struct TestFleet {
-    /// The hosts, which are dropped before the servers.
+    /// The hosts. They are dropped before the servers.
     pub hosts: Vec<Host>,
     /// The servers.
     pub servers: Vec<NatsServer>,
     /// Folder that contains all files of the servers and agents.
     pub folder: TempDir,
     settings: String,
-    /// Additional keys for `[nats]`, and the scheme of the server addresses.
+    /// Additional keys for the `[nats]` table, and the scheme of the servers' addresses.
     nats: (String, &'static str),
 }
 
 impl TestFleet {
-    /// Starts servers and prepares the streams. `settings` contains additional tables for `fleet.toml`,
-    /// including at least one `[bulkhead.NAME]`. Returns `None` if the server's program is missing.
+    /// Starts servers and prepares the streams. `settings` contains additional tables for `fleet.toml`, including at
+    /// least one `[bulkhead.NAME]`. Returns `None` if the server's program is missing.
     pub fn start(version: &str, servers: usize, settings: &str) -> Option<Self> {
         Self::start_with(version, servers, settings, "")
     }
 
-    /// Starts servers with additional configuration.
+    /// Starts servers like [`TestFleet::start`], but with additional configuration.
     pub fn start_with(version: &str, servers: usize, settings: &str, server_settings: &str) -> Option<Self> {
         let program = server_program(version)?;
         let folder = tempfile::tempdir().expect("a temporary folder");
@@ -235,8 +236,8 @@ impl TestFleet {
         Some(Self::prepare(folder, servers, settings, (String::new(), "nats")))
     }
 
-    /// Prepares the streams on running servers. `nats` contains additional keys for `[nats]` and the scheme
-    /// of the server addresses.
+    /// Prepares the streams on servers that are already running. `nats` contains additional keys for the `[nats]`
+    /// table, and the scheme of the servers' addresses.
     pub fn prepare(
         folder: TempDir,
         servers: Vec<NatsServer>,
@@ -252,7 +253,7 @@ impl TestFleet {
         fleet
     }
 
-    /// Returns the path of the configuration for submitters and operators.
+    /// Returns the path of the configuration file for submitters and operators.
     pub fn config(&self) -> PathBuf {
         self.folder.path().join("fleet.toml")
     }
@@ -278,7 +279,7 @@ impl TestFleet {
         self.wait_agent(name);
     }
 
-    /// Adds a host without an agent. Returns the host's index.
+    /// Adds a host on which no agent is running yet. Returns the index of the host.
     pub fn prepare_host(&mut self, name: &str, supervisor: Supervisor) -> usize {
         let config = self.folder.path().join(format!("{name}.toml"));
         let http = free_port();
@@ -289,7 +290,7 @@ impl TestFleet {
         self.hosts.len() - 1
     }
 
-    /// Waits until an agent takes jobs for a bulkhead.
+    /// Waits until the agent on a host takes jobs for at least one bulkhead.
     pub fn wait_agent(&self, name: &str) {
         wait_for(&format!("the agent {name} takes jobs"), || {
             let status = self.status()?;
@@ -310,7 +311,7 @@ impl TestFleet {
             .expect("the program runs")
     }
 
-    /// Runs `bulkhead-fleet`. Returns the exit code and the JSON lines from standard output.
+    /// Runs `bulkhead-fleet`. Returns the exit code, and the JSON lines that were printed to standard output.
     pub fn json(&self, arguments: &[&str]) -> (i32, Vec<Value>) {
         let output = self.command(&[&["--json"], arguments].concat());
         let lines = String::from_utf8(output.stdout).expect("text");
@@ -324,7 +325,7 @@ impl TestFleet {
         (code == 0).then(|| lines.remove(0))
     }
 
-    /// Returns the number of a bulkhead's jobs that have no outcome.
+    /// Returns the number of jobs in a bulkhead that have no outcome yet.
     pub fn pending(&self, bulkhead: &str) -> Option<u64> {
         let status = self.status()?;
         status["bulkheads"].as_array()?.iter().find(|of| of["name"] == bulkhead)?["pending"].as_u64()
@@ -351,7 +352,7 @@ impl TestFleet {
     }
 }
 
-/// Returns the configuration of a server in a cluster with these ports.
+/// Returns the configuration of one server in a cluster whose servers have the given ports.
 pub fn cluster(routes: &[u16], own: usize) -> String {
     let others: Vec<_> = routes.iter().map(|port| format!("\"nats://127.0.0.1:{port}\"")).collect();
     format!(
@@ -361,10 +362,10 @@ pub fn cluster(routes: &[u16], own: usize) -> String {
     )
 }
 
-/// Short value of `host_lost_after`, for fast tests.
+/// Value of `host_lost_after`, kept short so that tests are fast.
 pub const HOST_LOST_AFTER: Duration = Duration::from_secs(4);
 
-/// Returns the `[streams]` table with this number of replicas, for fast tests.
+/// Returns the `[streams]` table with the given number of replicas and with settings that make tests fast.
 pub fn streams(replicas: usize) -> String {
     format!(
         "[streams]\nreplicas = {replicas}\nhost_lost_after = \"{}s\"\nmax_bytes = \"64MiB\"\nledger_max_bytes = \

@@ -16,7 +16,7 @@ use crate::{PATIENCE, Supervisor, wait_for};
 pub enum Place {
     /// The admin socket.
     Unix(PathBuf),
-    /// The TCP address from the `http` key.
+    /// The TCP address set by the `http` key.
     Tcp(SocketAddr),
 }
 
@@ -35,8 +35,8 @@ impl Place {
         Self::Unix(supervisor.file("admin.sock"))
     }
 
-    /// Returns the TCP address of a supervisor. The address is taken from the log, because the kernel chooses the port
-    /// if the configured port is 0.
+    /// Returns the TCP address of a supervisor's admin API. The address is taken from the log, because the kernel
+    /// chooses the port if the configured port is 0.
     pub fn tcp(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -46,7 +46,7 @@ impl Place {
         Self::Tcp(address)
     }
 
-    /// Returns a supervisor's `jobs_http` address, as it appears in the log.
+    /// Returns a supervisor's `jobs_http` address, which is taken from the log.
     pub fn jobs_http(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -56,12 +56,12 @@ impl Place {
         Self::Tcp(address)
     }
 
-    /// Opens a connection for several requests; see [`Place::connect`].
+    /// Opens a connection that can be used for several requests; see [`Place::connect`].
     pub fn keep_alive(&self) -> KeptAlive {
         KeptAlive(BufReader::new(self.connect()))
     }
 
-    /// Connects to the admin API, with [`PATIENCE`] as the timeout for reads and writes.
+    /// Connects to the admin API. The timeout for reads and writes is [`PATIENCE`].
     pub fn connect(&self) -> Socket {
         let socket = match self {
             Self::Unix(path) => {
@@ -82,7 +82,7 @@ impl Place {
         Answer::read(socket).unwrap_or_else(|| panic!("no response to {method} {path}"))
     }
 
-    /// Sends a job with an operation and a payload.
+    /// Sends a job with the given operation and payload.
     pub fn job(&self, bulkhead: &str, operation: &str, headers: &[&str], payload: &[u8]) -> Answer {
         let operation = format!("Bulkhead-Operation: {operation}");
         let mut all = vec![operation.as_str()];
@@ -92,8 +92,8 @@ impl Place {
 }
 
 impl Socket {
-    /// Sends the head of a request. The value of `Content-Length` is `length`. If `length` is `None`, the header is
-    /// omitted.
+    /// Sends the request line and headers of a request. `length` is the value of `Content-Length`, or `None` to omit
+    /// this header.
     pub fn send_head(&mut self, method: &str, path: &str, headers: &[&str], length: Option<usize>) {
         let mut head = format!("{method} {path} HTTP/1.1\r\n");
         if !headers.iter().any(|header| header.starts_with("Host:")) {
@@ -118,7 +118,7 @@ impl Socket {
         set.expect("an open socket");
     }
 
-    /// Shuts down the sending direction of the connection.
+    /// Shuts down the sending half of the connection.
     pub fn end_sending(&self) {
         let ended = match self {
             Self::Unix(socket) => socket.shutdown(Shutdown::Write),
@@ -162,14 +162,14 @@ impl KeptAlive {
         Self(BufReader::new(socket))
     }
 
-    /// Sends a request and reads the response. Returns `None` if the connection closes first.
+    /// Sends a request and reads the response. Returns `None` if the connection is closed first.
     pub fn ask(&mut self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Option<Answer> {
         self.socket().send_head(method, path, headers, Some(body.len()));
         let _ = self.socket().write_all(body);
         self.answer()
     }
 
-    /// Returns the socket, for requests that are sent in parts.
+    /// Returns the socket, so that a request can be sent in parts.
     pub fn socket(&mut self) -> &mut Socket {
         self.0.get_mut()
     }
@@ -179,7 +179,7 @@ impl KeptAlive {
         Answer::read_from(&mut self.0)
     }
 
-    /// Returns true if the peer has closed the connection cleanly, without another response.
+    /// Returns true if the peer has closed the connection cleanly, without sending another response.
     pub fn is_closed(&mut self) -> bool {
         self.0.fill_buf().is_ok_and(<[u8]>::is_empty)
     }
@@ -190,7 +190,7 @@ impl KeptAlive {
 pub struct Answer {
     /// Status code.
     pub status: u16,
-    /// Headers by lower-case name. Values of repeated headers are joined with commas.
+    /// Headers, by lowercase name. If a header is repeated, its values are joined with commas.
     pub headers: BTreeMap<String, String>,
     /// Body without chunk framing.
     pub body: Vec<u8>,
@@ -232,7 +232,7 @@ impl Answer {
         Some(Self { status, headers, body })
     }
 
-    /// Returns the value of a header, or an empty string if it is absent.
+    /// Returns the value of a header, or an empty string if the header is absent.
     pub fn header(&self, name: &str) -> &str {
         self.headers.get(name).map_or("", String::as_str)
     }
@@ -247,7 +247,7 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
     }
 
-    /// Checks that the response is a valid problem document with this status, and returns the document.
+    /// Checks that the response is a valid problem document with the given status, and returns the document.
     #[track_caller]
     pub fn problem(&self, status: u16) -> Value {
         assert_eq!(self.status, status, "{}", self.text());

@@ -26,10 +26,11 @@ use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
 use worker::{Attempt, Mark, Record};
 
-/// Name of a bulkhead whose jobs mostly have the same priority and tenant, so that many of them are prefetched.
+/// Name of a bulkhead in which many jobs are prefetched, because most of them have the same priority and tenant.
 pub const AHEAD: &str = "ahead";
 
-/// Bulkheads under load, with the number of jobs that each can run at once. No disturbance changes these numbers.
+/// Bulkheads that are put under load, each with the number of jobs that it can run at once. No disturbance changes
+/// these numbers.
 pub const BULKHEADS: [Bulkhead; 9] = [
     Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
     Bulkhead {
@@ -80,7 +81,7 @@ pub struct Bulkhead {
     pub processes: usize,
     /// Maximum number of concurrent jobs per worker.
     pub max_in_flight: usize,
-    /// Additional keys of the bulkhead, in TOML.
+    /// Additional configuration keys for the bulkhead, in TOML syntax.
     pub keys: &'static str,
 }
 
@@ -90,8 +91,8 @@ impl Bulkhead {
         self.processes * self.max_in_flight
     }
 
-    /// Returns the range of the limit while no job is running. A worker has at least one permit and, with
-    /// `recycle.jobs`, no more permits than it has jobs left to run.
+    /// Returns the range in which the limit can be while no job is running. A worker has at least one permit. With
+    /// `recycle.jobs`, a worker has no more permits than it has jobs left to run.
     fn limits_at_rest(&self) -> RangeInclusive<u64> {
         let lowest = if self.keys.contains("jobs = ") { self.processes } else { self.bound() };
         lowest as u64..=self.bound() as u64
@@ -105,48 +106,49 @@ pub struct Plan {
     pub lasts: Duration,
     /// Seed for random choices. Timing still depends on the machine.
     pub seed: u64,
-    /// True if jobs hang and workers are stopped, so the supervisor has to kill workers. A worker that is being killed
-    /// can run for a moment alongside its successor. Otherwise, the limit on concurrent jobs is never exceeded.
+    /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A worker that is being
+    /// killed can run for a moment alongside its successor. In runs without hangs, the limit on concurrent jobs is
+    /// never exceeded.
     pub has_hangs: bool,
 }
 
 /// Results of a run.
 #[derive(Debug, Default)]
 pub struct Findings {
-    /// Number of jobs by outcome and reason.
+    /// Number of jobs for each combination of outcome and reason.
     pub outcomes: std::collections::BTreeMap<String, usize>,
-    /// Number of disturbances by kind.
+    /// Number of disturbances of each kind.
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Number of jobs that began at least once.
     pub begun: usize,
-    /// Number of jobs that began above the limit while a worker that was being killed still held a place.
+    /// Number of jobs that began in excess of the limit, because a worker that was being killed still held a place.
     pub beside_killed: usize,
-    /// Number of jobs reported as executed without a record of their beginning. A few such jobs are possible,
-    /// because a worker can die between claiming a job and recording it.
+    /// Number of jobs that were reported as executed although there is no record of their beginning. A few such jobs
+    /// are possible, because a worker can die between claiming a job and recording it.
     pub executed_unseen: usize,
     /// Descriptions of violated invariants.
     pub faults: Vec<String>,
-    /// Number of open descriptors of the idle supervisor, before and after the load.
+    /// Number of descriptors that the idle supervisor had open before and after the load.
     pub descriptors: (usize, usize),
-    /// Resident memory of the idle supervisor in bytes, after a fifth of the load and at the end.
+    /// Resident memory of the idle supervisor after a fifth of the load and at the end, in bytes.
     pub resident: (u64, u64),
 }
 
-/// `grace` of the bulkheads in a run with hangs.
+/// Value of `grace` for all bulkheads in a run with hangs.
 const GRACE: Duration = Duration::from_millis(50);
 
-/// Maximum time in µs from the decision to kill a worker until it no longer begins any jobs.
+/// Maximum time between the decision to kill a worker and the last moment at which the worker can begin a job, in µs.
 const KILL_TIMEOUT_US: u64 = 500_000;
 
 /// Maximum number of faults of each kind that are reported in full.
 const TOLD_MAX: usize = 5;
 
-/// Maximum growth of the idle supervisor's number of open descriptors.
+/// Maximum number of additional descriptors that the idle supervisor can have after the load.
 const DESCRIPTORS_SLACK: usize = 12;
 
 /// Maximum growth of the resident memory between the two measurements, in bytes. Allocators keep some memory after
-/// floods, and in a short run the first flood can come after the first measurement. In a run of ten minutes, the growth
-/// was 4 MiB.
+/// floods of clients, and in a short run the first flood can come after the first measurement. In a run of ten minutes,
+/// the growth was 4 MiB.
 const RESIDENT_SLACK: u64 = 96 << 20;
 
 /// Runs the load and returns the results.
@@ -179,7 +181,7 @@ pub fn keep(plan: Plan) -> Findings {
     judge(told, deeds, findings, notes.path(), plan)
 }
 
-/// Compares the records of clients and workers, and completes the findings.
+/// Compares the records of clients and workers, and adds the results to the findings.
 fn judge(
     told: HashMap<u64, Entry>,
     deeds: Vec<Deed>,
@@ -194,7 +196,7 @@ fn judge(
     findings
 }
 
-/// Lets all users write to the folder. The folder is not sticky, because with `fs.protected_regular`, opening
+/// Lets all users write to the folder. The folder must not be sticky, because with `fs.protected_regular`, opening
 /// another user's file with `O_CREAT` fails in a sticky folder.
 fn open_to_all(folder: &Path) {
     use std::os::unix::fs::PermissionsExt;
@@ -210,8 +212,8 @@ fn launch(notes: &Path, temporary: &Path, plan: Plan) -> Supervisor {
         .until_ready()
 }
 
-/// Returns the configuration of the bulkheads, in TOML. A new `revision` changes the workers' environment, so
-/// that a reload replaces all workers.
+/// Returns the configuration of the bulkheads, in TOML syntax. A different `revision` changes the workers' environment,
+/// so that a reload replaces all workers.
 pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     let grace = if plan.has_hangs { GRACE } else { Duration::from_secs(60) };
     let program = programs().join("ledger");
@@ -254,11 +256,11 @@ fn fill_all(supervisor: &Supervisor) {
     });
 }
 
-/// Number of measurements of the idle supervisor.
+/// Number of times that the idle supervisor is measured.
 const LOOKS_AT_REST: usize = 20;
 
-/// Waits until no job is in flight and all limits are restored. Returns the lowest of several descriptor
-/// counts, because recycling by age briefly uses more descriptors.
+/// Waits until no job is in flight and all limits are back to normal. Counts the supervisor's descriptors several times
+/// and returns the lowest count, because recycling by age briefly needs more descriptors.
 fn at_rest(supervisor: &Supervisor) -> usize {
     let began = Instant::now();
     let mut counts = Vec::new();
@@ -280,7 +282,7 @@ fn at_rest(supervisor: &Supervisor) -> usize {
     }
 }
 
-/// Returns the last log lines about these bulkheads.
+/// Returns the most recent log lines that mention these bulkheads.
 fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
     let log = supervisor.log();
     let tells = |line: &&str| busy.iter().any(|state| line.contains(&state.name));
@@ -426,7 +428,7 @@ fn compare(
     }
 }
 
-/// Describes a record, together with the disturbances in the 1.5 seconds before the record.
+/// Describes a worker's record, together with the disturbances in the preceding 1.5 seconds.
 fn around(record: &Record, deeds: &[Deed]) -> String {
     let before = deeds.iter().filter_map(|(at_us, deed)| {
         let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;
@@ -435,7 +437,7 @@ fn around(record: &Record, deeds: &[Deed]) -> String {
     format!("{record:?}, {}", before.collect::<Vec<_>>().join(", "))
 }
 
-/// Describes the records about the same bulkhead within 0.15 s of a record.
+/// Describes all records for the same bulkhead within 0.15 s of a record.
 fn beside(record: &Record, records: &[Record], told: &HashMap<u64, Entry>) -> String {
     let bulkhead = told.get(&record.job).map(|entry| entry.bulkhead);
     let lines =

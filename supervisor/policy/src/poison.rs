@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use crate::time::Time;
 
-/// Maximum number of recorded crashes, and maximum number of quarantined digests. The oldest entries are
-/// removed first.
+/// Capacity of the list of crashes, and of the list of quarantined payloads. When a list is full, its oldest entry is
+/// dropped.
 const REMEMBERED_MAX: usize = 4096;
 
-/// Digest of an operation and its payload. The caller must use a collision-resistant function, so that no client can
-/// create a different payload with the same digest.
+/// Digest of an operation and its payload. The caller must use a collision-resistant hash function, so that no client
+/// can craft a different payload with the same digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Digest(u64, u64);
 
@@ -42,25 +42,25 @@ impl fmt::Display for Digest {
 pub struct PoisonLimits {
     /// Number of crashes after which a payload is quarantined.
     pub crashes: u32,
-    /// Period within which the crashes must occur. Also the duration of the quarantine after the last crash.
+    /// Time window in which crashes are counted. A quarantine also lasts this long after the payload's last crash.
     pub within: Duration,
 }
 
 /// Recorded crashes and quarantined payloads of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Poison {
-    /// Quarantine settings. If this is `None`, no crashes are recorded.
+    /// Settings of the quarantine, or `None` if it is disabled. While it is disabled, no crashes are recorded.
     limits: Option<PoisonLimits>,
-    /// All recorded crashes, oldest first. A linear search is fast enough, because each crash costs a process. A flood
-    /// of new payloads can displace recorded crashes, but not quarantined payloads.
+    /// All recorded crashes, oldest first. A linear search is fast enough, because it happens only after a crash. A
+    /// flood of new payloads can displace recorded crashes, but not quarantined payloads.
     crashes: VecDeque<(Time, Digest)>,
-    /// Quarantined digests, and the time of the last crash for each. Every job causes a lookup. A `BTreeMap` is used
-    /// because a `HashMap` would use a random key.
+    /// Quarantined digests, each with the time of its last crash. Looked up for every job. This is a `BTreeMap` because
+    /// a `HashMap` would be seeded randomly.
     quarantined: BTreeMap<Digest, Time>,
 }
 
 impl Poison {
-    /// Returns a quarantine without recorded crashes.
+    /// Creates a quarantine with no recorded crashes.
     pub(crate) fn new(limits: Option<PoisonLimits>) -> Self {
         Self { limits, crashes: VecDeque::new(), quarantined: BTreeMap::new() }
     }
@@ -74,8 +74,8 @@ impl Poison {
         }
     }
 
-    /// Records that a worker died while running a job with this payload and no other job. Returns true if the payload
-    /// is now quarantined.
+    /// Records that a worker died while it was running a single job, which had this payload. Returns true if the
+    /// payload is now quarantined.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         let (crashes_min, within) = (limits.crashes.max(1) as usize, limits.within);
@@ -152,7 +152,7 @@ mod tests {
         Time::ZERO + Duration::from_secs(60 * minutes)
     }
 
-    /// Follows `maxReceiveCount` in SQS: the third failure quarantines only this payload.
+    /// As with `maxReceiveCount` in SQS, the third failure of a payload quarantines that payload but no others.
     #[test]
     fn third_crash_quarantines_only_that_payload() {
         let mut poison = poison();
@@ -166,7 +166,8 @@ mod tests {
         assert_eq!(poison.len(at(3)), 1);
     }
 
-    /// As with the restart intensity in Erlang's `supervisor`, only crashes within the period count.
+    /// As with the restart intensity of an Erlang `supervisor`, crashes count only if they happen within the configured
+    /// period.
     #[test]
     fn old_crashes_do_not_count() {
         let mut poison = poison();
@@ -187,7 +188,7 @@ mod tests {
         assert!(!poison.record_crash(at(100), d(7)), "earlier crashes must be forgotten");
     }
 
-    /// The job was dispatched before another job with the same payload caused the quarantine.
+    /// A job that was dispatched before its payload was quarantined can still crash, which extends the quarantine.
     #[test]
     fn crash_during_quarantine_extends_the_quarantine() {
         let mut poison = poison();

@@ -19,14 +19,14 @@ use bulkhead_shared::Priority;
 #[cfg(test)]
 mod tests;
 
-/// Maximum cost charged for a job. Limits the number of rounds by which a turn can be ahead, and thus the number of
-/// slots and the size of the bitmap.
+/// Maximum cost charged for a job. Limits how many rounds ahead a turn can be, and thus the number of slots and the
+/// size of the bitmap.
 const COST_MAX: u32 = 4095;
 
 /// Initial number of slots in a class. Equals the number of bits in one word of the bitmap.
 const SLOTS_MIN: usize = 64;
 
-/// Maximum number of entries for which a table keeps its memory.
+/// Size, in entries, up to which a table is never shrunk.
 const RETAINED_LEN_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
@@ -42,7 +42,8 @@ pub(crate) struct Queue {
     /// Flags that are true for blocked tenants. Indexed by tenant, including tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
-    /// Number of jobs added since memory was last released. The cost of the next release is amortised over these jobs.
+    /// Number of jobs added since memory was last released. The cost of releasing memory is amortised over these
+    /// additions.
     added: usize,
 }
 
@@ -61,8 +62,8 @@ impl Queue {
         }
     }
 
-    /// Adds a job before all other jobs of its class. A blocked tenant stays blocked. The tenant is not charged again,
-    /// because it was charged when the job was first served. O(1).
+    /// Adds a job ahead of all other jobs of its class. If the tenant is blocked, it stays blocked. The tenant is not
+    /// charged again, because it was charged when the job was first served. O(1).
     pub(crate) fn push_first(&mut self, job: u32, class: Priority, tenant: u32) {
         if self.jobs.enter(job, Entry { class, tenant, cost: 0, age: self.jobs.oldest - 1 }) {
             self.jobs.oldest -= 1;
@@ -102,7 +103,7 @@ impl Queue {
         }
     }
 
-    /// Unblocks a tenant. In the round of its turn, this tenant is served before all others. O(1).
+    /// Unblocks a tenant. When the round of the tenant's turn comes, the tenant is served before all others. O(1).
     pub(crate) fn unblock(&mut self, tenant: u32) {
         let Some(is_blocked) = self.is_blocked.get_mut(tenant as usize) else { return };
         if std::mem::replace(is_blocked, false) {
@@ -164,8 +165,9 @@ impl Queue {
         }
     }
 
-    /// Releases memory after a burst, but only after as many jobs have been added as the tables have entries.
-    /// Otherwise, repeatedly adding and removing a single high number would grow and shrink a table each time.
+    /// Releases memory after a burst, but only after as many jobs have been added as the largest table has entries.
+    /// Otherwise, repeatedly adding and removing a single job with a high number would grow and shrink a table each
+    /// time.
     fn release_memory(&mut self) {
         let slots = self.classes.iter().map(|class| class.rounds.slots.len()).max();
         let places = self.jobs.table.len().max(self.ranking.lens.len()).max(slots.unwrap_or(0));
@@ -193,19 +195,19 @@ enum Removal {
 struct Entry {
     class: Priority,
     tenant: u32,
-    /// Cost that the tenant must earn before the job is served. Zero for a job that was returned to the queue.
+    /// Credit that the tenant must accumulate before the job is served. Zero for a job that was returned to the queue.
     cost: u32,
-    /// Position in the order of arrival. New jobs get increasing positions. Jobs that are returned to the queue get
-    /// decreasing ones, because they count as older than all waiting jobs.
+    /// Position in the order of arrival. A new job gets the highest position so far. A job that is returned to the
+    /// queue gets the lowest, because it counts as older than all waiting jobs.
     age: i64,
 }
 
 #[derive(Default)]
 struct Jobs {
     table: Vec<Option<Entry>>,
-    /// Links that connect the jobs of one tenant and class.
+    /// Links between the jobs of one tenant in one class.
     of_flow: Links,
-    /// Links that connect the jobs of one class.
+    /// Links between all jobs of one class.
     of_class: Links,
     newest: i64,
     oldest: i64,
@@ -267,7 +269,7 @@ enum Turn {
     /// The flow has no jobs.
     #[default]
     None,
-    /// The turn is in the round with this number.
+    /// The flow's turn comes in the round with this number.
     At(u64),
     /// The tenant is blocked. Its turn comes this many rounds after the tenant is unblocked.
     In(u64),
@@ -323,8 +325,8 @@ impl Class {
         }
     }
 
-    /// Sets the turn of a flow after its oldest job was removed. The credit earned for a cancelled job counts towards
-    /// the next job, up to that job's cost, so that a tenant cannot save up turns.
+    /// Sets the turn of a flow after its oldest job was removed. If the job was cancelled, the credit accumulated for
+    /// it counts towards the next job, but only up to the next job's cost, so that a tenant cannot save up turns.
     fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, removal: Removal) {
         let flow = &mut self.flows[tenant as usize];
         match flow.turn {
@@ -396,8 +398,8 @@ impl Class {
     }
 }
 
-/// Tenants, grouped by the round of their turn. A turn is at most the maximum cost ahead, so a ring with one slot per
-/// round can hold all turns.
+/// Tenants, grouped by the round of their turn. No turn is further ahead than the maximum cost, so a ring with one slot
+/// per round can hold all turns.
 #[derive(Default)]
 struct Rounds {
     /// Round in which the last job was served.
@@ -468,7 +470,7 @@ impl Rounds {
         slot
     }
 
-    /// Grows the ring if a turn is too far ahead. This happens only a few times; see [`COST_MAX`].
+    /// Grows the ring if a turn is too far ahead for it. This happens at most a few times; see [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
         debug_assert!(ahead <= COST_MAX as usize, "a turn must not be {ahead} rounds ahead");
@@ -490,14 +492,14 @@ impl Rounds {
     }
 }
 
-/// Tenants, ranked by their number of waiting jobs. A tenant's count changes by one at a time, so the highest count is
-/// cheap to maintain.
+/// Tenants, ranked by their number of waiting jobs. Because this number changes by only one at a time, keeping track of
+/// the highest number is cheap.
 #[derive(Default)]
 struct Ranking {
     /// Number of waiting jobs, indexed by tenant.
     lens: Vec<usize>,
     links: Links,
-    /// Lists of the tenants with one job, with two jobs, and so on up to the highest number.
+    /// One list of tenants for each number of waiting jobs, from one job up to the highest number.
     ranks: Vec<List>,
 }
 
@@ -558,7 +560,8 @@ impl List {
     }
 }
 
-/// Links of several lists whose items are numbers from the same range. Each number is in at most one list.
+/// Links for several linked lists of numbers. All lists share one range of numbers, and each number is in at most one
+/// list.
 #[derive(Default)]
 struct Links(Vec<Link>);
 

@@ -11,9 +11,9 @@ use crate::time::Time;
 /// Rate limit for a bulkhead or tenant.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RateLimit {
-    /// Total cost of the jobs that pass per second in the long term. Must be greater than 0.
+    /// Sustained rate: the total cost of the jobs that can pass per second. Must be greater than 0.
     pub per_second: f64,
-    /// Maximum total cost of the jobs that pass at once after a pause. Must be at least 1.
+    /// Maximum total cost of the jobs that can pass at once after a pause. Must be at least 1.
     pub burst: u32,
     /// Scope of the limit.
     pub per: RatePer,
@@ -32,14 +32,14 @@ vocabulary! {
 /// Reason why a job exceeds the rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Excess {
-    /// The job would pass after this time if no other job passes before it.
+    /// The job would pass after this delay, provided that no other job passes before it.
     RetryIn(Duration),
-    /// The job costs more than the burst and will never pass.
+    /// The job costs more than the burst allows, so it will never pass.
     Never,
 }
 
-/// Time at which the bucket will be empty, in nanoseconds on the clock of [`Time`]. Has 128 bits, so that it cannot
-/// overflow. The bucket is empty if this time has passed.
+/// Leaky bucket, represented by the time at which it will be empty, in nanoseconds on the clock of [`Time`]. If this
+/// time has passed, the bucket is empty. With 128 bits, the time cannot overflow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Bucket(u128);
 
@@ -61,8 +61,8 @@ impl Bucket {
         }
     }
 
-    /// Converts the bucket to another limit. Earlier charges keep their cost. They drain at the new rate, and are
-    /// capped at the new burst.
+    /// Converts the bucket to another limit. Earlier charges keep their cost, drain at the new rate, and are capped at
+    /// the new burst.
     pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {
         let now = u128::from(now.0);
         let owed = self.0.saturating_sub(now);
@@ -73,8 +73,8 @@ impl Bucket {
 }
 
 impl RateLimit {
-    /// Returns the time in which a job of this cost drains from the bucket. The time per unit of cost is rounded up to
-    /// whole nanoseconds, so that the rate is never exceeded. The maximum per unit of cost is about six centuries.
+    /// Returns the time that a job of this cost takes to drain from the bucket. The time per unit of cost is rounded up
+    /// to whole nanoseconds, so that the rate is never exceeded. It is at most about six centuries.
     fn nanos_for(&self, cost: u32) -> u128 {
         u128::from((1e9 / self.per_second).ceil() as u64) * u128::from(cost)
     }

@@ -11,20 +11,19 @@ use crate::time::Time;
 /// completed a job.
 pub(crate) const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Maximum number of consecutive workers in a bulkhead that can die during their first jobs before restarts are
-/// delayed.
+/// Number of consecutive workers in a bulkhead that can die during their first jobs without delaying restarts.
 const UNSPACED_DEATHS_MAX: u32 = 10;
 
 /// Minimum interval between delayed restarts in a bulkhead. The kernel needs milliseconds to start and end a process,
 /// so a machine can handle a hundred starts per second, but not a thousand.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Decision made after a worker has failed.
+/// Decision about the next worker after a worker has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NextStart {
     /// Start another worker at this time.
     At(Time),
-    /// The slot has failed too often. Start a probe at this time to find out whether workers succeed again.
+    /// Workers in this slot have failed too often. Start a probe at this time to find out whether they succeed again.
     Failed { probe_at: Time },
 }
 
@@ -35,12 +34,12 @@ pub(crate) struct FailureHistory {
     failures: VecDeque<Time>,
     /// Number of consecutive failures since the history was last cleared.
     streak: u32,
-    /// True if the slot has failed too often and its next worker is only a probe.
+    /// True if workers in this slot have failed too often and the next worker is only a probe.
     is_probing: bool,
 }
 
 impl FailureHistory {
-    /// Records a failure and returns the time at which the next worker may start. `random` determines the jitter.
+    /// Records a failure and decides when the next worker may start. `random` determines the jitter.
     pub(crate) fn record_failure(&mut self, now: Time, limits: &Restart, random: u64) -> NextStart {
         self.streak = self.streak.saturating_add(1);
         self.failures.push_back(now);
@@ -57,7 +56,7 @@ impl FailureHistory {
         NextStart::At(now + self.delay(limits, random))
     }
 
-    /// Returns the delay before the next start. The first failure does not cause a delay. Each further failure doubles
+    /// Returns the delay before the next start. There is no delay after the first failure. Each further failure doubles
     /// the maximum, and the delay is random between zero and the maximum (full jitter), so that slots that failed
     /// together do not restart together.
     fn delay(&self, limits: &Restart, random: u64) -> Duration {
@@ -75,8 +74,8 @@ impl FailureHistory {
 
 /// Delays restarts after workers that became ready and then died during their first jobs. The first few such deaths are
 /// followed by immediate restarts. If many workers in a row die like this, the jobs are probably the cause, so all
-/// restarts in the bulkhead are spaced out, regardless of the number of slots. Only the next worker is delayed. The
-/// dead worker's jobs get their outcomes immediately.
+/// restarts in the bulkhead are spaced out, regardless of the number of slots. The outcomes of the dead worker's jobs
+/// are not delayed.
 #[derive(Debug, Default)]
 pub(crate) struct RestartSpacing {
     /// Number of consecutive workers that died during their first jobs.

@@ -10,7 +10,7 @@ use crate::time::Time;
 /// counted.
 const SECONDS_MAX: u64 = 32;
 
-/// `Retry-After` value and recent rejections for one priority class.
+/// State of the adaptive `Retry-After` value for one priority class.
 #[derive(Clone, Debug)]
 pub(crate) struct RetryAfter {
     seconds: u64,
@@ -18,7 +18,8 @@ pub(crate) struct RetryAfter {
     raised_at: u64,
     current: u64,
     count: u64,
-    /// Past seconds, each with its number of rejections. The index is the second modulo the length of the array.
+    /// Number of rejections in each of the past seconds, stored together with the second. The index is the second
+    /// modulo the length of the array.
     history: [(u64, u64); SECONDS_MAX as usize],
 }
 
@@ -29,7 +30,7 @@ impl Default for RetryAfter {
 }
 
 impl RetryAfter {
-    /// Counts a rejected job. Returns the time that its client should wait before a retry.
+    /// Counts a rejected job. Returns the time that its client should wait before retrying.
     pub(crate) fn record(&mut self, now: Time) -> Duration {
         let second = now.0 / 1_000_000_000;
         if second != self.current {
@@ -59,8 +60,8 @@ impl RetryAfter {
 mod tests {
     use super::*;
 
-    /// Table from `TestDroppedRequestsTracker` in Kubernetes. The columns are the second, the number of rejections, and
-    /// the expected value.
+    /// Table from `TestDroppedRequestsTracker` in Kubernetes. The columns are the second, the number of rejections in
+    /// that second, and the expected value.
     #[test]
     fn retry_after_matches_kubernetes_test_table() {
         let table = [

@@ -10,7 +10,8 @@ use crate::limits::{TenantLimits, TenantOverrides};
 use crate::rate::{Bucket, RateLimit};
 use crate::time::Time;
 
-/// A tenant's number. Valid while the tenant has jobs. After that, the number can be reused for another tenant.
+/// Number that identifies a tenant. Remains valid while the tenant has jobs. After that, the number can be reused for
+/// another tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
@@ -19,7 +20,7 @@ impl TenantId {
     pub const NONE: Self = Self(0);
 }
 
-/// Maximum number of tenants without jobs that are remembered.
+/// Maximum number of idle tenants to remember. A tenant is idle if it has no jobs.
 const IDLE_MAX: usize = 16_384;
 
 const NONE: u32 = u32::MAX;
@@ -30,14 +31,15 @@ pub(crate) struct Tenant {
     /// Number of jobs, both queued and in flight, plus the number of withheld places.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Number of jobs by which the tenant's quota is reduced, because its jobs have ended workers.
+    /// Number of places withheld from the tenant's quota because its jobs may have caused workers to die.
     pub(crate) withheld: u32,
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,
     pub(crate) overrides: TenantOverrides,
-    /// Index in the sorted list of labelled tenants, or the length of the list if the tenant is not in it.
+    /// Index of the tenant in the sorted list of tenants with separate metrics, or the length of this list if the
+    /// tenant is not in it.
     pub(crate) label: u32,
-    /// Number of submissions, regardless of their outcome.
+    /// Number of jobs submitted for the tenant, regardless of their outcome.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
     /// Time at which throttling of this tenant was last reported.
@@ -50,7 +52,8 @@ pub(crate) struct Tenant {
 pub(crate) struct Tenants {
     table: Vec<Tenant>,
     by_name: HashMap<Arc<str>, u32>,
-    /// Overrides, indexed by tenant name, including overrides for tenants that are not remembered.
+    /// Settings for individual tenants that override the general ones, by tenant name. Includes tenants that are not in
+    /// the table.
     overrides: HashMap<Box<str>, TenantOverrides>,
     labelled: Arc<[String]>,
     oldest: u32,
@@ -83,8 +86,8 @@ impl Tenants {
         tenants
     }
 
-    /// Returns a tenant's number. The number stays valid as long as the tenant has jobs, and at least until the next
-    /// call.
+    /// Returns the number of a tenant, adding the tenant if necessary. The number stays valid as long as the tenant has
+    /// jobs, and at least until this function is called again.
     pub(crate) fn find_or_add(&mut self, name: &str) -> TenantId {
         if name.is_empty() {
             return TenantId::NONE;
@@ -101,7 +104,8 @@ impl Tenants {
         TenantId(index)
     }
 
-    /// Replaces a tenant's overrides. Returns the tenant's number if the tenant is in the table.
+    /// Replaces the settings that override the general ones for a tenant. Returns the tenant's number if the tenant is
+    /// in the table.
     pub(crate) fn set_overrides(
         &mut self,
         now: Time,
@@ -125,7 +129,7 @@ impl Tenants {
         Some(TenantId(index))
     }
 
-    /// Replaces the overrides of all tenants.
+    /// Replaces the settings that override the general ones for individual tenants.
     pub(crate) fn reconfigure(
         &mut self,
         now: Time,
@@ -151,7 +155,7 @@ impl Tenants {
         (0..self.table.len() as u32).map(TenantId)
     }
 
-    /// Converts the buckets of all tenants to a new general rate limit. Skips tenants whose overrides set a
+    /// Converts the rate-limit buckets of all tenants to a new general rate limit, except for tenants that override the
     /// rate limit.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
         let Some(before) = before else { return };
@@ -195,8 +199,8 @@ impl Tenants {
         self.by_name.values().map(|&index| (TenantId(index), &self.table[index as usize]))
     }
 
-    /// Assigns a number to a new tenant. If there are already as many idle tenants as allowed, reuses the number of the
-    /// longest idle tenant.
+    /// Assigns a number to a new tenant. If the number of idle tenants has reached the maximum, reuses the number of
+    /// the tenant that has been idle the longest.
     fn add(&mut self, name: &str) -> u32 {
         let name: Arc<str> = name.into();
         let label = self.labelled.binary_search_by(|label| (**label).cmp(&name));

@@ -3,12 +3,12 @@
 use std::ops::{Add, Sub};
 use std::time::Duration;
 
-/// Point in time, in nanoseconds since the caller's origin. Arithmetic saturates.
+/// Point in time, in nanoseconds since an origin chosen by the caller. Arithmetic saturates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Time(pub u64);
 
 impl Time {
-    /// The origin chosen by the caller.
+    /// The origin, which the caller chooses.
     pub const ZERO: Time = Time(0);
 
     /// Returns the time from `earlier` to `self`, or zero if `self` is not later.

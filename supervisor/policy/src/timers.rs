@@ -34,7 +34,7 @@ pub struct Timers {
 }
 
 impl Timers {
-    /// Size of a timer's table entries, in bytes.
+    /// Memory used by a timer's table entries, in bytes.
     pub(crate) const ENTRY_BYTES: usize = size_of::<(Time, u32)>() + size_of::<Position>();
 
     /// Returns the time of the earliest timer.
@@ -51,7 +51,7 @@ impl Timers {
         }
     }
 
-    /// Clears and returns a timer that is due at `now`.
+    /// Clears one timer that is due at `now`, and returns its number.
     pub fn pop_due(&mut self, now: Time) -> Option<u32> {
         let (at, number) = self.earliest()?;
         (at <= now).then(|| {
@@ -88,9 +88,9 @@ impl Timers {
         }
     }
 
-    /// Ensures that the timer with this number is due no later than `at`. Does not move an earlier timer, so that
-    /// frequent postponements cost nothing. When the timer fires, the caller must compare the time with the actual
-    /// deadline.
+    /// Ensures that the timer with this number fires no later than `at`. If the timer is set to an earlier time, it is
+    /// not moved, so that frequent postponements cost nothing. When the timer fires, the caller must compare the time
+    /// with the actual deadline.
     pub fn set_at_latest(&mut self, number: u32, at: Time) {
         if self.at(number).is_none_or(|set| set > at) {
             self.set(number, at);

@@ -13,8 +13,9 @@ use crate::time::Time;
 /// keeper starts processes one after another. The `start.handshake` timeout begins once the process is running.
 const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time until a process forked from a template is running. The time is long because the template may request
-/// more time to initialise. If a template takes too long, the caller kills it. The worker's start then fails.
+/// Maximum time between the request to fork a process from a template and the report that it is running. The time is
+/// long because the template may request more time to initialise. If a template takes too long, the caller kills it,
+/// and the worker's start then fails.
 const FORK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 #[derive(Default)]
@@ -27,7 +28,7 @@ pub(crate) struct Worker {
     pub(crate) ready_at: Option<Time>,
     pub(crate) last_heard_at: Time,
     pub(crate) silence: SilenceCheck,
-    /// Number of consecutive silences attributed to a busy machine.
+    /// Number of times in a row that the worker's silence was attributed to a busy machine.
     pub(crate) excused_silences: u32,
     pub(crate) has_dispatch_thread: bool,
     /// Heartbeat interval sent to the worker.
@@ -43,9 +44,9 @@ pub(crate) struct Worker {
     pub(crate) sent: u64,
     /// Number of the last job that the worker is known to have started.
     pub(crate) last_begun: u64,
-    /// Number of the last job sent before all jobs were most recently recalled.
+    /// Number of the last job that had been sent when all jobs were most recently recalled.
     pub(crate) recalled_up_to: u64,
-    /// Time of the next check of whether the worker is late in starting a job.
+    /// Time of the next check for jobs that the worker is late in starting.
     pub(crate) next_begin_check: Option<Time>,
     /// True if the worker was late in starting a job and has not shown a sign of life since then.
     pub(crate) is_stalled: bool,
@@ -54,49 +55,49 @@ pub(crate) struct Worker {
     pub(crate) prefetched_bytes: u32,
     /// Last time at which the worker was given a job with a permit or sent a result.
     pub(crate) last_progress_at: Time,
-    /// Number of checks since `last_progress_at` that found the worker late.
+    /// Number of checks since `last_progress_at` that found the worker late in starting a job.
     pub(crate) late_checks: u8,
-    /// Tenant of the worker's jobs, or `None` if the jobs belong to different tenants.
+    /// Tenant to which all the worker's jobs belong, or `None` if the jobs belong to different tenants.
     pub(crate) tenant: Option<TenantId>,
-    /// Exclusive use of the worker by one suspect job.
+    /// Whether the worker is reserved for a single suspect job.
     pub(crate) exclusivity: Exclusivity,
     /// Indexes of the jobs in flight.
     pub(crate) jobs: Vec<u32>,
-    /// Number of jobs that the worker had not started when it died, according to its own record.
+    /// Number of jobs that the worker had not started when it died, according to the worker's own record.
     pub(crate) unbegun: usize,
     /// Number of jobs in flight whose clients are still waiting.
     pub(crate) awaited_jobs: u32,
     /// Number of jobs in flight that have exceeded the bulkhead's own deadline or run limit.
     pub(crate) overdue_jobs: u32,
-    /// Time at which the worker is killed, unless the reason no longer applies by then.
+    /// Time at which the worker will be killed, unless the reason for killing it no longer applies by then.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
     pub(crate) jobs_given: u64,
-    /// Earliest time for an attempt to replace this worker. For a standby, the time of the next check of whether the
-    /// slot's worker is idle.
+    /// Time before which no attempt is made to replace this worker. For a standby, the time of the next check of
+    /// whether the slot's worker is idle.
     pub(crate) next_replacement_at: Time,
-    /// Time of the next check of `recycle.age`.
+    /// Time of the next check of whether the worker has exceeded `recycle.age`.
     pub(crate) next_age_check: Time,
     /// Most recent status that the worker reported before it became ready.
     pub(crate) last_start_status: Option<String>,
 }
 
-/// Relation of a worker to its slot.
+/// Role of a worker in its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Assignment {
-    /// The worker fills a job slot. `is_at_job_limit` is true if the worker was given all the jobs that `recycle.jobs`
-    /// allows.
+    /// The worker fills a job slot. `is_at_job_limit` is true if the worker has been given all the jobs that
+    /// `recycle.jobs` allows.
     Active { slot: u32, is_at_job_limit: bool },
     /// The worker fills a spare slot.
     Spare { slot: u32 },
     /// The worker takes over the slot once it is ready. If the reason is `recycle.jobs`, the worker remains a standby
-    /// until the slot's current worker is given its last job.
+    /// until the slot's current worker has been given its last job.
     Successor { slot: u32, reason: RecycleReason },
-    /// The worker was replaced. Its running jobs are charged to the last slot that it filled. The slot waits for the
-    /// worker to leave unless `has_released_slot` is set.
+    /// The worker has been replaced. Its running jobs are charged to the last slot that it filled. The slot waits for
+    /// the worker to leave unless `has_released_slot` is set.
     Replaced { slot: u32, charged_slot: u32, was_killed: bool, has_released_slot: bool },
-    /// The worker had already been killed when a spare took over its slot. It occupies the spare slot until it is gone.
-    /// Its death is charged to the last slot that it filled.
+    /// The worker had already been killed when a spare took over its slot. The worker occupies the spare slot until it
+    /// is gone. Its death is charged to the last slot that it filled.
     Displaced { slot: u32, charged_slot: u32, is_at_job_limit: bool },
 }
 
@@ -146,7 +147,7 @@ impl Assignment {
         matches!(self, Self::Active { .. } | Self::Spare { .. } | Self::Displaced { .. })
     }
 
-    /// Returns true if the worker was given all the jobs that `recycle.jobs` allows.
+    /// Returns true if the worker has been given all the jobs that `recycle.jobs` allows.
     pub(crate) fn is_at_job_limit(self) -> bool {
         matches!(
             self,
@@ -154,12 +155,12 @@ impl Assignment {
         )
     }
 
-    /// Returns true if the running jobs count towards the overcommit of the charged slot.
+    /// Returns true if the worker's running jobs count as overcommit of the slot to which they are charged.
     pub(crate) fn is_overcommit(self) -> bool {
         matches!(self, Self::Replaced { was_killed: false, .. })
     }
 
-    /// Returns the slot that is waiting for this replaced worker, or `None` if no slot is waiting.
+    /// Returns the slot that is waiting for this replaced worker to leave, or `None` if no slot is waiting.
     pub(crate) fn unreleased_slot(self) -> Option<u32> {
         match self {
             Self::Replaced { slot, has_released_slot: false, .. } => Some(slot),
@@ -168,38 +169,38 @@ impl Assignment {
     }
 }
 
-/// Revision of the program, configuration and secrets that a worker has.
+/// Whether a worker runs with the current program, configuration and secrets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Revision {
     /// The worker was started after the last restart and after the last configuration change.
     #[default]
     UpToDate,
-    /// The worker was started before a restart. If a replacement fails to start, no further attempt is made.
+    /// The worker was started before the last restart. If a replacement fails to start, no further attempt is made.
     BeforeRestart,
     /// The worker has a previous program or configuration. If a replacement failed to start, the next attempt is made
     /// at `retry_at`.
     BeforeReload { retry_at: Option<Time> },
 }
 
-/// State of the silence check for a worker that has missed its heartbeats.
+/// State of the check that finds out why a worker has missed its heartbeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum SilenceCheck {
-    /// The worker is not silent.
+    /// No check is in progress, because the worker is not silent.
     #[default]
     None,
-    /// The worker is silent. Its processor time is being observed until this time.
+    /// The worker is silent. Its use of processor time is being observed until this time.
     Observing { until: Time },
-    /// The observation is complete, and the caller has been asked for the result.
+    /// The observation is complete, and the caller has been asked how much processor time the worker used.
     AwaitingResult,
 }
 
-/// Exclusive use of a worker by one suspect job.
+/// Whether a worker is reserved for a single suspect job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Exclusivity {
     /// The worker runs ordinary jobs.
     #[default]
     Shared,
-    /// The worker gets no new jobs, so that it becomes idle for the suspect job.
+    /// The worker gets no new jobs, so that it becomes idle and can run the suspect job alone.
     Draining,
     /// The worker runs one suspect job and gets no other jobs.
     Exclusive,
@@ -227,7 +228,7 @@ impl Default for Phase {
     }
 }
 
-/// Consequences for a slot after its worker has ended.
+/// Facts about the end of a worker that matter to its slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EndEffect {
     /// The worker failed to start, or ended while idle without having completed a job.
@@ -295,7 +296,7 @@ impl Worker {
         }
     }
 
-    /// Returns the PID, or `None` if the process is not running.
+    /// Returns the PID of the worker's process, or `None` if the process is not running.
     pub(crate) fn living_pid(&self) -> Option<u32> {
         self.pid.filter(|_| !self.is_dead())
     }
@@ -328,7 +329,7 @@ impl Worker {
         self.is_ready() && matches!(self.assignment, Assignment::Successor { .. })
     }
 
-    /// Returns true if the worker is draining because it was given its last job.
+    /// Returns true if the worker is draining because it has been given its last job.
     pub(crate) fn is_leaving_at_job_limit(&self) -> bool {
         self.phase == Phase::Draining && self.assignment.is_at_job_limit()
     }
@@ -338,13 +339,13 @@ impl Worker {
         self.assignment.unreleased_slot().is_some() && self.phase == Phase::Draining && self.is_idle()
     }
 
-    /// Returns true if the worker can be given more jobs while it has free permits.
+    /// Returns true if the worker can be given jobs, provided that it has free permits.
     pub(crate) fn takes_jobs(&self) -> bool {
         self.is_available() && self.exclusivity == Exclusivity::Shared && !self.is_stalled
     }
 
-    /// Returns true if the worker can prefetch jobs. The number of its running jobs must equal the number of its
-    /// permits. With more running jobs, a reply would not free a permit.
+    /// Returns true if jobs can be prefetched to the worker. The number of running jobs must equal the number of
+    /// permits, because with more running jobs, a reply would not free a permit.
     pub(crate) fn can_prefetch(&self, permits: u32) -> bool {
         self.journal.is_some()
             && self.is_available()
@@ -355,20 +356,20 @@ impl Worker {
             && self.late_checks == 0
     }
 
-    /// Returns true if no client is waiting for any of the worker's jobs, or if a job has exceeded the bulkhead's own
-    /// deadline or run limit.
+    /// Returns true if the worker has jobs but no client is waiting for any of them, or if one of the jobs has exceeded
+    /// the bulkhead's own deadline or run limit.
     pub(crate) fn is_stuck(&self) -> bool {
         !self.jobs.is_empty() && (self.awaited_jobs == 0 || self.overdue_jobs > 0)
     }
 
-    /// Marks the worker as replaced. It stays in `slot` until it has finished its jobs.
+    /// Marks the worker as replaced. The worker stays in `slot` until it has finished its jobs.
     pub(crate) fn replace(&mut self, slot: u32, was_killed: bool) {
         let was_killed = was_killed || matches!(self.assignment, Assignment::Displaced { .. });
         let charged_slot = self.assignment.charged_slot();
         self.assignment = Assignment::Replaced { slot, charged_slot, was_killed, has_released_slot: false };
     }
 
-    /// Removes a replaced worker from its slot and returns the slot.
+    /// Records that a replaced worker has released its slot, and returns the slot.
     pub(crate) fn release_slot(&mut self) -> u32 {
         if let Assignment::Replaced { has_released_slot, .. } = &mut self.assignment {
             *has_released_slot = true;
@@ -391,7 +392,7 @@ impl Worker {
         self.jobs.len() as u32 - 1
     }
 
-    /// Removes the job at index `at` from the list of jobs. Returns the job that was moved to `at`.
+    /// Removes the job at index `at` from the list of jobs. Returns the job that has moved to this index, if any.
     pub(crate) fn remove_job(&mut self, at: u32, is_overdue: bool, is_suspect: bool) -> Option<u32> {
         self.jobs.swap_remove(at as usize);
         self.overdue_jobs -= u32::from(is_overdue);
@@ -401,8 +402,8 @@ impl Worker {
         self.jobs.get(at as usize).copied()
     }
 
-    /// Assigns a number to the next job sent to the worker. If `check_at` is set, schedules a check of whether the
-    /// worker has started its jobs by then.
+    /// Assigns a number to the next job sent to the worker. If `check_at` is set, schedules a check at that time for
+    /// jobs that the worker has not started.
     pub(crate) fn send(&mut self, check_at: Option<Time>) -> (WorkerId, u64) {
         self.sent += 1;
         if let Some(at) = check_at {
@@ -411,7 +412,7 @@ impl Worker {
         (self.id, self.sent)
     }
 
-    /// Schedules a check of whether the worker has started its jobs by `at`. Does nothing if a check is already
+    /// Schedules a check at `at` for jobs that the worker has not started. Does nothing if a check is already
     /// scheduled.
     pub(crate) fn schedule_begin_check(&mut self, at: Time) {
         if self.journal.is_some() && self.next_begin_check.is_none() && self.may_have_unbegun() {
@@ -419,7 +420,7 @@ impl Worker {
         }
     }
 
-    /// Records that the worker started a job or sent a result. If the worker was late, schedules the next check at
+    /// Records that the worker started a job or sent a result. If the worker had been late, schedules the next check at
     /// `check_at`.
     pub(crate) fn record_progress(&mut self, now: Time, check_at: Time) {
         self.last_progress_at = now;
@@ -429,7 +430,7 @@ impl Worker {
         }
     }
 
-    /// Returns true if there were jobs that the worker had not started when its journal was last read.
+    /// Returns true if the worker had not started all its jobs when its journal was last read.
     pub(crate) fn may_have_unbegun(&self) -> bool {
         self.last_begun.max(self.recalled_up_to) < self.sent
     }
@@ -444,7 +445,8 @@ impl Worker {
         limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.jobs_given))
     }
 
-    /// Returns the maximum silence: `missed` heartbeat intervals, plus one for a heartbeat in transit.
+    /// Returns the time for which the worker can be silent: `missed` heartbeat intervals, plus one for a heartbeat in
+    /// transit.
     pub(crate) fn silence_max(&self, missed: u32) -> Duration {
         self.heartbeat.saturating_mul(missed.saturating_add(1))
     }
@@ -486,7 +488,7 @@ impl Worker {
     }
 }
 
-/// Names of a worker's states, used in all interfaces.
+/// Names of the states of a worker, as they appear in all interfaces.
 pub const WORKER_STATES: [&str; 9] = [
     "spawning",
     "handshaking",

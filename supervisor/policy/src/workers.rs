@@ -50,13 +50,14 @@ struct SlotPermits {
 pub(crate) struct SlotRecord {
     pub(crate) failures: FailureHistory,
     pub(crate) restarts: u64,
-    /// State of the slot before the bulkhead was scaled to zero. Set if the slot was waiting for its next worker.
+    /// State of the slot before the bulkhead was scaled to zero. Saved only if the slot was waiting for its next
+    /// worker.
     pub(crate) saved_state: Option<SlotState>,
     /// True if the slot has had a worker before. Starting its next worker then counts as a restart.
     pub(crate) has_had_worker: bool,
-    /// Cause of the last worker's end, if one was recorded.
+    /// Reason why the slot's last worker ended, if one was recorded.
     pub(crate) last_end: Option<RestartCause>,
-    /// True if the slot's first start has succeeded or failed.
+    /// True once the start of the slot's first worker has succeeded or failed.
     pub(crate) has_settled: bool,
     pub(crate) last_exit: Option<String>,
 }
@@ -80,7 +81,7 @@ pub(crate) enum SlotState {
 }
 
 impl SlotState {
-    /// Returns the place of the worker that fills the slot, or `None` if there is no such worker.
+    /// Returns the table index of the worker that fills the slot, or `None` if no worker fills the slot.
     pub(crate) fn worker(self) -> Option<u32> {
         if let Self::Occupied(place) = self { Some(place) } else { None }
     }
@@ -96,7 +97,7 @@ impl SlotState {
         matches!(self, Self::Occupied(_) | Self::Awaiting)
     }
 
-    /// Returns true if the slot should have a worker, even if none will start.
+    /// Returns true if the slot should have a worker, even if no worker is going to start.
     pub(crate) fn is_wanted(self) -> bool {
         !matches!(self, Self::Empty | Self::Closed)
     }
@@ -115,11 +116,11 @@ struct Derived {
     is_available: bool,
     /// Number of free permits that cannot be used because the worker is stalled.
     stalled_permits: u32,
-    /// Number of permits that the worker adds to the limit.
+    /// Number of permits that the worker contributes to the limit.
     permits: u32,
-    /// Number of jobs by which the worker increases the overcommit of its charged slot.
+    /// Number of the worker's jobs that count as overcommit of the slot to which they are charged.
     overcommit: u32,
-    /// Number of the worker's jobs, or `None` if the worker cannot be given another job.
+    /// Number of jobs in flight in the worker, or `None` if the worker cannot be given another job.
     load_level: Option<u32>,
 }
 
@@ -148,8 +149,8 @@ impl Derived {
 struct Entry {
     worker: Worker,
     derived: Derived,
-    /// Number of prefetched jobs, or `None` if the worker cannot prefetch any more. Not part of [`Derived`], because it
-    /// also depends on recent run times.
+    /// Number of jobs prefetched to the worker, or `None` if no more can be prefetched. Not part of [`Derived`],
+    /// because it also depends on recent run times.
     prefetch_level: Option<u32>,
 }
 
@@ -171,7 +172,7 @@ pub(crate) struct Totals {
     pub(crate) live_slots: u32,
 }
 
-/// Workers, indexed by place, and the slots.
+/// All workers and slots of a bulkhead.
 #[derive(Default)]
 pub(crate) struct Workers {
     table: Vec<Option<Entry>>,
@@ -186,7 +187,7 @@ pub(crate) struct Workers {
     by_load: WorkersByLoad,
     /// Workers with free prefetch slots, indexed by the number of prefetched jobs.
     prefetch_candidates: WorkersByLoad,
-    /// Worker that gets no new jobs, so that it becomes idle for the first suspect job.
+    /// Worker that gets no new jobs, so that it becomes idle and can run the first waiting suspect job alone.
     reserved: Option<u32>,
     /// Smoothed average of the time that a job spends in a worker, in nanoseconds.
     service_ns: u64,
@@ -211,7 +212,8 @@ impl Workers {
         self.table.get(place as usize)?.as_ref().map(|entry| &entry.worker)
     }
 
-    /// Returns the worker with this ID, or `None` if it has exited and its frames are no longer valid.
+    /// Returns the worker with this ID, or `None` if the worker has exited. Frames from an exited worker are no longer
+    /// valid.
     pub(crate) fn by_id(&self, id: WorkerId) -> Option<&Worker> {
         self.get(id.place).filter(|worker| worker.id == id && !worker.is_dead())
     }
@@ -221,7 +223,7 @@ impl Workers {
         self.get(self.slot(slot).state.worker()?)
     }
 
-    /// Returns true if the worker fills a job slot, even if the worker was killed.
+    /// Returns true if the worker fills a job slot, even if the worker has been killed.
     pub(crate) fn fills_job_slot(&self, worker: &Worker) -> bool {
         worker.assignment.is_current() && !self.slot(worker.assignment.slot()).is_spare_slot
     }
@@ -255,7 +257,7 @@ impl Workers {
         id
     }
 
-    /// Removes a worker whose process and descendants are gone.
+    /// Removes a worker after its process and all descendants have exited.
     pub(crate) fn remove(&mut self, limits: &Limits, place: u32) -> Option<Worker> {
         let assignment = self.get(place)?.assignment;
         self.link(place, assignment, false);
@@ -272,7 +274,7 @@ impl Workers {
     }
 
     /// Applies a change to a worker's jobs and updates all derived values. Updates the worker's timer only if a check
-    /// for late jobs is scheduled.
+    /// for jobs that are late in starting is scheduled.
     #[inline]
     pub(crate) fn edit_jobs<R>(
         &mut self,
@@ -337,8 +339,8 @@ impl Workers {
         Some(result)
     }
 
-    /// Records a sign of life. Usually changes nothing else, and does not postpone the worker's timer. Returns true if
-    /// the worker was silent.
+    /// Records a sign of life from a worker. Usually changes nothing else, and does not postpone the worker's timer.
+    /// Returns true if the worker was silent.
     #[inline]
     pub(crate) fn record_sign_of_life(&mut self, limits: &Limits, id: WorkerId, now: Time) -> bool {
         let Some(Some(Entry { worker, .. })) = self.table.get_mut(id.place as usize) else { return false };
@@ -420,13 +422,13 @@ impl Workers {
         earlier(self.timers.next(), self.slot_timers.next())
     }
 
-    /// Returns a slot whose next worker is due to start.
+    /// Returns one slot in which the next worker is due to start.
     pub(crate) fn pop_due_slot(&mut self, now: Time) -> Option<u32> {
         self.slot_timers.pop_due(now)
     }
 
-    /// Returns a worker whose timer has fired. The caller must then check the worker's deadlines. Ends the silence of a
-    /// worker that does not need to send heartbeats.
+    /// Returns one worker whose timer has fired. The caller must then check the worker's deadlines. A worker that does
+    /// not need to send heartbeats is no longer considered silent.
     pub(crate) fn pop_due(&mut self, limits: &Limits, is_stopping: bool, now: Time) -> Option<u32> {
         self.set_timers(limits, is_stopping);
         let place = self.timers.pop_due(now)?;
@@ -441,7 +443,7 @@ impl Workers {
         Some(place)
     }
 
-    /// Sets the timers of all changed workers to their next deadlines.
+    /// Sets the timer of each changed worker to the worker's next deadline.
     pub(crate) fn set_timers(&mut self, limits: &Limits, is_stopping: bool) {
         for index in 0..self.touched.len() {
             let place = self.touched[index];
@@ -501,7 +503,7 @@ impl Workers {
         }
     }
 
-    /// Returns the time of the next attempt to start a successor for a worker that was given its last job. For a
+    /// Returns the time of the next attempt to start a successor for a worker that has been given its last job. For a
     /// standby, returns the time of the next check of whether the slot's worker is idle.
     fn successor_check_at(&self, limits: &Limits, is_stopping: bool, worker: &Worker) -> Option<Time> {
         let can_start = || {
@@ -539,7 +541,7 @@ impl Workers {
         .sum()
     }
 
-    /// Returns the worker with the fewest prefetched jobs among the workers that can prefetch another job.
+    /// Returns the worker with the fewest prefetched jobs among the workers to which another job can be prefetched.
     pub(crate) fn prefetch_candidate(&self) -> Option<u32> {
         self.prefetch_candidates.least_loaded()
     }
@@ -684,7 +686,7 @@ impl Workers {
         SlotPermits { overcommit, in_use, held: taken + excess }
     }
 
-    /// Compares all derived numbers with a full recount.
+    /// Checks all derived numbers by recounting them.
     #[cfg(debug_assertions)]
     pub(crate) fn check(&self, limits: &Limits, is_stopping: bool) {
         let mut totals = Totals::default();
@@ -730,7 +732,7 @@ impl Workers {
     }
 }
 
-/// Returns the number of jobs that take about `lookahead` in total, based on recent run times.
+/// Returns the number of jobs that together take about `lookahead`, judging by recent run times.
 fn prefetch_depth(lookahead: Duration, service_ns: u64) -> usize {
     let lookahead = u64::try_from(lookahead.as_nanos()).unwrap_or(u64::MAX);
     usize::try_from(lookahead / service_ns.max(1)).unwrap_or(PREFETCHED_MAX).min(PREFETCHED_MAX)

@@ -16,8 +16,8 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
 }
 
-/// A bulkhead under load from `waiting` clients, and a record of its limit over time. Each client submits one job after
-/// another.
+/// A bulkhead under load. Each of the `waiting` clients submits one job after another, and the bulkhead's limit is
+/// recorded over time.
 struct Load {
     fixture: Fixture,
     /// Running jobs, ordered by the time at which they will end.
@@ -86,7 +86,7 @@ impl Load {
         }
     }
 
-    /// Returns the lowest and the highest limit in the last `last` of the run.
+    /// Returns the lowest and the highest limit during the final `last` of the run.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))
@@ -110,8 +110,8 @@ fn crowded(processes: u32, max_in_flight: u32, adaptive: AdaptiveLimits) -> Limi
     limits
 }
 
-/// Returns the run time of a job on `count` cores. It is 5 ms if there is a core for each running job, and
-/// proportionally longer otherwise.
+/// Returns the run time of a job on `count` cores. The run time is 5 ms if there is a core for each running job, and
+/// proportionally longer if there are more jobs than cores.
 fn cores(count: usize) -> impl Fn(usize) -> Duration {
     move |running| (5 * MS).mul_f64((running as f64 / count as f64).max(1.0))
 }
@@ -153,7 +153,7 @@ fn limit_recovers_within_seconds_after_an_overload() {
     assert_eq!(load.limit(), 64);
 }
 
-/// Slow jobs are counted even though quick jobs end first.
+/// Slow jobs count towards the limit's adjustment even though quick jobs end first.
 #[test]
 fn limit_stays_low_if_a_third_of_the_jobs_are_slow() {
     let mut load = Load::new(crowded(1, 32, adaptive(1, 32, 50 * MS)), 100);
@@ -194,8 +194,8 @@ fn limit_rises_only_when_all_permits_are_in_use() {
     );
 }
 
-/// Runs eight workers for 20 s with a target of 50 ms. Each tenant has the given number of clients and the given run
-/// time. Returns the lowest limit that was reached.
+/// Runs eight workers for 20 s with a target of 50 ms. For each tenant, `tenants` contains the name, the number of
+/// clients, and the run time of each job. Returns the lowest limit that was reached.
 fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
     let mut fixture = Fixture::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
     let (mut least, mut seen) = (None, 0);
@@ -235,7 +235,7 @@ fn limit_falls_only_while_most_tenants_are_slow() {
     assert!(least_limit(&[("a", 8, slow)]) < Some(8), "if there is only one tenant, its vote must decide");
 }
 
-/// A job that hangs is counted when its deadline passes.
+/// A job that hangs is counted as slow when its deadline passes.
 #[test]
 fn deadline_misses_lower_the_limit_unlike_quick_failures() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));
@@ -306,7 +306,7 @@ fn monitored_limit_does_not_rise_if_jobs_are_slow() {
     }
 }
 
-/// The last report contains the final limit.
+/// Reports of changes to the limit are rate-limited, but the last report always contains the final limit.
 #[test]
 fn limit_changes_are_reported_at_most_once_every_ten_seconds() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
@@ -326,7 +326,7 @@ fn limit_changes_are_reported_at_most_once_every_ten_seconds() {
     assert!(told.windows(2).all(|pair| pair[0].1 == pair[1].0), "{told:?}");
 }
 
-/// A delayed report is sent when it is due, without waiting for the next job.
+/// When a report of a changed limit was postponed, it is sent as soon as it is due, without waiting for the next job.
 #[test]
 fn reports_final_limit_even_without_further_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);

@@ -38,9 +38,9 @@ fn raised_limit_immediately_dispatches_waiting_jobs() {
     assert_eq!(fixture.bulkhead.limit(), 3);
 }
 
-/// In resilience4j, `SemaphoreBulkhead.changeConfig` blocks until enough permits are free. Here, no caller is blocked,
-/// and running jobs continue. As in Semian's `test_resize_tickets_decrease_with_worker_expiry`, the number of running
-/// jobs falls to the new limit.
+/// In resilience4j, `SemaphoreBulkhead.changeConfig` blocks until enough permits are free. Here, the caller is not
+/// blocked, and running jobs continue. As in Semian's `test_resize_tickets_decrease_with_worker_expiry`, the number of
+/// running jobs gradually falls to the new limit.
 #[test]
 fn number_of_running_jobs_falls_to_lowered_limit() {
     let mut fixture = Fixture::ready(limits(2, 4, 100));
@@ -114,8 +114,8 @@ fn number_of_workers_follows_processes_key() {
 
 // Sharing.
 
-/// With a limit of 10, Netflix concurrency-limits admits 10 batch and 7 live calls, because a partition can always use
-/// its share. Here, permits are reserved instead, and the limit is never exceeded.
+/// With a limit of 10, Netflix concurrency-limits admits 10 batch calls and then 7 live calls, because a partition can
+/// always use its share. Here, permits are reserved instead, and the limit is never exceeded.
 #[test]
 fn jobs_in_flight_never_exceed_the_limit() {
     let mut fixture = Fixture::ready(Limits { critical_reserve: 0.7, ..limits(1, 10, 0) });
@@ -131,7 +131,7 @@ fn jobs_in_flight_never_exceed_the_limit() {
     assert_eq!(fixture.submit_as(Priority::BestEffort, ""), None);
 }
 
-/// Kubernetes' API Priority and Fairness lets a request wait for up to a quarter of its deadline. For example, the
+/// Kubernetes API Priority and Fairness lets a request wait for up to a quarter of its deadline. For example, the
 /// `queueWaitTime` of a request with a deadline of 60 s is 15 s. Here, the maximum wait is configured. If it is not
 /// configured, a job waits until its deadline.
 #[test]
@@ -152,8 +152,8 @@ fn job_waits_at_most_until_queue_timeout_or_deadline() {
     }
 }
 
-/// Based on `TestDifferentFlowsExpectUnequal` from Kubernetes' API Priority and Fairness. While another tenant has
-/// waiting jobs, a tenant with ten times the demand gets no more than its share.
+/// Based on `TestDifferentFlowsExpectUnequal` in Kubernetes API Priority and Fairness. A tenant with ten times the
+/// demand of another gets no more than its share while the other tenant has waiting jobs.
 #[test]
 fn tenants_with_unequal_demand_get_equal_shares() {
     let mut fixture = Fixture::ready(limits(1, 1, 200));
@@ -187,7 +187,7 @@ fn breaker() -> BreakerLimits {
     }
 }
 
-/// Returns a bulkhead that has a ready worker and whose breaker opened after five crashes.
+/// Returns a bulkhead with a ready worker and a breaker that was opened by five crashes.
 fn tripped(max_in_flight: u32) -> Fixture {
     let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, max_in_flight, 10) });
     for _ in 0..5 {
@@ -199,7 +199,8 @@ fn tripped(max_in_flight: u32) -> Fixture {
     fixture
 }
 
-/// Follows `testLowVolumeDoesNotTripCircuit` in Hystrix: a few calls do not open the breaker, even if all of them fail.
+/// As in `testLowVolumeDoesNotTripCircuit` in Hystrix, the breaker does not open before a minimum number of calls, even
+/// if all calls fail.
 #[test]
 fn low_volume_does_not_open_the_breaker() {
     let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, 1, 0) });
@@ -211,8 +212,8 @@ fn low_volume_does_not_open_the_breaker() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
 }
 
-/// Follows `shouldOnlyPermitFourCallsInHalfOpenState` in resilience4j. There are enough permits, so only the breaker
-/// rejects jobs.
+/// As in `shouldOnlyPermitFourCallsInHalfOpenState` in resilience4j, a half-open breaker admits only the configured
+/// number of probes. There are enough permits, so only the breaker rejects jobs.
 #[test]
 fn half_open_breaker_admits_only_the_configured_probes() {
     let mut fixture = tripped(8);
@@ -227,8 +228,8 @@ fn half_open_breaker_admits_only_the_configured_probes() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
 }
 
-/// Follows `shouldIncreaseCounterOnReleasePermission` and #544 in resilience4j: a probe without a meaningful result
-/// returns its claim. In this test, the probes are cancelled.
+/// Follows `shouldIncreaseCounterOnReleasePermission` and #544 in resilience4j: a probe whose outcome says nothing
+/// about the worker does not use up one of the permitted probes. In this test, the probes are cancelled.
 #[test]
 fn ignored_probe_returns_its_claim() {
     let mut fixture = tripped(8);
@@ -324,8 +325,8 @@ fn retry_budget_grows_with_the_number_of_jobs() {
     assert!((20..=24).contains(&retries), "{retries}");
 }
 
-/// A worker dies while it has four jobs. Erlang's advice is to find the culprit, so each job is retried alone. The
-/// culprit then does not kill an innocent job twice.
+/// A worker dies while running four jobs. Erlang's advice is to find the culprit, so each job is retried alone. The
+/// culprit then cannot kill an innocent job a second time.
 #[test]
 fn suspects_of_a_shared_crash_are_retried_alone() {
     let mut fixture = Fixture::ready(retrying(4, 1.0));
@@ -410,7 +411,8 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert!(fixture.submit_payload(7).is_some());
 }
 
-/// Fifty bad payloads must not stop the slot for all other jobs, because a death during a job is not a failed start.
+/// Fifty bad payloads must not stop the slot and thus all other jobs, because a death during a job is not a failed
+/// start.
 #[test]
 fn quarantined_payloads_do_not_stop_the_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });
@@ -431,8 +433,8 @@ fn quarantined_payloads_do_not_stop_the_slot() {
 
 // Scaling to zero.
 
-/// Like systemd's socket activation with an idle timeout, the bulkhead stops workers when there are no jobs, and
-/// restarts them for the next job. Measurements are kept.
+/// As with systemd socket activation and an idle timeout, workers are stopped when there are no jobs and started again
+/// for the next job. Measurements are kept.
 #[test]
 fn idle_bulkhead_scales_to_zero_and_restarts_for_next_job() {
     let mut fixture = Fixture::ready(Limits { idle: Some(10 * SECOND), ..limits(2, 1, 5) });

@@ -42,7 +42,7 @@ fn rejects_jobs_beyond_permits_and_queue() {
     }
 }
 
-/// Checks a rule in `docs/operations/upgrade.md`: both supervisors together never exceed the limit.
+/// Checks a rule in `docs/operations/upgrade.md`: during an upgrade, both supervisors together never exceed the limit.
 #[test]
 fn does_not_use_permits_of_the_other_supervisor() {
     let mut successor = Fixture::ready(limits(2, 2, 3));
@@ -68,7 +68,7 @@ fn does_not_use_permits_of_the_other_supervisor() {
     assert_eq!(predecessor.bulkhead.limit(), 4);
 }
 
-/// Follows Failsafe #393: waiting jobs that time out must not use up permits.
+/// Follows Failsafe #393: jobs that time out while waiting must not use up permits.
 #[test]
 fn jobs_that_time_out_do_not_reduce_capacity() {
     let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(8, 1, 8) });
@@ -82,8 +82,8 @@ fn jobs_that_time_out_do_not_reduce_capacity() {
     assert!(next.iter().all(|&job| fixture.was_dispatched(job)));
 }
 
-/// Follows Netflix concurrency-limits: if a permit becomes free just as the waiting job times out, either that job or
-/// the next one must get the permit.
+/// Follows Netflix concurrency-limits: if a permit becomes free just as a waiting job times out, the permit must go to
+/// either that job or the next one.
 #[test]
 fn permit_freed_at_the_timeout_is_not_lost() {
     for reply_comes_first in [true, false] {
@@ -104,8 +104,8 @@ fn permit_freed_at_the_timeout_is_not_lost() {
     }
 }
 
-/// Semian returns a permit when its holder is killed by SIGKILL. Here, the permit is returned when the next process is
-/// ready.
+/// Semian returns a permit when the process that holds it is killed by SIGKILL. Here, a killed worker's permit is
+/// returned when the next worker is ready.
 #[test]
 fn permit_of_a_killed_worker_becomes_free_again() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
@@ -119,8 +119,8 @@ fn permit_of_a_killed_worker_becomes_free_again() {
     assert_eq!(fixture.bulkhead.available(), 1);
 }
 
-/// A dropped future in tower returns its permit. Here, the permit of a disconnected client's job is returned only after
-/// the worker has replied or exited, because the job may still be running.
+/// In tower, dropping a future returns its permit. Here, if a client disconnects, its job's permit is returned only
+/// after the worker has replied or exited, because the job may still be running.
 #[test]
 fn cancelled_job_keeps_its_permit_until_its_work_ends() {
     for obeys in [true, false] {
@@ -146,8 +146,9 @@ fn cancelled_job_keeps_its_permit_until_its_work_ends() {
     }
 }
 
-/// The client gets its outcome when an oversized result starts to arrive. The permit is returned after the whole result
-/// has arrived, and this does not count as a late reply. Until then, the worker gets no new job.
+/// When an oversized result starts to arrive, the client gets the job's outcome immediately. The permit is returned
+/// only after the whole result has arrived, and the reply does not count as late. Until then, the worker gets no new
+/// job.
 #[test]
 fn oversized_result_holds_its_permit_until_it_has_arrived() {
     let mut fixture =
@@ -305,7 +306,7 @@ fn jobs_wait_for_starting_workers() {
     assert_eq!((fixture.submit(), fixture.bulkhead.queue_capacity()), (None, 0));
 }
 
-/// If a worker dies before reading its job, the job was not started. The next worker runs this job first.
+/// If a worker dies before reading its job, the job does not count as started, and the next worker runs this job first.
 #[test]
 fn unread_job_is_dispatched_first() {
     let mut fixture = Fixture::ready(limits(1, 1, 5));
@@ -320,7 +321,7 @@ fn unread_job_is_dispatched_first() {
     assert_eq!(fixture.holder(later), fixture.newest_worker());
 }
 
-/// If no other worker will start, the client gets its outcome immediately.
+/// If a job has not been started and no other worker will start, the client gets its outcome immediately.
 #[test]
 fn unread_job_ends_if_no_worker_will_start() {
     let mut limits = limits(1, 1, 5);
@@ -370,8 +371,8 @@ fn bulkhead_deadline_kills_the_worker_and_its_other_jobs() {
     fixture.expect(innocent, "crashed", Some("collateral"));
 }
 
-/// Checks a rule in `docs/semantics.md`: a worker that replies within `grace` is not killed. Until it has replied, the
-/// worker gets no other job.
+/// Checks a rule in `docs/semantics.md`: a worker that replies within `grace` after a deadline is not killed. Until it
+/// has replied, the worker gets no other job.
 #[test]
 fn worker_that_replies_within_grace_survives() {
     let mut fixture = Fixture::ready(Limits { deadline: SECOND, ..limits(1, 1, 1) });
@@ -386,8 +387,8 @@ fn worker_that_replies_within_grace_survives() {
     assert_eq!((fixture.killed.len(), fixture.verdicts(job).len()), (0, 1));
 }
 
-/// Checks a rule in `docs/semantics.md`: the run limit counts from dispatch, regardless of the time in the queue, and
-/// restarts with each attempt.
+/// Checks a rule in `docs/semantics.md`: the run limit is measured from dispatch, regardless of the time in the queue,
+/// and starts over with each attempt.
 #[test]
 fn run_limit_counts_from_each_dispatch() {
     let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
@@ -491,8 +492,8 @@ fn clean_exit_with_a_job_in_flight_is_a_crash() {
 
 // Recycling.
 
-/// Checks a rule in `docs/semantics.md`: the old worker is drained only after its replacement is ready, so that the
-/// number of permits does not drop.
+/// Checks a rule in `docs/semantics.md`: when a worker is recycled, it is drained only after its replacement is ready,
+/// so that the number of permits does not drop.
 #[test]
 fn recycled_worker_continues_until_its_replacement_is_ready() {
     let mut limits = limits(1, 1, 0);
@@ -566,8 +567,8 @@ fn rolling_restart_replaces_one_slot_at_a_time() {
 
 // Operator commands.
 
-/// Checks a rule in `docs/semantics.md`: new and queued jobs are rejected immediately, and jobs in flight are
-/// completed.
+/// Checks a rule in `docs/semantics.md`: while the bulkhead is draining, new and queued jobs are rejected immediately,
+/// and jobs in flight are completed.
 #[test]
 fn drain_rejects_queued_jobs_and_keeps_running_jobs() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
@@ -582,8 +583,8 @@ fn drain_rejects_queued_jobs_and_keeps_running_jobs() {
     assert!(fixture.was_dispatched(next));
 }
 
-/// Checks a rule in `docs/semantics.md`: jobs in flight can continue until `by`. The remaining jobs then end as
-/// `crashed/stopped`.
+/// Checks a rule in `docs/semantics.md`: when the bulkhead stops, jobs in flight can continue until `by`. Jobs that are
+/// still running then end as `crashed/stopped`.
 #[test]
 fn stop_waits_for_jobs_until_its_time_limit() {
     for finishes in [true, false] {
@@ -630,7 +631,8 @@ fn starved_worker_is_killed_later_than_hung_worker() {
     }
 }
 
-/// A worker that ends each job itself is given time to do so while clients are waiting for its other jobs.
+/// A worker that can end individual jobs gets extra time to end an overdue job while clients are waiting for its other
+/// jobs.
 #[test]
 fn slowly_ending_job_does_not_stop_other_jobs() {
     for is_answered in [true, false] {

@@ -9,7 +9,8 @@ use bulkhead_policy::{Death, Event, KillReason, OperatorEvent};
 
 use fixture::{Fixture, SECOND, limits};
 
-/// The slot has to wait until the worker's descendants are gone, but the client does not.
+/// When a worker dies, its slot has to wait until the worker's descendants are gone, but its clients get their outcomes
+/// immediately.
 #[test]
 fn slot_waits_for_descendants_of_a_dead_worker() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
@@ -66,8 +67,8 @@ fn stop_waits_for_reaping() {
     assert!(fixture.bulkhead.is_stopped());
 }
 
-/// The keeper dies before all descendants are gone. No further event about the worker follows, and the bulkhead must
-/// not wait for one.
+/// The keeper dies before all descendants of a dead worker are gone. No further event about the worker will arrive, so
+/// the bulkhead must not wait for one.
 #[test]
 fn keeper_death_ends_wait_for_descendants() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
@@ -77,7 +78,7 @@ fn keeper_death_ends_wait_for_descendants() {
     assert_eq!(fixture.spawned.len(), 2);
 }
 
-/// The keeper starts workers one after another, so the last of many workers waits for all the others.
+/// The keeper starts workers one at a time, so the last of many workers has to wait for all the others.
 #[test]
 fn handshake_timeout_counts_from_the_spawn() {
     let mut limits = limits(1, 1, 0);
@@ -93,7 +94,7 @@ fn handshake_timeout_counts_from_the_spawn() {
     assert_eq!(fixture.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// A template may request more time to initialise. If it is killed, the worker's start fails.
+/// A template may request more time to initialise. If the template is killed, the start of the worker fails.
 #[test]
 fn forked_worker_waits_for_its_template() {
     let mut limits = limits(1, 1, 0);

@@ -14,7 +14,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 const ABLE: Capabilities = Capabilities { has_dispatch_thread: true, can_resize: true };
 
-/// Returns a bulkhead with a `lookahead` of 100 ms in which each worker has completed jobs that took 10 ms.
+/// Returns a bulkhead with a `lookahead` of 100 ms. Each worker has already completed jobs that took 10 ms.
 fn fixture(limits: Limits) -> Fixture {
     let mut fixture = Fixture::starting(Limits { lookahead: 100 * MS, ..limits });
     for worker in fixture.spawned.clone() {
@@ -41,7 +41,7 @@ fn prefetched(fixture: &Fixture) -> Vec<JobId> {
     fixture.prefetched.iter().map(|&(_, job)| job).collect()
 }
 
-/// Returns a bulkhead with two workers, and the ID of the first one. That worker does not start any further jobs.
+/// Returns a bulkhead with two workers, and the ID of the first worker, which starts no further jobs.
 fn beside_a_stuck_one(limits: Limits) -> (Fixture, WorkerId) {
     let mut fixture = fixture(limits);
     let stuck = fixture.spawned[0];
@@ -255,8 +255,8 @@ fn death_crashes_running_jobs_and_requeues_prefetched_jobs() {
     }
 }
 
-/// After a violation, the supervisor does not read the worker's replies, so it still treats jobs that the worker has
-/// started as prefetched.
+/// After a protocol violation, the supervisor no longer reads the worker's replies. Jobs that the worker has started in
+/// the meantime are therefore still treated as prefetched.
 #[test]
 fn started_prefetched_job_does_not_run_twice() {
     let mut fixture = fixture(limits(1, 1, 10));
@@ -508,8 +508,8 @@ fn reply_to_a_recalled_job_kills_the_worker() {
     fixture.expect(job, "ok", None);
 }
 
-/// The job was recalled and then prefetched to the other worker. The first worker is killed because it sends a result
-/// for the job.
+/// A job is recalled from one worker and then prefetched to another. The first worker is killed because it sends a
+/// result for the job anyway.
 #[test]
 fn stale_reply_to_moved_job_does_not_affect_the_new_worker() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));

@@ -30,7 +30,8 @@ fn reload_keeps_deadlines_of_existing_jobs() {
     fixture.expect(before, "rejected", Some("queue_timeout"));
 }
 
-/// Queued jobs start only after the jobs in excess of the new limit have ended.
+/// After the limit has been lowered, queued jobs start only once the number of running jobs has fallen below the new
+/// limit.
 #[test]
 fn lower_limits_do_not_drop_any_jobs() {
     let mut fixture = Fixture::ready(limits(2, 2, 10));

@@ -15,7 +15,8 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 // Workers that hang at exit.
 
-/// Runs one job in each worker. None of the workers exits. Returns the bulkhead after all outcomes have been sent.
+/// Runs one job in each worker, without letting any worker exit afterwards. Returns the bulkhead after all outcomes
+/// have been sent.
 fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
     let mut limits = limits(1, 1, count);
     limits.recycle.jobs = Some(1);
@@ -104,8 +105,8 @@ fn limit_holds_while_workers_are_replaced() {
     }
 }
 
-/// A worker that was sent SIGKILL before its slot was taken over does not reduce the permits of its
-/// replacement. A worker that is killed later holds its permits until it has exited.
+/// A worker that was sent SIGKILL before another worker took over its slot does not reduce the permits of that other
+/// worker. A worker that is killed later holds its permits until it has exited.
 #[test]
 fn worker_killed_before_replacement_does_not_add_overcommit() {
     for is_killed_first in [true, false] {
@@ -132,8 +133,8 @@ fn worker_killed_before_replacement_does_not_add_overcommit() {
     }
 }
 
-/// If a slot's new worker has exited too, the jobs of the replaced worker are charged to this slot and not to other
-/// slots.
+/// The jobs of a replaced worker are charged to its slot and not to other slots, even if the slot's new worker has
+/// exited too.
 #[test]
 fn jobs_of_a_replaced_worker_are_charged_to_its_slot() {
     let mut fixture = Fixture::ready(limits(2, 2, 4));
@@ -155,14 +156,14 @@ fn jobs_of_a_replaced_worker_are_charged_to_its_slot() {
 
 // Workers that are starting when a restart begins.
 
-/// Returns the workers that were started before the last restart.
+/// Returns the workers that were started before the most recent restart.
 fn outdated(fixture: &Fixture) -> Vec<WorkerId> {
     let views = fixture.bulkhead.workers(fixture.now);
     views.iter().filter(|view| view.is_outdated).map(|view| view.id).collect()
 }
 
-/// A worker that is starting might have read an old secret. Workers that were started after the restart are not
-/// replaced again.
+/// A worker that is still starting when a restart is requested might have read an old secret, so it is replaced.
+/// Workers that were started after the restart are not replaced again.
 #[test]
 fn restart_replaces_starting_workers_once() {
     for is_draining in [false, true] {
@@ -198,7 +199,7 @@ fn restart_replaces_starting_workers_once() {
     }
 }
 
-/// A successor that was started before a restart, for whatever reason, does not take over the slot.
+/// A successor that was started before a restart does not take over the slot, regardless of why it was started.
 #[test]
 fn restart_kills_starting_successors() {
     let restart: fn(&mut Fixture) = |fixture| {
@@ -244,8 +245,8 @@ fn restart_kills_successor_of_a_worker_at_its_job_limit() {
     assert_eq!(fixture.holder(next), new);
 }
 
-/// Workers killed by restarts do not count as failures of the slot. Under every policy, another worker is started
-/// afterwards.
+/// Workers killed by a restart do not count as failures of the slot. Under every restart policy, another worker is
+/// started afterwards.
 #[test]
 fn restarting_a_starting_worker_does_not_stop_its_slot() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
@@ -264,7 +265,7 @@ fn restarting_a_starting_worker_does_not_stop_its_slot() {
     }
 }
 
-/// The slot's new worker is replaced because of the resize, not because of the restart.
+/// During a restart, the slot's new worker is replaced because of a resize and not because of the restart.
 #[test]
 fn resize_during_a_restart_replaces_new_workers() {
     let mut fixture = Fixture::ready(limits(2, 1, 0));
@@ -327,8 +328,8 @@ fn recycle_jobs_of_1_gives_each_job_a_new_worker() {
     }
 }
 
-/// The successor is ready before the worker is given its last job, and takes over at that time. No job has to wait, and
-/// each worker starts exactly the allowed number of jobs.
+/// The successor is ready before the worker is given its last job, and takes over at that moment. No job has to wait,
+/// and each worker starts exactly the allowed number of jobs.
 #[test]
 fn successor_is_ready_when_last_job_is_dispatched() {
     let mut fixture = Fixture::starting(counted(10, limits(1, 1, 0)));
@@ -460,8 +461,8 @@ fn worker_at_its_job_limit_immediately_gets_a_successor() {
     assert_ne!(successor, current, "no other worker must be started");
 }
 
-/// When the slot's worker dies, the standby takes over before the worker's descendants are gone. Later, the standby
-/// gets a successor like any other worker.
+/// When the slot's worker dies, the standby takes over without waiting for the worker's descendants to exit. Later, the
+/// standby gets a successor like any other worker.
 #[test]
 fn standby_takes_over_when_the_worker_dies() {
     let mut fixture = Fixture::starting(counted(3, limits(1, 1, 1)));
@@ -486,7 +487,7 @@ fn standby_takes_over_when_the_worker_dies() {
     assert_ne!(fixture.newest_worker(), standby, "no other worker must be started");
 }
 
-/// Once a worker has been given its last job and has a successor, none of its timers is due.
+/// Once a worker has been given its last job and its successor has been started, none of the worker's timers is due.
 #[test]
 fn timers_are_cleared_when_the_successor_starts() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 0)));
@@ -505,8 +506,8 @@ fn timers_are_cleared_when_the_successor_starts() {
     );
 }
 
-/// A worker was given its last job, and its successor has failed. A resize does not shorten the delay before the next
-/// attempt.
+/// When a worker has been given its last job and its successor has failed, a resize does not shorten the delay before
+/// the next attempt.
 #[test]
 fn resize_does_not_shorten_the_successor_delay() {
     let mut limits = counted(1, limits(1, 1, 0));

@@ -23,8 +23,8 @@ use support::world::World;
 const STEPS: u64 = 2_000_000;
 const STEPS_PER_HISTORY_MAX: u64 = 2000;
 
-/// Maximum time between a stop and the last event. The slowest events are a kill and a delay of the
-/// supervisor itself.
+/// Maximum time between a stop and the last event. Most of this time is needed for killing workers and for delays of
+/// the supervisor itself.
 const STOP_MARGIN: Duration = Duration::from_secs(20);
 
 const TRACE_LINES: usize = 60;
@@ -49,7 +49,7 @@ fn policy_follows_the_rules_in_random_histories() {
     }
 }
 
-/// Situations that every long simulation must reach.
+/// Situations that every long simulation must reach at least once.
 const REQUIRED: [&str; 124] = [
     "death withholds no permit",
     "death withholds the permit of a tenant",
@@ -182,7 +182,7 @@ fn variable(name: &str) -> Option<u64> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
-/// Runs the history generated from a seed and returns its number of steps. If a rule is broken, runs the history again
+/// Runs the history generated from a seed and returns its number of steps. If the history breaks a rule, runs it again
 /// with a trace.
 fn replay(seed: u64, coverage: &mut Coverage) -> u64 {
     let quiet = catch_unwind(AssertUnwindSafe(|| History::new(seed, Trace::Off).run()));
@@ -289,7 +289,7 @@ impl History {
     }
 }
 
-/// The last events of a history that broke a rule. They are printed when this value is dropped.
+/// Trace of a history. Its most recent events are printed when this value is dropped.
 enum Trace {
     Off,
     On { seed: u64, lines: VecDeque<String> },

@@ -49,8 +49,8 @@ fn spare_takes_over_when_a_hung_worker_is_killed() {
     assert_eq!(fixture.spawned.len(), 3);
 }
 
-/// Checks a rule in `docs/semantics.md`: after a worker was given its last job, its running jobs are charged to the
-/// spare that took over.
+/// Checks a rule in `docs/semantics.md`: once a worker has been given its last job and a spare has taken over the slot,
+/// the worker's running jobs are charged to that spare.
 #[test]
 fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     let mut limits = with_spares(limits(1, 1, 2), 2);
@@ -75,7 +75,7 @@ fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
 }
 
 /// If a worker dies without having completed a job, the failure is charged to the slot that the worker filled, even if
-/// a spare has taken over that slot.
+/// a spare has since taken over that slot.
 #[test]
 fn spares_do_not_hide_a_crash_loop() {
     let mut limits = with_spares(limits(1, 1, 0), 1);

@@ -12,7 +12,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 const SEGFAULT: Death = Death::Signal(11);
 
-/// Returns limits for workers that are shared by all tenants. Each tenant can have `share` jobs in flight.
+/// Returns limits under which all tenants share the same workers. Each tenant can have `share` jobs in flight.
 fn shared(processes: u32, max_in_flight: u32, share: u32) -> Limits {
     let mut limits = limits(processes, max_in_flight, 100);
     limits.tenants = TenantLimits { max_in_flight: Some(share), ..TenantLimits::default() };
@@ -27,7 +27,7 @@ fn submit(fixture: &mut Fixture, tenant: &str) -> JobId {
         .unwrap_or_else(|| panic!("the job was rejected: {:?}", fixture.outcomes.last()))
 }
 
-/// Cancels a job that its worker does not stop, and waits until the worker has been killed.
+/// Cancels a job whose worker ignores the cancellation, and waits until the worker has been killed.
 fn cancel_until_killed(fixture: &mut Fixture, job: JobId) {
     let worker = fixture.holder(job);
     fixture.apply(Event::Cancel { job, unless_begun: false });
@@ -36,7 +36,7 @@ fn cancel_until_killed(fixture: &mut Fixture, job: JobId) {
     fixture.exit_worker(worker, Death::Signal(9));
 }
 
-/// Returns true if the tenant's next job is dispatched immediately.
+/// Submits a job for the tenant, and returns true if the job is dispatched immediately.
 fn may_go(fixture: &mut Fixture, tenant: &str) -> bool {
     let job = submit(fixture, tenant);
     let is_given = fixture.was_dispatched(job);

@@ -54,13 +54,13 @@ const POLLS_MAX: usize = 16;
 /// }
 /// ```
 pub struct LocalSupervisor {
-    /// Parts of the running supervisor. `None` once the supervisor has stopped.
+    /// Running parts of the supervisor, or `None` once the supervisor has stopped.
     ready: Option<Ready>,
     /// Futures that serve the connections of this supervisor's clients.
     served: Mutex<Vec<Served>>,
     /// PID of the process that created the supervisor.
     owner: u32,
-    /// Reason why the supervisor failed; `None` if it did not.
+    /// Reason why the supervisor failed, or `None` if it has not failed.
     failed: Option<String>,
 }
 
@@ -94,10 +94,10 @@ impl LocalSupervisor {
 
     /// Runs the supervisor until `future` completes. Regularly yields to other tasks of the runtime.
     ///
-    /// This method is cancel safe: the returned future can be dropped, and `run_until` can be called again.
-    /// `future` is polled before the supervisor. If `future` is ready immediately, the supervisor does no
-    /// work. If the supervisor was stopped, only `future` is awaited. If the supervisor fails, `future` is
-    /// dropped and the error contains the reason.
+    /// This method is cancel safe: the returned future can be dropped, and `run_until` can be called again. `future` is
+    /// polled before the supervisor. If `future` is ready immediately, the supervisor does no work. If the supervisor
+    /// has already stopped, only `future` is awaited. If the supervisor fails, `future` is dropped and the error
+    /// contains the reason.
     pub async fn run_until<F: Future>(&mut self, future: F) -> Result<F::Output, RunError> {
         self.check()?;
         let mut future = pin!(future);
@@ -121,7 +121,7 @@ impl LocalSupervisor {
         }
     }
 
-    /// Stops the supervisor like [`LocalSupervisor::stop`], and runs it until all processes that it has
+    /// Stops the supervisor like [`LocalSupervisor::stop`], and keeps running it until all processes that it has
     /// started have exited. Returns an error if the supervisor had already failed.
     pub async fn shutdown(mut self) -> Result<(), RunError> {
         self.check()?;
@@ -140,8 +140,8 @@ impl LocalSupervisor {
         }
     }
 
-    /// Polls the data plane and the client connections until `future` completes. If the data plane stops first,
-    /// returns its result as `Err`.
+    /// Polls the data plane and the client connections until `future` completes. If the data plane stops first, returns
+    /// the result of the data plane as `Err`.
     async fn run_with<F: Future>(&mut self, future: F) -> Result<F::Output, io::Result<()>> {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         let combined = Arc::<CombinedWaker>::default();
@@ -221,8 +221,8 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
 }
 
 impl LocalSupervisor {
-    /// Moves the client connections to tasks of the tokio runtime, so that clients can read their last replies. Without
-    /// a runtime, drops the connections, and jobs fail with `Disconnected`.
+    /// Hands the client connections over to tasks of the tokio runtime, so that clients can still read their last
+    /// replies. If there is no runtime, drops the connections, and the clients' jobs fail with `Disconnected`.
     fn release_clients(&mut self) {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         for connection in served.drain(..) {
@@ -232,8 +232,8 @@ impl LocalSupervisor {
         }
     }
 
-    /// Stops the keeper, which kills all workers, and joins the other threads. `ended` is the result of the
-    /// data plane.
+    /// Stops the keeper, which kills all workers, and joins the other threads. `ended` is the result that the data
+    /// plane returned.
     fn end(&mut self, ended: io::Result<()>) -> Result<(), RunError> {
         let Some(Ready { data_plane, control, span_thread, threads, counters, .. }) = self.ready.take()
         else {
@@ -256,14 +256,14 @@ fn failed(error: io::Error) -> RunError {
     RunError::System("run the event loop", error)
 }
 
-/// Kind of work for the next iteration.
+/// Kind of work to do in the next iteration.
 enum Next {
     /// Only in-process clients need to be served.
     Clients,
     Other,
 }
 
-/// Waits for an event for up to `timeout`. Returns the event's source.
+/// Waits for an event, at most for `timeout`. Returns the kind of work that the event requires.
 async fn next(
     data_plane: &DataPlane,
     event_descriptor: &AsyncFd<OwnedFd>,

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// State of the combined future, which the wakers of all parts share.
+/// State of the combined future. The wakers of all parts share this state.
 #[derive(Default)]
 pub(super) struct CombinedWaker {
     /// True while the combined future is being polled. Wake-ups during this time need not reach the runtime, because
@@ -63,7 +63,8 @@ pub(super) struct PartWaker {
 }
 
 impl PartWaker {
-    /// Creates a waker for a part. The part initially counts as woken, so that it is polled at least once.
+    /// Creates a waker for one part of the combined future. The part initially counts as woken, so that it is polled at
+    /// least once.
     pub(super) fn new(combined: &Arc<CombinedWaker>) -> Self {
         let signal = Arc::new(PartSignal { combined: combined.clone(), is_woken: AtomicBool::new(true) });
         Self { waker: signal.clone().into(), signal }
@@ -73,7 +74,7 @@ impl PartWaker {
         self.signal.is_woken.load(Ordering::SeqCst)
     }
 
-    /// Polls the future of this part if its waker was called since the last poll. Otherwise returns `None`.
+    /// Polls the future of this part if its waker has been called since the last poll. If not, returns `None`.
     pub(super) fn poll<F: Future + ?Sized>(&self, future: Pin<&mut F>) -> Option<Poll<F::Output>> {
         if !self.signal.is_woken.swap(false, Ordering::SeqCst) {
             return None;
@@ -99,7 +100,8 @@ mod tests {
         }
     }
 
-    /// Also checks that a woken part wakes the combined future, unless the combined future is being polled.
+    /// The combined future polls only parts that have been woken. A woken part wakes the combined future, unless the
+    /// combined future is currently being polled.
     #[test]
     fn combined_future_polls_only_woken_parts() {
         let (combined, outer) = (Arc::<CombinedWaker>::default(), Arc::<Counts>::default());

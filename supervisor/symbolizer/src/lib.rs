@@ -27,7 +27,7 @@ use modules::Modules;
 use record::Process;
 use unwind::ProcessUnwinder;
 
-/// Reads records from the link, writes the backtraces to the link, and exits. `debug_folders` contains additional
+/// Reads crash records from the link, writes the backtraces to the link, and exits. `debug_folders` contains additional
 /// folders with separate debug information, in the layout of `/usr/lib/debug`.
 pub fn run_as_symbolizer(debug_folders: &[String]) -> ! {
     let result = inherited_link().and_then(|link| serve(&mut std::fs::File::from(link), debug_folders));
@@ -39,7 +39,7 @@ pub fn run_as_symbolizer(debug_folders: &[String]) -> ! {
     std::process::exit(i32::from(result.is_err()))
 }
 
-/// Takes ownership of the link, whose descriptor number is in the environment.
+/// Takes ownership of the link. The number of its descriptor is in an environment variable.
 fn inherited_link() -> io::Result<OwnedFd> {
     let number = std::env::var(LINK_VARIABLE).ok().and_then(|number| number.parse().ok());
     let number: i32 = number.filter(|number| *number > 2).ok_or(io::ErrorKind::NotFound)?;
@@ -56,7 +56,7 @@ fn serve(link: &mut std::fs::File, debug_folders: &[String]) -> io::Result<()> {
     link.flush()
 }
 
-/// Returns the backtraces of all threads, or the reason why they are missing. The result is always within the limits of
+/// Returns the backtraces of all threads, or the reason why there are none. The result is always within the limits of
 /// [`NativeCrash::is_valid`].
 pub fn symbolize(bytes: &[u8], debug_folders: &[String]) -> NativeCrash {
     let processes = record::processes(bytes);
@@ -80,7 +80,7 @@ pub fn symbolize(bytes: &[u8], debug_folders: &[String]) -> NativeCrash {
     }
 }
 
-/// Adds the backtraces of the threads of a process.
+/// Adds the backtraces of all threads of one process.
 fn backtraces(
     (process, debug_folders): (&Process<'_>, &[String]),
     frames_left: &mut usize,
@@ -117,7 +117,7 @@ fn backtraces(
     }
 }
 
-/// Returns the string before the first NUL, or `None` if there is none.
+/// Returns the string up to the first NUL, or `None` if the string is empty.
 fn text(bytes: &[u8]) -> Option<String> {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     (end > 0).then(|| String::from_utf8_lossy(&bytes[..end]).into_owned())
@@ -132,7 +132,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
     use std::path::{Path, PathBuf};
 
-    /// Returns a record with these mappings. The header can be inconsistent.
+    /// Returns a record with the given registers, mappings and stack. The header can be inconsistent with them.
     fn record(registers: Vec<u64>, maps: &[u8], stack: &[u64]) -> Vec<u8> {
         let mut bytes = [0; HEADER_BYTES];
         let header = Header {
@@ -246,7 +246,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(1000))]
 
-        /// Registers, stack and mappings are random, and the files are libraries with random changes.
+        /// The registers, the stack and the mappings are random. The mapped files are libraries that have been modified
+        /// at random.
         #[test]
         fn forged_records_produce_bounded_documents(
             registers in prop::collection::vec(prop_oneof![0..0x60_0000_u64, any::<u64>()], 33),

@@ -18,7 +18,7 @@ use crate::record::{Mapping, Mappings};
 /// Maximum number of files that are opened for one process.
 const MODULES_MAX: usize = 64;
 
-/// Maximum size of a file in bytes. Only the needed parts are read.
+/// Maximum size of a file in bytes. The limit can be high, because only the needed parts of a file are read.
 const FILE_BYTES_MAX: i64 = 2 << 30;
 
 /// Maximum size of a section in bytes.
@@ -72,7 +72,7 @@ impl Module {
         Some(UnwindSections { text, eh_frame, eh_frame_hdr, got })
     }
 
-    /// Returns the separate debug information from the first folder that contains it.
+    /// Returns the file with separate debug information from the first folder that contains such a file.
     pub(crate) fn debug_file(&self, folders: &[String]) -> Option<ReadCache<File>> {
         let id = self.build_id.as_ref()?;
         let (start, rest) = id.split_at_checked(2)?;
@@ -89,7 +89,8 @@ fn range<'m>(section: &impl ObjectSection<'m>) -> Option<Range<u64>> {
     Some(section.address()..section.address().checked_add(section.size())?)
 }
 
-/// Returns the data of a section. Sections of debug information can be compressed.
+/// Returns the data of a section, which is decompressed if necessary. Sections with debug information are often
+/// compressed.
 pub(crate) fn section_data<'m>(elf: &Elf<'m>, name: &str) -> Option<Cow<'m, [u8]>> {
     let section = elf.section_by_name(name).filter(|section| section.size() <= SECTION_BYTES_MAX)?;
     let compressed = section.compressed_data().ok()?;
@@ -97,14 +98,14 @@ pub(crate) fn section_data<'m>(elf: &Elf<'m>, name: &str) -> Option<Cow<'m, [u8]
     is_small.then(|| compressed.decompress().ok()).flatten()
 }
 
-/// Returns the build ID in hexadecimal digits. The file with separate debug information is named after the build ID.
+/// Returns the build ID as hexadecimal digits. A file with separate debug information is named after the build ID.
 fn build_id(elf: &Elf<'_>) -> Option<String> {
     const BYTES: std::ops::RangeInclusive<usize> = 4..=64;
     let id = elf.build_id().ok()??;
     BYTES.contains(&id.len()).then(|| id.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Returns the difference between the addresses of a mapping and those in the file.
+/// Returns the difference between the addresses in a mapping and the corresponding addresses in the file.
 fn bias(elf: &Elf<'_>, mapping: &Mapping<'_>) -> Option<u64> {
     let endian = elf.endian();
     let headers = elf.elf_header().program_headers(endian, elf.data()).ok()?;
@@ -120,7 +121,7 @@ fn bias(elf: &Elf<'_>, mapping: &Mapping<'_>) -> Option<u64> {
     Some(mapping.start.wrapping_sub(in_file))
 }
 
-/// Opens a regular file. If `mapping` is given, fails unless the opened file is the mapped file.
+/// Opens a regular file. If `mapping` is given, fails unless this file is the one that was mapped.
 fn open_file(path: &str, mapping: Option<&Mapping<'_>>) -> io::Result<File> {
     // `NONBLOCK` keeps `open` from blocking on a FIFO.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
@@ -137,12 +138,13 @@ fn open_file(path: &str, mapping: Option<&Mapping<'_>>) -> io::Result<File> {
     }
 }
 
-/// The modules of a process, which are opened when they are first needed.
+/// The modules of a process. A module is opened when it is first needed.
 pub(crate) struct Modules<'r> {
     pub(crate) mappings: &'r Mappings<'r>,
     /// Folders with separate debug information.
     pub(crate) debug_folders: &'r [String],
-    /// Modules, indexed by the start of their mapping. An entry is `None` if its file cannot be used.
+    /// Modules that have been opened, by start address of the mapping. An entry is `None` if the file could not be
+    /// used.
     opened: std::collections::BTreeMap<u64, Option<Module>>,
 }
 
@@ -151,7 +153,8 @@ impl<'r> Modules<'r> {
         Self { mappings, debug_folders, opened: std::collections::BTreeMap::new() }
     }
 
-    /// Opens the module that is mapped at an address. Returns the mapping if the module was opened by this call.
+    /// Opens the module that is mapped at an address. Returns the mapping and the module, or `None` if the module had
+    /// already been opened or cannot be opened.
     pub(crate) fn open_at(&mut self, address: u64) -> Option<(Mapping<'r>, &Module)> {
         let mapping = *self.mappings.at(address)?;
         if self.opened.contains_key(&mapping.start) || self.opened.len() >= MODULES_MAX {
@@ -161,7 +164,7 @@ impl<'r> Modules<'r> {
         Some((mapping, module.as_ref()?))
     }
 
-    /// Returns the mapping at an address, and the module if it was opened.
+    /// Returns the mapping that contains an address, and its module if that has been opened.
     pub(crate) fn at(&self, address: u64) -> Option<(&Mapping<'r>, Option<&Module>)> {
         let mapping = self.mappings.at(address)?;
         Some((mapping, self.opened.get(&mapping.start).and_then(Option::as_ref)))

@@ -67,7 +67,7 @@ struct Name {
     line: Option<u32>,
 }
 
-/// Returns the names at each address of a module, the innermost inlined function first.
+/// Returns the function names and source lines at each address of a module. The innermost inlined function comes first.
 fn names(module: &Module, debug_folders: &[String], addresses: &[u64]) -> Vec<Vec<Name>> {
     let Some(elf) = module.elf() else { return Vec::new() };
     let separate =
@@ -118,7 +118,7 @@ fn debug_names(context: &Context<Slice<'_>>, address: u64) -> Vec<Name> {
     names
 }
 
-/// Returns the name of the symbol that contains each address.
+/// Returns, for each address, the name of the symbol that contains the address.
 fn symbols(files: &[&Elf<'_>], addresses: &[u64]) -> Vec<Option<String>> {
     let mut found = vec![None; addresses.len()];
     for file in files {

@@ -20,10 +20,10 @@ const REGISTER_NAMES: [&str; REGISTERS_MAX] = [
 
 const _: () = assert!(REGISTER_NAMES.len() <= REGISTERS_MAX);
 
-/// Maximum number of executable mappings.
+/// Maximum number of executable mappings per process.
 const MAPPINGS_MAX: usize = 4096;
 
-/// Records of the threads of a process.
+/// Crash records of the threads of one process.
 pub(crate) struct Process<'r> {
     pub(crate) mappings: Mappings<'r>,
     pub(crate) threads: Vec<Thread<'r>>,
@@ -51,8 +51,7 @@ pub(crate) struct Mapping<'r> {
     pub(crate) path: &'r str,
 }
 
-/// Returns the processes to which the records belong. A record without mappings belongs to the process of the previous
-/// record.
+/// Groups the records by process. A record without mappings belongs to the same process as the previous record.
 pub(crate) fn processes(bytes: &[u8]) -> Vec<Process<'_>> {
     let mut processes: Vec<Process<'_>> = Vec::new();
     for record in Records::new(bytes).take(NATIVE_THREADS_MAX) {
@@ -79,7 +78,7 @@ impl<'r> Mappings<'r> {
         Self(mappings)
     }
 
-    /// Returns the mapping at an address.
+    /// Returns the mapping that contains an address.
     pub(crate) fn at(&self, address: u64) -> Option<&Mapping<'r>> {
         let after = self.0.partition_point(|mapping| mapping.start <= address);
         self.0[..after].last().filter(|mapping| address < mapping.end)
@@ -87,7 +86,7 @@ impl<'r> Mappings<'r> {
 }
 
 impl Thread<'_> {
-    /// Returns the stack word at an address.
+    /// Returns the word on the stack at an address.
     pub(crate) fn stack_word(&self, address: u64) -> Option<u64> {
         let at = usize::try_from(address.checked_sub(self.header.stack_start)?).ok()?;
         self.stack.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes))

@@ -10,13 +10,13 @@ use bulkhead_api::NATIVE_FRAMES_MAX;
 use crate::modules::{Module, Modules};
 use crate::record::{Mapping, Thread};
 
-/// Address of the code in a frame.
+/// Position in the code that a stack frame has reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CodeAddress {
-    /// Address of the next instruction in the frame.
+    /// Address at which execution continues in the frame.
     pub(crate) address: u64,
-    /// Address within the current instruction of the frame, for looking up names. In a caller, this is the call
-    /// instruction.
+    /// Address within the instruction that the frame is executing, which is used to look up names. In a caller, this
+    /// instruction is the call.
     pub(crate) lookup: u64,
 }
 
@@ -38,7 +38,7 @@ impl<'m, 'r> ProcessUnwinder<'m, 'r> {
         Self { modules, unwinder: UnwinderNative::new(), cache: CacheNative::new() }
     }
 
-    /// Returns the addresses of the frames, beginning with the function that crashed or is running.
+    /// Returns the position of each frame, beginning with the function that crashed or was running.
     pub(crate) fn unwind(&mut self, thread: &Thread<'_>) -> Vec<CodeAddress> {
         let (current, mut registers) = registers(thread);
         let mut frames = vec![CodeAddress::exact(current)];
@@ -89,7 +89,7 @@ fn unwind_module(mapping: &Mapping<'_>, module: &Module) -> Option<framehop::Mod
     Some(framehop::Module::new(mapping.path.to_owned(), mapping.start..mapping.end, module.bias, info))
 }
 
-/// Returns the address of the current instruction, and the registers for unwinding.
+/// Returns the address of the current instruction, and the registers that are needed for unwinding.
 #[cfg(target_arch = "x86_64")]
 fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     let [.., bp, _, _, _, _, sp, ip] =
@@ -97,7 +97,7 @@ fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     (ip, UnwindRegsNative::new(ip, sp, bp))
 }
 
-/// Returns the return address of a call that has not created a frame, and the caller's registers.
+/// Returns the return address of a call to an invalid address, which has no frame, and the registers of the caller.
 #[cfg(target_arch = "x86_64")]
 fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {
     let (_, registers) = registers(thread);
@@ -107,14 +107,14 @@ fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<
     Some((caller, UnwindRegsNative::new(caller, after_return, registers.bp())))
 }
 
-/// Returns the address of the current instruction, and the registers for unwinding.
+/// Returns the address of the current instruction, and the registers that are needed for unwinding.
 #[cfg(target_arch = "aarch64")]
 fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     let [.., fp, lr, sp, pc] = thread.header.registers;
     (pc, UnwindRegsNative::new(lr, sp, fp))
 }
 
-/// Returns the return address of a call that has not created a frame, and the caller's registers.
+/// Returns the return address of a call to an invalid address, which has no frame, and the registers of the caller.
 #[cfg(target_arch = "aarch64")]
 fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {
     let (_, registers) = registers(thread);

@@ -185,8 +185,8 @@ fn admission() {
     wait_for("another client is served", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
 }
 
-/// Prints the PIDs of the supervisor's processes and waits to be killed. With the argument `forks`, a forked
-/// child also holds all of this process's descriptors.
+/// Prints the PIDs of the supervisor's processes and waits to be killed. With the argument `forks`, a forked child
+/// holds copies of all descriptors of this process.
 fn is_killed() {
     let (_supervisor, client) = start("processes = 2");
     let mut told = line(&client).map(|pid| pid.to_string()).to_vec();
@@ -226,7 +226,7 @@ extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void)
     }
 }
 
-/// Checks that the application sees only the exit of its own child, although a worker, a keeper and the
+/// Checks that the application is notified only of the exit of its own child, although a worker, a keeper and the
 /// supervisor exit as well.
 #[expect(unsafe_code, reason = "installs a signal handler, and waits for any child")]
 fn waits_for_all() {
@@ -346,14 +346,14 @@ fn keeps_its_own() {
     assert_same_state(&before);
 }
 
-/// Triggers one-time initialisation: the first thread makes the C library reserve a signal, and tokio creates a socket
-/// pair.
+/// Triggers the one-time initialisation that would distort later measurements: the first thread makes the C library
+/// reserve a signal, and tokio creates a socket pair.
 fn once() {
     std::thread::spawn(|| run(async {})).join().unwrap();
 }
 
-/// Waits until this process has at most `before` open descriptors. A client's thread closes its descriptors
-/// only when the thread exits.
+/// Waits until this process has no more than `before` open descriptors. Waiting is necessary because a client's thread
+/// closes its descriptors only when the thread exits.
 fn assert_nothing_open(before: usize) {
     wait_for("no descriptors are left", || (descriptors(std::process::id()) <= before).then_some(()));
 }
@@ -364,7 +364,7 @@ fn assert_same_state(before: &[String]) {
     }
 }
 
-/// Checks that after the keeper's death, jobs get outcomes, a new keeper starts, and the application's own children
+/// Kills the keeper, and checks that all jobs get outcomes, a new keeper starts, and the application's own children
 /// survive.
 fn loses_its_keeper() {
     let mut own =
@@ -390,7 +390,7 @@ fn loses_its_keeper() {
     own.wait().unwrap();
 }
 
-/// Checks that keepers that are killed while they start are replaced.
+/// Checks that a keeper that is killed while it is starting is replaced.
 fn loses_starting_keepers() {
     let folder = std::env::var("FOLDER").unwrap();
     let is_own = |pid: &u32| {
@@ -465,7 +465,7 @@ async fn local_holds() {
 }
 
 /// Checks that each job has one outcome, that no job begins twice, and that no job reported as not executed has run,
-/// while workers, keepers and guards are killed. The program's second argument is the duration in seconds.
+/// while workers, keepers and guards are being killed. The second argument of the program is the duration in seconds.
 fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 'static) {
     const LANES: usize = 8;
     const JOBS: usize = 60;
@@ -527,7 +527,7 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= 3);
 }
 
-/// Configuration of a bulkhead that runs one job at a time. `WAITS` is the number of jobs in its queue.
+/// Configuration of a bulkhead that runs one job at a time. `WAITS` is the number of jobs that wait in its queue.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
@@ -550,8 +550,8 @@ fn is_told() {
     assert!(matches!(send(&client, "echo", ""), Err(JobError::Disconnected { .. })));
 }
 
-/// Runs the scenario of [`is_told`] with the data plane on this thread. Also drops a supervisor before any
-/// iteration in which it could send the outcomes.
+/// Runs the scenario of [`is_told`] with the data plane on this thread. Then repeats it with a supervisor that is
+/// dropped before it can send the outcomes.
 async fn local_is_told() {
     for is_dropped in [false, true] {
         let (mut supervisor, client) = start_local(WAITING);
@@ -581,8 +581,8 @@ async fn local_is_told() {
     }
 }
 
-/// Checks that the supervisor survives panics in the application, dropped futures, and use from other threads
-/// and runtimes.
+/// Checks that the supervisor survives panics in the application, dropped futures, and calls from other threads and
+/// runtimes.
 fn local_goes_on() {
     let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let keys = "max_in_flight = 4\nmax_queue = 300\ngrace = \"100ms\"";
@@ -630,8 +630,8 @@ fn local_goes_on() {
     assert_told(&other.block_on(send_to(&client, "echo")));
 }
 
-/// Repeatedly drops the future of `run_until` after its first poll, as happens in a `select!` with a channel that is
-/// always ready.
+/// Repeatedly drops the future returned by `run_until` after the first poll, as happens in a `select!` with a channel
+/// that is always ready.
 async fn local_polled_once() {
     let (mut supervisor, client) = start_local("max_in_flight = 4\nmax_queue = 100");
     let mut jobs = tokio::task::JoinSet::new();
@@ -658,8 +658,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot
-/// shut down the parent's supervisor.
+/// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot shut down the
+/// parent's supervisor.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn ends_for_good() {
     let (supervisor, client) = start("");
@@ -713,7 +713,7 @@ fn two() {
     }
 }
 
-/// Checks that starts with invalid settings fail and leave nothing behind.
+/// Checks that starting a supervisor with invalid settings fails and leaves nothing behind.
 fn refused() {
     once();
     let open = descriptors(std::process::id());
@@ -754,7 +754,7 @@ fn refused() {
     assert_nothing_open(open);
 }
 
-/// Starts a supervisor without calling `keeper_main_if_asked` first.
+/// Tries to start a supervisor without having called `keeper_main_if_asked`.
 fn forgets() {
     let error = Supervisor::start_blocking(settings("", "")).unwrap_err();
     assert!(matches!(error, StartError::NotAKeeper), "{error}");
@@ -781,7 +781,7 @@ fn backtrace() {
     supervisor.shutdown().unwrap();
 }
 
-/// Checks that running jobs finish when the supervisor is dropped.
+/// Checks that running jobs are finished even if the supervisor is dropped.
 fn drains() {
     let (supervisor, client) = start("max_in_flight = 2");
     let line = line(&client);
@@ -850,8 +850,8 @@ async fn in_a_runtime() {
     .unwrap();
 }
 
-/// Prints the outcome of a misbehaving job, first with the data plane on a separate thread, then on this thread. Checks
-/// that the next job is served.
+/// Sends a misbehaving job and prints its outcome, first with the data plane on a separate thread, then with the data
+/// plane on this thread. Checks that the next job succeeds in both cases.
 fn after(operation: &str, payload: &str) {
     let (supervisor, client) = start("deadline = \"20s\"");
     let told = client.job("a", payload).operation(operation).send();
@@ -971,8 +971,8 @@ async fn local_ends() {
     drop(start_local(""));
 }
 
-/// Waits to be killed without driving the data plane. The keeper must detect on its own that the application
-/// has exited.
+/// Waits to be killed without driving the data plane. The keeper must detect on its own that the application has
+/// exited.
 async fn local_is_killed() {
     let (mut supervisor, client) = start_local("");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -999,7 +999,7 @@ fn adopts() {
     assert_eq!(left, Err(nix::errno::Errno::ECHILD), "the application has a leftover child");
 }
 
-/// Checks that a forked child can drop its copy of a supervisor without any effect.
+/// Checks that a forked child can drop its copy of a supervisor without affecting the original.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn forks() {
     let (supervisor, client) = start("");

@@ -14,7 +14,7 @@ use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::memory_files::{LeaseRef, receive_with_files};
 use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, capability};
 
-/// Payload file and result file of each lease.
+/// Payload file and result file of each lease, by lease number.
 type Lent = HashMap<u64, (File, File)>;
 
 struct Worker {

@@ -53,7 +53,7 @@ fn parse(rule: &str) -> Option<(c_long, u32)> {
     Some((*number, libc::SECCOMP_RET_ERRNO | u32::from(errno.parse::<u16>().ok()?)))
 }
 
-/// Returns the filter for a container engine's profile. Panics if the file is not such a profile.
+/// Returns the filter described by the seccomp profile of a container engine. Panics if the file is not such a profile.
 fn profile(file: &str) -> Vec<sock_filter> {
     let text = std::fs::read_to_string(file).expect("the profile can be read");
     let profile: Value = serde_json::from_str(&text).expect("the profile is JSON");

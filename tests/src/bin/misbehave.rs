@@ -77,8 +77,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a template. The `who` operation returns the PIDs of the template and the worker. After `forks_max` forks, a
-/// process limit makes further forks fail.
+/// Runs a template. The `who` operation returns the PIDs of the template and the worker. A process limit makes further
+/// forks fail after `forks_max` forks.
 fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
     Server::new()
         .init(move |start| {
@@ -145,7 +145,7 @@ fn attributes() -> String {
     format!("{processors}\nnice {nice}\nI/O {io}\n{rest}")
 }
 
-/// Tries to change another process's [`attributes`]. Ignores errors.
+/// Tries to change the [`attributes`] of another process. Ignores errors.
 #[expect(unsafe_code, reason = "these calls have no safe form for another process")]
 fn alter(pid: u32) {
     let first = nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap();
@@ -165,7 +165,7 @@ fn alter(pid: u32) {
     let _ = std::fs::write(format!("/proc/{pid}/timerslack_ns"), "77000");
 }
 
-/// Time after which the process chains of [`leave_chains`] end on their own.
+/// Time after which the process chains created by [`leave_chains`] end on their own.
 const CHAINS_MAX: Duration = Duration::from_secs(20);
 
 /// Leaves chains of processes behind. Each process in a chain forks a successor and exits.
@@ -191,8 +191,8 @@ fn leave_chains(count: u64) {
     }
 }
 
-/// Runs a worker that forks during initialisation and in a handler. The forked processes return from these functions as
-/// well.
+/// Runs a worker that forks during initialisation and in a handler. In the forked child, these functions return just as
+/// they do in the worker.
 fn forked_stray() -> ExitCode {
     Server::new()
         .init(|_| Ok::<_, HandlerError>(fork_stray()))
@@ -276,7 +276,7 @@ impl Drop for Running {
     }
 }
 
-/// Runs the steps of an operation, which are separated by semicolons.
+/// Runs the steps of an operation. The steps are separated by semicolons.
 fn take_steps(
     steps: &str,
     job: &Job,
@@ -511,7 +511,7 @@ struct Raw {
     socket: UnixStream,
     inbox: Inbox,
     scratch: Scratch,
-    /// Number and operation of each unprocessed job.
+    /// Jobs that have not been processed yet, each with its number and operation.
     jobs: std::collections::VecDeque<(u64, String)>,
 }
 
@@ -541,9 +541,9 @@ fn raw(mode: &str) -> ExitCode {
     }
 }
 
-/// Runs a worker that cannot be resized and that holds its jobs until the file `go` exists. The result of
-/// each job is the maximum number of jobs held at once. Creates the file `too-many` if the worker gets more
-/// jobs than the welcome allows, and the file `told` if it gets a LIMITS frame.
+/// Runs a worker that cannot be resized and that keeps all its jobs until the file `go` exists. The result of each job
+/// is the maximum number of jobs that the worker had at once. Creates the file `too-many` if the worker gets more jobs
+/// than the welcome allows, and the file `told` if it gets a LIMITS frame.
 fn hoard() -> ExitCode {
     use std::os::fd::AsFd;
     let mut raw = Raw::by_hand();
@@ -594,12 +594,12 @@ fn hoard() -> ExitCode {
     }
 }
 
-/// Capabilities needed to receive prefetched jobs.
+/// Capabilities that a worker needs to receive prefetched jobs.
 const LOOKS_AHEAD: u64 = capability::RESIZE | capability::PREFETCH;
 
-/// Runs a worker that replies to every job immediately, with three exceptions. For `lie`, the worker sends a
-/// result for the next job instead. For `ignore`, the worker begins the job and then stops reading, replying
-/// and sending heartbeats. For the first `ignore all`, it stops without beginning the job.
+/// Runs a worker that immediately replies to every job, except for three operations. For `lie`, the worker sends a
+/// result for the next job instead. For `ignore`, the worker begins the job and then stops reading, replying and
+/// sending heartbeats. For the first `ignore all`, the worker stops without even beginning the job.
 fn liar() -> ExitCode {
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);
@@ -627,9 +627,9 @@ fn liar() -> ExitCode {
     }
 }
 
-/// Runs a worker that replies to every job immediately, with two exceptions. For `scribble garbage`, the
-/// worker writes garbage into its journal and dies. For `scribble results`, the worker writes results for
-/// other jobs into the journal, followed by a result for this job, and dies.
+/// Runs a worker that immediately replies to every job, except for two operations. For `scribble garbage`, the worker
+/// writes garbage into its journal and dies. For `scribble results`, the worker writes results for other jobs into the
+/// journal, followed by a result for this job, and dies.
 fn scribbler() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
@@ -718,7 +718,7 @@ impl Raw {
         true
     }
 
-    /// Receives the journal's descriptor, which precedes the welcome.
+    /// Receives the descriptor of the journal, which is sent before the welcome.
     fn lent(&mut self) -> Option<OwnedFd> {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
         let (mut frame, mut space) =
@@ -866,7 +866,7 @@ extern "C" fn panic_in_c() {
     panic!("a function called from C panicked");
 }
 
-/// Dies of SIGSEGV with the signal's default action.
+/// Restores the default action of SIGSEGV, and dies of this signal.
 fn die_without_record() -> Result<(), HandlerError> {
     #[expect(unsafe_code, reason = "sets the disposition of a signal")]
     // SAFETY: no handler function is installed.
@@ -875,7 +875,7 @@ fn die_without_record() -> Result<(), HandlerError> {
     Ok(())
 }
 
-/// Writes a crash record with random registers, a random stack, and mappings of files that are not programs.
+/// Writes a crash record in which the registers and the stack are random and the mapped files are not programs.
 fn forge_record() -> Result<(), HandlerError> {
     use std::hash::{BuildHasher, Hasher, RandomState};
     use std::os::unix::fs::{FileExt, MetadataExt};

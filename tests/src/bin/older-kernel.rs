@@ -17,7 +17,7 @@ fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Makes `setsockopt(2)` with `SO_PASSRIGHTS` fail with `ENOPROTOOPT` from now on, even after `execve(2)`.
+/// Makes every further call of `setsockopt(2)` with `SO_PASSRIGHTS` fail with `ENOPROTOOPT`, even after `execve(2)`.
 fn forget_pass_rights() -> std::io::Result<()> {
     // Offsets of the system call number and of the lower halves of the arguments (little-endian).
     const NUMBER: u32 = 0;

@@ -19,12 +19,12 @@ use super::worker::now_us;
 use super::{BULKHEADS, Plan, config};
 use crate::{Supervisor, kill_pid, request, write_config};
 
-/// A small random number generator (splitmix64). The same seed produces the same sequence.
+/// A small random number generator (SplitMix64). The same seed always produces the same sequence.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// Creates a generator with this seed.
+    /// Creates a random number generator with this seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -37,13 +37,13 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// Returns a number below `end`.
+    /// Returns a random number that is less than `end`.
     pub fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
 }
 
-/// A disturbance: its start time in µs of CLOCK_MONOTONIC, and its name.
+/// A disturbance of the supervisor: the time at which it started, in µs of CLOCK_MONOTONIC, and its name.
 pub type Deed = (u64, &'static str);
 
 /// Disturbs a supervisor until the run is over.
@@ -52,7 +52,7 @@ pub struct Chaos {
 }
 
 impl Chaos {
-    /// Starts the disturbances, which end soon after `is_over` is set.
+    /// Starts to disturb the supervisor. The disturbances end soon after `is_over` has been set.
     pub fn begin(supervisor: &Supervisor, notes: &Path, plan: Plan, is_over: Arc<AtomicBool>) -> Self {
         let target = Target {
             pid: supervisor.pid(),

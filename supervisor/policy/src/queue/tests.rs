@@ -17,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// Step counts: the maximum for a single operation, and the total.
+/// Number of steps: the maximum for a single operation, and the total.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -108,7 +108,7 @@ fn returned_job_comes_first_without_a_second_charge() {
     assert_eq!(drain(&mut queue), [0, 13, 14, 15, 16, 1, 17, 18, 19, 20, 2, 21]);
 }
 
-/// A blocked tenant also keeps its position in the round.
+/// While a tenant is blocked, it keeps its position in the round.
 #[test]
 fn blocked_tenant_keeps_its_credit() {
     let mut queue = Queue::default();
@@ -157,8 +157,8 @@ fn cancelled_jobs_do_not_earn_extra_turns() {
 
 // Fairness.
 
-/// Returns the total cost served for each tenant, after each of the first `pops` pops. All jobs are queued before the
-/// first pop.
+/// Returns the total cost of the jobs served for each tenant, after each of the first `pops` calls of `pop`. All jobs
+/// are queued before the first call.
 fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     let (mut queue, mut owner) = (Queue::default(), Vec::new());
     for (tenant, &(count, cost)) in flows.iter().enumerate() {
@@ -219,8 +219,8 @@ fn repeated_blocking_does_not_change_tenant_share() {
     }
 }
 
-/// Returns the total cost of the jobs served for each tenant in `seconds` rounds of `seats` jobs. Each client waits for
-/// its result before it submits the next job, as in the tests of Kubernetes' API Priority and Fairness.
+/// Serves `seats` jobs in each of `seconds` rounds, and returns the total cost served for each tenant. Each client
+/// waits for its result before it submits the next job, as in the tests of Kubernetes API Priority and Fairness.
 fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64> {
     let mut queue = Queue::default();
     let (mut owner, mut got) = (Vec::new(), vec![0; clients.len()]);
@@ -263,7 +263,7 @@ fn tenants_with_different_job_costs_get_equal_shares() {
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
 }
 
-/// None of the five tenants accounts for more than 30 % of the evictions.
+/// None of the five tenants suffers more than 30 % of the evictions.
 #[test]
 fn evictions_are_nearly_even_at_equal_rates() {
     let (mut random, mut evicted) = (Random(5), [0_u32; 5]);
@@ -290,7 +290,8 @@ fn evictions_are_nearly_even_at_equal_rates() {
 
 // Comparison with the paper and with a model.
 
-/// Returns the jobs served in each round by the algorithm in the paper, with a quantum of 1.
+/// Returns the jobs that deficit round robin, as described in the original paper, serves in each round with a quantum
+/// of 1.
 fn textbook(flows: &[Vec<u32>]) -> Vec<Vec<(usize, u32)>> {
     let mut active: VecDeque<(usize, u32, VecDeque<u32>)> = flows
         .iter()
@@ -422,8 +423,8 @@ impl Model {
         Some(gone)
     }
 
-    /// Removes a job without serving it. If the job was the oldest in its flow, the rounds already waited count towards
-    /// the flow's next job.
+    /// Removes a job without serving it. If the job was the oldest in its flow, the number of rounds that it has
+    /// already waited counts towards the flow's next job.
     fn cancel(&mut self, job: u32) {
         let Some(at) = self.jobs.iter().find(|waiting| waiting.job == job).copied() else { return };
         let flow = (at.class, at.tenant);
@@ -700,7 +701,7 @@ fn cancelled_jobs_release_memory() {
     }
 }
 
-/// Repeatedly adding and removing a single high number does not grow and shrink a table each time.
+/// Repeatedly adding and removing a single job with a high number does not grow and shrink a table each time.
 #[test]
 fn large_tables_shrink_only_after_many_operations() {
     let mut queue = Queue::default();

@@ -26,9 +26,9 @@ use super::coverage::Coverage;
 use super::journal::Registry;
 use slots::{Slot, SlotState};
 
-/// Minimum time allowed for a worker to send more data of an oversized result.
+/// Minimum time that a worker has to send the next part of an oversized result.
 const STALL_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
-/// Minimum time allowed for a worker to end a job itself while clients are waiting for its other jobs.
+/// Minimum time that a worker has to end a job itself while clients are waiting for its other jobs.
 const SLOW_END_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
@@ -51,7 +51,8 @@ pub(crate) struct Model {
     queue: VecDeque<JobId>,
     /// Suspect jobs that are waiting for an idle worker.
     suspects: VecDeque<JobId>,
-    /// Withheld places, each with its tenant, its slot, and the latest release time.
+    /// Withheld places. Each entry contains the tenant, the slot, and the time by which the place is released at the
+    /// latest.
     withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
     /// Workers, indexed by their places in the bulkhead's table.
@@ -59,9 +60,9 @@ pub(crate) struct Model {
     slots: Vec<Slot>,
     /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Time of the last start that was, or could have been, delayed because of early deaths.
+    /// Most recent start that was delayed, or could have been delayed, because of early deaths.
     last_spaced_start: Option<Time>,
-    /// Slots that a rolling restart can still reach.
+    /// Slots in which a rolling restart has yet to replace the worker.
     rolling: BTreeSet<u32>,
     /// True after a restart or a program change, until the replacement of a worker fails.
     is_restarting: bool,
@@ -71,7 +72,7 @@ pub(crate) struct Model {
     release_count: u64,
     newest_job: JobId,
     step: Step,
-    /// True if the breaker rejects jobs before or after this event.
+    /// True if the breaker was not closed either before or after the current event.
     is_breaking: bool,
     was_breaking: bool,
     pub(crate) coverage: Coverage,
@@ -91,8 +92,8 @@ struct Job {
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
-    /// Run limits: the time until the client gets its outcome, and the time until the worker is killed because of the
-    /// job.
+    /// Two limits on the run time. After the first, the client gets its outcome. After the second, this job causes its
+    /// worker to be killed.
     run_limits: [Option<Duration>; 2],
     /// Time of the dispatch.
     since: Time,
@@ -102,9 +103,9 @@ struct Job {
     /// Outcome of the previous attempt, or `None` during the first attempt.
     before: Option<Verdict>,
     is_suspect: bool,
-    /// True if the worker is about to exit and cannot have started the job.
+    /// True if the worker announced that it is about to exit and cannot have started the job.
     is_unread: bool,
-    /// True if only the worker's own record says that the job was not started.
+    /// True if the worker's own record is the only evidence that the job was not started.
     is_by_journal: bool,
     attempts: u32,
     /// Number of workers that died before reading this job. Not included in `attempts`.
@@ -141,9 +142,9 @@ struct Worker {
     sent: u64,
     /// Prefetched jobs, oldest first.
     prefetched: Vec<JobId>,
-    /// True if the worker gets no jobs because it was late in starting one. Copied from the bulkhead.
+    /// True if the worker gets no jobs because it was late in starting one. This value is taken from the bulkhead.
     is_stalled: bool,
-    /// Value of `is_stalled` at the end of this step.
+    /// Value that `is_stalled` takes at the end of this step.
     stalls: bool,
     /// Heartbeat interval sent to the worker.
     heartbeat: Duration,
@@ -155,14 +156,14 @@ struct Worker {
     /// time of the next attempt.
     has_old_program: bool,
     retry_replacement_at: Option<Time>,
-    /// Maximum number of concurrent jobs last sent to the worker.
+    /// Most recent `max_in_flight` sent to the worker.
     sent_max_in_flight: u32,
-    /// True if the worker is reserved for a suspect job. Copied from the bulkhead.
+    /// True if the worker is reserved for a suspect job. This value is taken from the bulkhead.
     is_exclusive: bool,
-    /// True if the worker was already killed when its slot was taken over.
+    /// True if the worker had already been killed when another worker took over its slot.
     killed_before_replacement: bool,
-    /// Start of the observation of a silent worker's processor time, and a flag that is true once the caller has been
-    /// asked for the result.
+    /// Time at which the supervisor began to observe a silent worker's use of processor time, and a flag that is set
+    /// once the caller has been asked for the result.
     observed_since: Option<Time>,
     was_checked: bool,
     excused_silences: u32,
@@ -172,14 +173,16 @@ struct Worker {
     begun: u64,
     is_at_job_limit: bool,
     pid: Option<u32>,
-    /// True if the worker is a successor that was started because the slot's worker is about to reach `recycle.jobs`.
+    /// True if the worker was started as a successor because the slot's worker is about to reach `recycle.jobs`.
     stands_by: bool,
     killed: Option<KillReason>,
-    /// Consequences of the worker's exit. Stored until its descendants are gone.
+    /// Consequences of the worker's exit, which are stored until its descendants are gone.
     dead: Option<Dead>,
-    /// Value of `release_count` when the worker left its slot, or `None` while the slot is waiting for its exit.
+    /// Value of `release_count` when the worker left its slot, or `None` if the slot is still waiting for the worker to
+    /// exit.
     left: Option<u64>,
-    /// Earliest time at which the worker can be killed because of its jobs, if it was stuck before this step.
+    /// Earliest time at which the worker can be killed because of its jobs. Set only if the worker was already stuck
+    /// before this step.
     killed_at: Option<Time>,
     next_replacement_at: Time,
 }
@@ -206,7 +209,7 @@ enum Phase {
     Draining { idle_since: Option<Time> },
 }
 
-/// Interpretation of the current event, and the actions that the event requires.
+/// Meaning of the current event, and the actions that the event requires.
 #[derive(Default)]
 struct Step {
     cause: Cause,
@@ -221,27 +224,29 @@ struct Step {
     is_recounted: bool,
     /// True if `max_in_flight` may have changed.
     is_resized: bool,
-    /// True if a silence was attributed to a busy machine.
+    /// True if the silence of a worker was attributed to a busy machine.
     is_excused: bool,
-    /// Jobs in `required` that can be retried instead. The value is true if the job becomes a suspect.
+    /// Jobs in `required` that can be retried instead of getting an outcome. The value is true if the job becomes a
+    /// suspect.
     retryable: BTreeMap<JobId, bool>,
     /// Payloads that must be reported as quarantined.
     to_quarantine: Vec<Digest>,
-    /// Worker that sent the result of a job that it cannot have started.
+    /// Worker that sent a result for a job that it cannot have started.
     sent_invalid_reply: Option<WorkerId>,
     /// A job that is being returned, and the worker that returns it.
     returned: Option<(WorkerId, JobId)>,
-    /// Jobs whose outcomes depend on the order in which the bulkhead handles several jobs.
+    /// Jobs whose outcomes depend on the order in which the bulkhead handles several jobs at once.
     ambiguous: BTreeSet<JobId>,
     /// Workers that must be sent a new maximum number of jobs.
     to_resize: BTreeMap<WorkerId, u32>,
     /// Jobs whose workers must be asked to cancel them.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
-    /// Jobs, one of which must be evicted to make room for the submitted job. Empty if no eviction is needed.
+    /// Candidates for eviction. One of these jobs must be evicted to make room for the submitted job. Empty if no
+    /// eviction is needed.
     evictable: BTreeSet<JobId>,
-    /// True if the submitted job can be rejected instead, because several tenants have the most jobs and the oldest job
-    /// of one of them has a higher priority.
+    /// True if the submitted job can be rejected instead of evicting another job, because several tenants have the most
+    /// jobs and the oldest job of one of these tenants has a higher priority.
     may_be_full: bool,
     /// Job in `required` that is rejected to make room for the submitted job.
     shed: Option<JobId>,
@@ -317,7 +322,7 @@ impl Model {
         }
     }
 
-    /// Checks the bulkhead's actions for the event that was passed to [`Model::handle_event`].
+    /// Checks the actions that the bulkhead returned for the event passed to [`Model::handle_event`].
     pub(crate) fn check_actions(
         &mut self,
         taken: Option<JobId>,
@@ -402,8 +407,8 @@ impl Model {
         self.check_queue_bound();
     }
 
-    /// Jobs that were in flight and have returned to the queue can exceed the queue's limit, because they were accepted
-    /// before.
+    /// Checks the length of the queue. Jobs that return to the queue after being in flight can exceed the queue's
+    /// limit, because they have already been accepted.
     fn check_queue_bound(&self) {
         let most = (2 * self.max_queue_ever + 2 * self.permits_ever) as usize;
         let waiting = self.queue.len() + self.suspects.len();
@@ -473,7 +478,8 @@ impl Model {
         matches!(self.mode, Mode::Stopping { .. })
     }
 
-    /// Returns the maximum number of jobs for the worker. It is never higher than the number last sent to the worker.
+    /// Returns the maximum number of jobs for the worker. The result is never higher than the most recent number sent
+    /// to the worker.
     fn capacity(&self, worker: &Worker) -> usize {
         let most = self.limits.max_in_flight.min(worker.sent_max_in_flight) as usize;
         most.min(worker.jobs.len() + self.jobs_left(worker))
@@ -484,8 +490,8 @@ impl Model {
             SlotState::Occupied { current, .. } if current == worker.id.place)
     }
 
-    /// Returns true if no client is waiting for any of the worker's jobs, or if one of the jobs has exceeded the
-    /// bulkhead's own deadline or run limit.
+    /// Returns true if the worker has jobs but no client is waiting for any of them, or if one of the jobs has exceeded
+    /// the bulkhead's own deadline or run limit.
     fn is_stuck(&self, worker: &Worker) -> bool {
         let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
         !worker.jobs.is_empty() && (jobs().all(|job| job.is_answered) || jobs().any(|job| job.is_overdue))
@@ -506,8 +512,8 @@ impl Model {
         }
     }
 
-    /// Returns the delay from the time at which a worker becomes stuck until it is killed. While the worker is sending
-    /// an oversized result, the delay restarts whenever data arrives.
+    /// Returns the time between a worker becoming stuck and being killed. While the worker is sending an oversized
+    /// result, the time starts over whenever data arrives.
     fn kill_delay(&self, worker: &Worker) -> std::time::Duration {
         let grace = self.limits.grace;
         let is_wanted = worker.jobs.iter().any(|job| !self.jobs[job].is_answered);
@@ -540,8 +546,8 @@ impl Model {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
-    /// Returns the jobs, one of which must be dispatched next: the oldest job of each tenant below its quota, in the
-    /// highest waiting class that can use a permit.
+    /// Returns the candidates for the next dispatch: the oldest job of each tenant below its quota, in the highest
+    /// waiting class that can use a permit.
     fn next_candidates(&self) -> Vec<JobId> {
         let may_go = |id: &&JobId| {
             let job = &self.jobs[*id];
@@ -587,8 +593,8 @@ impl Model {
         taken + (running - jobs).saturating_sub(own - capacity.min(own))
     }
 
-    /// Returns the number of running jobs, excluding those in workers that had already been killed when their slots
-    /// were reassigned.
+    /// Returns the number of running jobs. Excludes the jobs of workers that had already been killed when other workers
+    /// took over their slots.
     fn running(&self) -> usize {
         self.workers.values().filter(|w| !w.killed_before_replacement).map(|w| w.jobs.len()).sum()
     }

@@ -87,7 +87,7 @@ fn any_limits(random: &mut Random) -> Limits {
     }
 }
 
-/// Returns heartbeat settings. Long intervals leave more steps for other events and let more time pass.
+/// Returns random heartbeat settings. With long intervals, fewer steps are spent on heartbeats, and more time passes.
 fn health(random: &mut Random) -> Health {
     let (low, high) = if random.percent(70) { (50, 1000) } else { (5000, 30_000) };
     Health { heartbeat: random.millis(low, high), missed: random.pick(&[0, 1, 3, 5]) }
@@ -130,10 +130,10 @@ fn breaker(random: &mut Random) -> BreakerLimits {
     }
 }
 
-/// Value of `recycle.rss`, if set.
+/// Value of `recycle.rss` in histories that set it.
 pub(crate) const RSS_LIMIT_BYTES: u64 = 1 << 20;
 
-/// Behaviour of the workers and clients in one history. Probabilities are given as percentages.
+/// Behaviour of the workers and clients in one history. Most fields are probabilities, given as percentages.
 #[derive(Debug)]
 pub(crate) struct Behaviour {
     pub(crate) spawn_fails: u64,

@@ -16,7 +16,7 @@ use super::journal::Registry;
 use super::random::Random;
 use super::settings::{self, Behaviour, RSS_LIMIT_BYTES};
 
-/// A future event. It is dropped if its worker has exited by then.
+/// A future event. An event that concerns a worker is dropped if the worker has exited by then.
 #[derive(Debug)]
 enum WorldEvent {
     Arrival,
@@ -41,11 +41,11 @@ enum WorkerMessage {
     Ready,
     Beat,
     Reply(JobId),
-    /// The worker starts all jobs up to this number.
+    /// The worker starts all jobs with numbers up to this one.
     Begins(u64),
-    /// The worker returns the job with this number because the job was recalled.
+    /// The worker returns the job with this number, because the job has been recalled.
     ReturnsJob(u64),
-    /// Part of an oversized result. The second value is the number of remaining parts.
+    /// Part of an oversized result. The second value is the number of parts that are still to come.
     Part(JobId, u64),
     Stopping,
     ProtocolViolated,
@@ -72,7 +72,7 @@ struct Process {
     is_ready: bool,
     is_silent: bool,
     is_draining: bool,
-    /// True if the process is about to exit and does not read any more jobs.
+    /// True if the process is about to exit and reads no more jobs.
     is_exiting: bool,
     /// Jobs in flight.
     jobs: Vec<JobId>,
@@ -83,7 +83,8 @@ struct Process {
 }
 
 impl Process {
-    /// Returns the job's number among all jobs sent. For a job that was sent several times, returns the last number.
+    /// Returns the number of a job among all jobs sent to the worker. If the job was sent more than once, returns the
+    /// last of its numbers.
     fn send_number(&self, job: JobId) -> u64 {
         self.sent.iter().rposition(|sent| *sent == job).map_or(0, |at| at as u64 + 1)
     }
@@ -142,7 +143,7 @@ impl World {
         self.agenda.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// Returns a random delay of the supervisor. Usually returns `None`.
+    /// Returns a random time by which the supervisor itself is delayed. In most cases, returns `None`.
     pub(crate) fn supervisor_delay(&mut self) -> Option<Duration> {
         self.random.percent(self.behaviour.supervisor_delay).then(|| self.random.millis(1, 5000))
     }
@@ -155,8 +156,8 @@ impl World {
         self.random.millis(low, high)
     }
 
-    /// Returns the next due event in the form in which the caller would report it. Returns `None` if the event's worker
-    /// has exited.
+    /// Returns the next due event in the form in which the caller would report it. Returns `None` if the event concerns
+    /// a worker that has exited.
     pub(crate) fn take(&mut self, now: Time) -> Option<Event<Tag>> {
         let entry = self.agenda.first_entry().filter(|entry| entry.key().0 <= now)?;
         match entry.remove() {
@@ -217,7 +218,7 @@ impl World {
         })
     }
 
-    /// Handles the acceptance of a job. The client might cancel the job later.
+    /// Handles the acceptance of a job, and sometimes schedules the cancellation of the job by its client.
     pub(crate) fn accepted(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.behaviour.cancels) {
             let after = self.random.millis(0, 2 * self.behaviour.job_ms + 20);
@@ -259,7 +260,7 @@ impl World {
         }
     }
 
-    /// Returns limits in which a few or all keys have changed, as in an edited configuration file.
+    /// Returns limits in which either a few keys or all keys have changed, as after editing a configuration file.
     fn limits(&mut self) -> Limits {
         let fresh = settings::limits(&mut self.random);
         if self.random.percent(50) {
@@ -282,8 +283,8 @@ impl World {
         }
     }
 
-    /// Returns a message from a worker that has exited or never existed, or about a job that the worker does
-    /// not have.
+    /// Returns a stale message: either from a worker that has exited or never existed, or about a job that the worker
+    /// does not have.
     fn stale_message(&mut self, now: Time) -> Option<Event<Tag>> {
         let pause = self.random.millis(1, 100 * self.behaviour.arrival_ms);
         self.schedule(now + pause, WorldEvent::StaleMessage);
@@ -403,14 +404,15 @@ impl World {
         Some(event)
     }
 
-    /// Schedules the exit of a worker's descendants. Usually there are none. Sometimes they take a long time to exit.
+    /// Schedules the time at which all descendants of a worker have exited. Usually there are none, but sometimes they
+    /// take a long time.
     fn schedule_reaping(&mut self, now: Time, worker: WorkerId) {
         let within_ms = self.random.pick(&[0, 0, 0, 20, 3000]);
         let after = self.random.millis(0, within_ms);
         self.schedule(now + after, WorldEvent::Reaped(worker));
     }
 
-    /// Returns a job that was started just as it was recalled. The bulkhead decides which worker runs the job.
+    /// Returns a job that started just as it was recalled, so that the bulkhead can decide which worker runs the job.
     fn return_job(&mut self, now: Time, worker: WorkerId, send_number: u64) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
         let job = *process.sent.get(send_number as usize - 1)?;
@@ -515,7 +517,7 @@ impl World {
         Some(Event::Replied { worker, job, reply })
     }
 
-    /// Schedules the next part of an oversized result. In a few cases, the worker stops sending the result.
+    /// Schedules the next part of an oversized result. Occasionally, the worker stops sending the result instead.
     fn schedule_part(&mut self, now: Time, worker: WorkerId, job: JobId, left: u64) {
         let within_ms = self.random.pick(&[0, 10, 500, 500, 1500]);
         if !self.random.percent(5) {
@@ -549,7 +551,7 @@ impl World {
         }
     }
 
-    /// Schedules the exit of a worker after a job. Some workers announce their exit, and others do not.
+    /// Makes a worker exit after a job. Some workers announce their exit, and others do not.
     fn exit_after_job(&mut self, now: Time, worker: WorkerId) {
         if self.random.percent(50) {
             self.schedule_message(now, worker, WorkerMessage::Stopping);
@@ -562,7 +564,7 @@ impl World {
         }
     }
 
-    /// Drains a process. It exits once it has no jobs left.
+    /// Makes a process drain. The process exits once it has no jobs left.
     fn start_draining(&mut self, now: Time, worker: WorkerId) {
         let disobeys = self.random.percent(self.behaviour.ignores_drain);
         let after = self.random.millis(0, 50);
@@ -703,7 +705,7 @@ impl World {
         }
     }
 
-    /// Makes a process start its jobs up to this number, unless the jobs were recalled.
+    /// Makes a process start all jobs with numbers up to this one, unless these jobs have been recalled.
     fn begin(&mut self, now: Time, worker: WorkerId, send_number: u64) {
         let Some(process) = self.processes.get_mut(&worker) else { return };
         let begun = self.registry.begun(worker);
@@ -767,7 +769,7 @@ impl World {
         }
     }
 
-    /// Schedules the exit of a killed process. Before that, the process might die of another cause.
+    /// Schedules the exit of a process that was sent SIGKILL. In the meantime, the process might die of another cause.
     fn kill(&mut self, now: Time, worker: WorkerId) {
         let after =
             if self.random.percent(10) { self.random.millis(0, 3000) } else { self.random.millis(0, 30) };

@@ -6,14 +6,14 @@ use nix::errno::Errno;
 
 /// Error from an attempt that was refused.
 pub(crate) struct Refused {
-    /// Name of the error, or of the signal that killed a child. Other words are results that are not kernel
-    /// errors, such as `NOTHING` for an attempt that did not reach its goal.
+    /// Name of the error, or of the signal that killed a child. Can also be a word that is not the name of a kernel
+    /// error, such as `NOTHING` for an attempt that did not reach its goal.
     pub(crate) errno: String,
     /// The action that was attempted.
     pub(crate) what: String,
 }
 
-/// Result of an attempt, either a description of the success or the refusal.
+/// Result of an attempt: either a description of the success, or the refusal.
 pub(crate) type Tried = Result<String, Refused>;
 
 impl Refused {
@@ -21,13 +21,13 @@ impl Refused {
         Self { errno: word.to_owned(), what: what.into() }
     }
 
-    /// Returns the refusal for an attempt that did not reach its goal even though no call failed.
+    /// Returns a refusal for an attempt in which no call failed but the goal was not reached.
     pub(crate) fn nothing(what: impl Into<String>) -> Self {
         Self::because("NOTHING", what)
     }
 }
 
-/// Adds the attempted action to an error.
+/// Converts an error into a refusal by adding the attempted action.
 pub(crate) trait At<T> {
     fn at(self, what: &str) -> Result<T, Refused>;
 }
@@ -53,8 +53,8 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Makes a raw system call, because attempts must bypass the checks in libraries. Safe only with the
-/// arguments listed in the SAFETY comment.
+/// Makes a raw system call, because attempts must bypass the checks made by libraries. Safe only with the arguments
+/// listed in the SAFETY comment.
 pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) -> Result<usize, Errno> {
     let mut all = [0; 6];
     all[..N].copy_from_slice(&arguments);
@@ -70,7 +70,7 @@ pub(crate) fn address<T>(value: &T) -> usize {
     std::ptr::from_ref(value) as usize
 }
 
-/// Returns the address of a value that the kernel writes to.
+/// Returns the address of a value to which the kernel can write.
 pub(crate) fn address_mut<T>(value: &mut T) -> usize {
     std::ptr::from_mut(value) as usize
 }
@@ -82,7 +82,7 @@ pub(crate) fn close(descriptor: usize) {
     let _ = call(libc::SYS_close, [descriptor]);
 }
 
-/// Evaluates the result of a call with intentionally invalid arguments. The errors in `behind` occur only
+/// Evaluates the result of a call that was made with intentionally invalid arguments. The errors in `behind` occur only
 /// after the permission check, so they count as success.
 pub(crate) fn reached(result: Result<usize, Errno>, behind: &[Errno], what: &str) -> Tried {
     match result {
@@ -92,7 +92,7 @@ pub(crate) fn reached(result: Result<usize, Errno>, behind: &[Errno], what: &str
     }
 }
 
-/// Converts the wait status of a child to the result of an attempt.
+/// Converts the wait status of a child into the result of an attempt.
 pub(crate) fn ended(status: i32, what: &str) -> Tried {
     if libc::WIFSIGNALED(status) {
         let number = libc::WTERMSIG(status);
@@ -105,8 +105,8 @@ pub(crate) fn ended(status: i32, what: &str) -> Tried {
     }
 }
 
-/// Creates a child with the given `clone(2)` flags. The exit code of the child is 0 or the error. The task
-/// must make only raw system calls, because the child has a copy of only one of several threads.
+/// Creates a child with the given `clone(2)` flags. The child exits with 0 or with the error number. The task must make
+/// only raw system calls, because the child is forked from a process with several threads.
 pub(crate) fn child(flags: i32, task: impl FnOnce() -> Result<(), Errno>) -> Result<i32, Errno> {
     let flags = (flags | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0])?;
@@ -129,7 +129,7 @@ pub(crate) fn wait(pid: usize) -> Result<i32, Errno> {
     }
 }
 
-/// Runs the task on a temporary thread, so that the task can change the attributes of its thread.
+/// Runs the task on a temporary thread, so that the task can change attributes of that thread.
 pub(crate) fn thread<T: Send>(task: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| match scope.spawn(task).join() {
         Ok(result) => result,

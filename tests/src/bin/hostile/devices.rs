@@ -33,8 +33,8 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("read-kernel-addresses", |_| read_kernel_addresses()),
 ];
 
-/// Returns the path of this process's cgroup, from lines of the form `NUMBER:CONTROLLERS:PATH`. The path `/`
-/// reveals nothing.
+/// Returns the path of this process's cgroup, read from lines of the form `NUMBER:CONTROLLERS:PATH`. The path `/` does
+/// not count, because it reveals nothing.
 fn find_its_cgroup() -> Tried {
     let what = "find its own control group";
     let text = fs::read_to_string("/proc/self/cgroup").at(what)?;
@@ -54,7 +54,7 @@ fn open(path: &str) -> Tried {
     Ok(format!("opened {path}"))
 }
 
-/// Inserts a character into the input of a new terminal that no other process is reading.
+/// Inserts a character into the input of a new terminal from which no other process reads.
 fn type_into_a_terminal() -> Tried {
     let flags = libc::O_NOCTTY;
     let master = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/ptmx");
@@ -71,7 +71,7 @@ fn type_into_a_terminal() -> Tried {
     Ok("typed".into())
 }
 
-/// Reads kernel addresses. An unprivileged process reads zeros instead.
+/// Tries to read kernel addresses. For an unprivileged process, the kernel replaces the addresses with zeros.
 fn read_kernel_addresses() -> Tried {
     const ENOUGH: u64 = 4096;
     let what = "read kernel addresses";

@@ -97,7 +97,7 @@ pub(crate) fn list(path: impl AsRef<Path>) -> Tried {
     Ok(format!("{} entries", entries.count()))
 }
 
-/// Lists `/tmp`, leaving out the parents of paths that were granted to the worker.
+/// Lists the entries of `/tmp`, except for the parents of paths to which the worker was granted access.
 fn list_temporary_files(to: &Targets) -> Tried {
     let given = Path::new(to.text("readable")?);
     let entries = fs::read_dir("/tmp").at("list /tmp")?.flatten();
@@ -107,7 +107,7 @@ fn list_temporary_files(to: &Targets) -> Tried {
     }
 }
 
-/// Changes the mode of the folder that contains the temporary folders of all programs.
+/// Removes all permissions from the folder that contains the temporary folders of all programs.
 fn shut_temporary_folders() -> Tried {
     let own = std::env::var_os("TMPDIR").ok_or_else(|| Refused::nothing("find its own temporary folder"))?;
     let shared = Path::new(&own).parent().unwrap_or(Path::new(&own));
@@ -201,7 +201,7 @@ fn watch_neighbour(to: &Targets) -> Tried {
     Ok("sees when files in the folder are opened and changed".into())
 }
 
-/// Sets the mode of another bulkhead's file to its current value.
+/// Changes the mode of a file in another bulkhead to the mode that the file already has.
 fn chmod_neighbour(to: &Targets) -> Tried {
     const SECRET_MODE: u32 = 0o600;
     let permissions = fs::Permissions::from_mode(SECRET_MODE);
@@ -272,9 +272,9 @@ fn give_a_file_away(_: &Targets) -> Tried {
     Ok("given away".into())
 }
 
-/// Fills the temporary folder with entries that are hard to remove, or whose removal could affect other
-/// files: links to other folders, an inaccessible folder, many files, and deeper nesting than descriptor
-/// limits and path lengths allow.
+/// Fills the temporary folder with entries that are hard to remove, or whose removal could affect other files: links to
+/// other folders, an inaccessible folder, many files, and folders nested more deeply than descriptor limits and path
+/// lengths allow.
 fn booby_trap(to: &Targets) -> Tried {
     const FILES: usize = 2000;
     const LEVELS: usize = 1500;
@@ -300,7 +300,7 @@ fn booby_trap(to: &Targets) -> Tried {
     Ok(folder.to_string_lossy().into_owned())
 }
 
-/// Returns the open descriptors, except the descriptor that this function opens.
+/// Returns the open descriptors, except for the one that this function opens.
 pub(crate) fn open_descriptors() -> BTreeSet<i32> {
     let Ok(folder) = fs::read_dir("/proc/self/fd") else { return BTreeSet::new() };
     let open: BTreeSet<i32> =

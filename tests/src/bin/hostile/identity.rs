@@ -24,7 +24,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("lower-and-raise-a-limit", |_| lower_and_raise_a_limit()),
 ];
 
-/// Changes the user of a temporary thread.
+/// Tries to change the user of a temporary thread.
 fn become_another_user() -> Tried {
     const NOBODY: usize = 65534;
     let other = if nix::unistd::geteuid().is_root() { NOBODY } else { 0 };
@@ -32,7 +32,7 @@ fn become_another_user() -> Tried {
     Ok(format!("became user {other}"))
 }
 
-/// Requests useful capabilities for a temporary thread.
+/// Tries to regain some useful capabilities on a temporary thread.
 fn regain_capabilities() -> Tried {
     const VERSION_3: u32 = 0x2008_0522;
     const DAC_OVERRIDE: u32 = 1 << 1;
@@ -85,7 +85,7 @@ fn real_time_disk() -> Tried {
     Ok("has real-time disk priority".into())
 }
 
-/// Sets a personality in which all readable memory is executable.
+/// Sets a personality under which all readable memory is executable.
 fn weaken_memory() -> Tried {
     const READ_IMPLIES_EXEC: usize = 0x0040_0000;
     thread(|| call(libc::SYS_personality, [READ_IMPLIES_EXEC])).at("make all memory executable")?;

@@ -127,7 +127,7 @@ fn load_bpf() -> Tried {
     reached(call(libc::SYS_bpf, [0xffff, 0, 0]), &[Errno::EINVAL, Errno::EFAULT], "load a BPF program")
 }
 
-/// Calls `bpf` in a child. An error counts as success if it shows that the call has passed the filter.
+/// Calls `bpf` in a child process. An error counts as success if it shows that the call got through the filter.
 fn load_bpf_in_a_child() -> Tried {
     let what = "load a BPF program in a child";
     let load = || match call(libc::SYS_bpf, [0xffff, 0, 0]) {
@@ -154,7 +154,7 @@ fn x32_call() -> Tried {
     reached(call(X32 | libc::SYS_getpid, []), &[Errno::ENOSYS], "make an x32 system call")
 }
 
-/// Makes a 32-bit `getpid` call.
+/// Makes a `getpid` call through the 32-bit system call interface.
 #[cfg(target_arch = "x86_64")]
 fn legacy_call() -> Tried {
     const GETPID: u32 = 20;

@@ -42,7 +42,7 @@ pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Re
     Ok([&header.encode()[..], &metadata].concat())
 }
 
-/// Sends descriptors together with a valid frame.
+/// Sends descriptors together with a valid frame over the link.
 fn pass_descriptors() -> Tried {
     /// Number of descriptors per message, close to the maximum that the kernel allows.
     const DESCRIPTORS: usize = 250;
@@ -60,8 +60,8 @@ fn pass_descriptors() -> Tried {
     Ok(format!("passed {}", TIMES * descriptors.len()))
 }
 
-/// Sends urgent data with `send` and with `sendmsg`. Prefers a new pair of sockets, because urgent data can block the
-/// reader of the link.
+/// Sends urgent data with `send` and with `sendmsg`. Uses a new pair of sockets if possible, because urgent data can
+/// block the reader of the link.
 fn urgent_data() -> Tried {
     let what = "send urgent data";
     let pair = UnixStream::pair();
@@ -75,7 +75,7 @@ fn urgent_data() -> Tried {
     sent.or(sent_by_message).map(|_| "sent".into())
 }
 
-/// Passes a TCP socket that takes ten minutes to close when its last descriptor is closed.
+/// Passes a TCP socket over the link. Closing the last descriptor of this socket would take ten minutes.
 fn pass_lingering_socket() -> Tried {
     let link = link()?;
     let listener = TcpListener::bind("127.0.0.1:0").at("listen")?;
@@ -108,7 +108,8 @@ fn garbage_on_the_link() -> Tried {
     }
 }
 
-/// Overwrites the whole journal with garbage and dies, because the supervisor reads the journal of a dead worker.
+/// Overwrites the whole journal with garbage and then dies, because the supervisor reads a worker's journal after its
+/// death.
 fn garbage_in_the_journal() -> Tried {
     let maps = std::fs::read_to_string("/proc/self/maps").at("read its own memory map")?;
     let line = maps.lines().find(|line| line.contains("memfd:journal"));

@@ -33,7 +33,7 @@ use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 use calls::{Refused, Tried};
 use serde_json::{Value, json};
 
-/// Targets of the attempts, by name: paths, PIDs, addresses.
+/// Targets of the attempts, such as paths, PIDs and addresses, by name.
 struct Targets(Value);
 
 impl Targets {
@@ -112,7 +112,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs attempts during startup that a sealed worker cannot run later. The `prepared` operation returns the results.
+/// Runs, during startup, the attempts that are no longer possible in a sealed worker. The `prepared` operation returns
+/// the results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
         let early = ["run-a-program", "pair-of-sockets"];

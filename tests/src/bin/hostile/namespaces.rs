@@ -73,27 +73,28 @@ fn by_clone3() -> Tried {
     ended(wait(pid).at(what)?, what)
 }
 
-/// Creates namespaces for a temporary thread.
+/// Tries to create namespaces for a temporary thread.
 fn new_namespaces() -> Tried {
     let flags = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC;
     thread(|| call(libc::SYS_unshare, [flags as usize])).at("create namespaces")?;
     Ok("made".into())
 }
 
-/// Enters the namespace that this process is already in.
+/// Tries to enter a namespace that this process is already in.
 fn enter_a_namespace() -> Tried {
     let namespace = File::open("/proc/self/ns/uts").at("open its own namespace")?;
     thread(|| call(libc::SYS_setns, [namespace.as_raw_fd() as usize, 0])).at("enter a namespace")?;
     Ok("entered".into())
 }
 
-/// Mounts a file system of an unknown type, which the kernel rejects only after the permission check.
+/// Tries to mount a file system of an unknown type. The kernel rejects the unknown type only after the permission
+/// check.
 fn mount() -> Tried {
     let (kind, place) = (c"bulkhead-no-such-kind".as_ptr() as usize, c"/".as_ptr() as usize);
     reached(call(libc::SYS_mount, [kind, place, kind, 0, 0]), &[Errno::ENODEV], "mount a file system")
 }
 
-/// Unmounts a path that is not a mount point, which the kernel rejects only after the permission check.
+/// Tries to unmount a path that is not a mount point. The kernel rejects the path only after the permission check.
 fn unmount() -> Tried {
     let place = c"/proc/self".as_ptr() as usize;
     reached(call(libc::SYS_umount2, [place, 0]), &[Errno::EINVAL], "unmount a file system")

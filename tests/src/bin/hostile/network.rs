@@ -77,14 +77,14 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("cryptography-socket", |_| socket(libc::AF_ALG, libc::SOCK_SEQPACKET, 0, "an AF_ALG socket")),
 ];
 
-/// Maximum time to wait until a server replies or closes the connection.
+/// Maximum time to wait for a server to reply or close the connection.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 fn address(to: &Targets) -> Result<std::net::SocketAddr, Refused> {
     to.text("tcp")?.parse().map_err(|_| Refused::because("NOTARGET", "parse the address"))
 }
 
-/// Creates a TCP socket for the family of the address.
+/// Creates a TCP socket for the address family of the address.
 fn tcp_socket(address: &str, protocol: Option<Protocol>) -> Result<OwnedFd, Refused> {
     let family = if address.starts_with('[') { AddressFamily::INET6 } else { AddressFamily::INET };
     rustix::net::socket(family, SocketType::STREAM, protocol).at("make a stream socket")
@@ -97,7 +97,7 @@ fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
     Ok(what)
 }
 
-/// Binds an unused abstract name to a listening socket or, if that fails, to one end of a socket pair.
+/// Binds an unused abstract name to a listening socket. If that fails, binds it to one end of a socket pair.
 fn take_an_abstract_name(like: &str) -> Tried {
     let what = "take an abstract name";
     let name = format!("{like}-{}", std::process::id());
@@ -111,7 +111,8 @@ fn take_an_abstract_name(like: &str) -> Tried {
     Ok("holds it".into())
 }
 
-/// Sends from a datagram socket pair, which needs no `socket` call and can reach any path.
+/// Sends a datagram from one end of a socket pair. Creating a pair needs no `socket` call, and a datagram can be sent
+/// to any path.
 fn send_to_path_socket(to: &Targets) -> Tried {
     let pair = socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None);
     let (socket, _other) = pair.at("make a pair of datagram sockets")?;

@@ -100,14 +100,15 @@ fn trace_sibling(to: &Targets) -> Tried {
     Ok("traced".into())
 }
 
-/// Starts a child that requests to be traced by its parent.
+/// Starts a child that asks to be traced by its parent.
 fn ask_to_be_traced() -> Tried {
     let what = "be traced by the parent";
     let ask = || call(libc::SYS_ptrace, [libc::PTRACE_TRACEME as usize, 0, 0, 0]).map(drop);
     ended(child(0, ask).at(what)?, what)
 }
 
-/// Copies from or to an unmapped address. An error about the address proves that the permission check has passed.
+/// Tries to copy a byte from or to an unmapped address of another process. An error about the address proves that the
+/// permission check has been passed.
 fn between_memories(number: libc::c_long, pid: i32) -> Tried {
     let mut byte = 0_u8;
     let here = [address_mut(&mut byte), 1];
@@ -136,7 +137,7 @@ fn take_descriptor_of_sibling(to: &Targets) -> Tried {
     Ok("taken".into())
 }
 
-/// Sends signal 0. The kernel then only checks the permission and delivers no signal.
+/// Sends signal 0, for which the kernel only checks the permission.
 fn signal_nothing(pid: i32) -> Tried {
     call(libc::SYS_kill, [pid as usize, 0]).at("send a signal to another process")?;
     Ok("could be signalled".into())
@@ -150,8 +151,8 @@ fn signal_sibling_by_descriptor(to: &Targets) -> Tried {
     Ok("could be signalled".into())
 }
 
-/// Makes the kernel send SIGIO to a sibling when input arrives, which kills a process without a handler. Only
-/// the sibling's fate shows the result.
+/// Tries to make the kernel send SIGIO to a sibling when input arrives. This signal kills a process without a handler,
+/// so only the sibling's fate shows whether the attempt succeeded.
 fn kill_sibling_by_input(to: &Targets) -> Tried {
     let what = "make the kernel signal a sibling on input";
     let (reader, writer) = rustix::pipe::pipe().at(what)?;
@@ -174,8 +175,8 @@ fn is_in_own_pid_namespace() -> bool {
     getppid().as_raw() == 1 && (1..FEW).contains(&all_processes().len()) && std::process::id() < 100
 }
 
-/// Kills the parent if it is the first process in a PID namespace, which survives all signals from its children.
-/// Otherwise, only checks that a signal would be permitted.
+/// Kills the parent if it is the first process of a PID namespace, because such a process survives all signals from its
+/// children. If it is not, only checks that sending a signal would be permitted.
 fn kill_parent(_: &Targets) -> Tried {
     let what = "kill the parent process";
     let signal = if is_in_own_pid_namespace() { libc::SIGKILL } else { 0 };
@@ -183,7 +184,7 @@ fn kill_parent(_: &Targets) -> Tried {
     if signal == 0 { Ok("could be killed".into()) } else { Err(Refused::nothing(what)) }
 }
 
-/// Tries to kill all processes. For the safety of the machine, does so only if no visible process can be signalled.
+/// Tries to kill all processes. To protect the machine, sends the signal only if no visible process can be signalled.
 fn kill_everything(_: &Targets) -> Tried {
     let what = "kill every process";
     let own = std::process::id() as i32;
@@ -201,7 +202,8 @@ fn kill_everything(_: &Targets) -> Tried {
     Err(Refused::nothing(what))
 }
 
-/// Sets the limit on CPU time to its current value. A lower limit could kill the supervisor.
+/// Sets the limit on CPU time of another process to the value that it already has. A lower limit could kill the
+/// supervisor.
 fn limit(pid: i32) -> Tried {
     let pid = pid as usize;
     let resource = libc::RLIMIT_CPU as usize;
@@ -232,7 +234,7 @@ fn serve_as_before(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Writes the current contents of a file in `/proc` back to the file.
+/// Writes the current contents of a file in `/proc` back to that file.
 fn write_as_it_is(pid: i32, file: &str) -> Tried {
     let what = "write to another process's file in /proc";
     let path = format!("/proc/{pid}/{file}");
@@ -262,7 +264,7 @@ fn pin(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Creates a sibling of this process. The parent would have to reap the sibling.
+/// Creates a child of this process's parent, which would have to reap it.
 fn become_child_of_keeper() -> Tried {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("create a child of its own parent")?;

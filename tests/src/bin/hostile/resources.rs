@@ -69,8 +69,8 @@ fn touch_much_memory() -> Tried {
     ))
 }
 
-/// Writes one byte far beyond the end of a file. The file uses only a single block. The thread blocks
-/// SIGXFSZ, which would otherwise kill the process at the limit.
+/// Writes one byte far beyond the end of a file, so that the file occupies only a single block. Does so on a thread
+/// that blocks SIGXFSZ, because this signal would otherwise kill the process at the limit.
 fn grow_a_file() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-large-{}", std::process::id()));
     let file = File::create(&path).at("create a file in its own temporary folder")?;
@@ -83,7 +83,7 @@ fn grow_a_file() -> Tried {
     Ok("grown".into())
 }
 
-/// Fills the temporary folder. A folder on disk is checked only periodically, so it has to stay full for a while.
+/// Fills the temporary folder. Because a folder on disk is checked only periodically, it has to stay full for a while.
 fn fill_temporary_folder() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-full-{}", std::process::id()));
     let file = File::create(&path);
@@ -101,7 +101,7 @@ fn sleep() -> Result<(), Errno> {
     call(libc::SYS_nanosleep, [address(&time), 0]).map(drop)
 }
 
-/// Creates processes up to the limit or a maximum number, then kills them.
+/// Creates processes until a limit prevents it or a maximum number is reached, and then kills them.
 fn make_many_processes() -> Tried {
     let (mut made, mut end) = (Vec::new(), Ok(()));
     while made.len() < PROCESSES && end.is_ok() {
@@ -121,7 +121,7 @@ fn make_many_processes() -> Tried {
     Ok(format!("made {PROCESSES}"))
 }
 
-/// Leaves orphans behind, each in a separate session.
+/// Leaves orphaned processes behind, each in a separate session.
 fn leave_processes_behind() -> Tried {
     const LEFT: usize = 5;
     for _ in 0..LEFT {
@@ -140,8 +140,8 @@ fn leave_processes_behind() -> Tried {
     Ok(format!("left {LEFT}"))
 }
 
-/// Sets the core limit to 0. With a limit of 0, in contrast to 1, the kernel still passes dumps to a program
-/// in `core_pattern`.
+/// Sets the limit on core dumps to 0. Unlike a limit of 1, this does not prevent the kernel from passing dumps to a
+/// program in `core_pattern`.
 fn lower_the_dump_limit() -> Tried {
     let what = "set the limit of core dumps to 0";
     let mut before = [0_u64; 2];
@@ -166,9 +166,8 @@ pub(crate) fn sleep_bounded() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Leaves a chain of processes behind. Each process in the chain forks a successor and exits, so that a
-/// process found by a search has exited before it can be signalled. The chain lasts up to 20 s. Returns the
-/// worker's PID.
+/// Leaves a chain of processes behind for up to 20 s. Each process in the chain forks a successor and exits, so that a
+/// process found by a search has already exited before it can be signalled. Returns the worker's PID.
 pub(crate) fn leave_a_runner() -> Result<Vec<u8>, bulkhead_worker::HandlerError> {
     const LIFETIME: std::time::Duration = std::time::Duration::from_secs(20);
     let began = std::time::Instant::now();

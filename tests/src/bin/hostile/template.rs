@@ -18,7 +18,7 @@ const LIFETIME_S: u32 = 100;
 /// Number of siblings to fork.
 const SIBLINGS: usize = 50;
 
-/// Runs a template that misbehaves in the way named by `how`.
+/// Runs a template that misbehaves. `how` names the kind of misbehaviour.
 pub(crate) fn run(how: &str) -> ExitCode {
     match play(how) {
         Ok(()) => ExitCode::SUCCESS,
@@ -147,7 +147,7 @@ fn say(word: TemplateMessage<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for an order to fork. Returns the worker's number.
+/// Waits for an order to fork a worker. Returns the number of the worker.
 fn next_order() -> io::Result<u64> {
     next_order_with_descriptors().map(|(worker, _)| worker)
 }

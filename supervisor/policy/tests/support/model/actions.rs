@@ -9,10 +9,11 @@ use super::slots::SlotState;
 use super::{Cause, Mode, Model, Phase, Worker, is_same};
 use crate::support::Tag;
 
-/// Maximum time that an idle worker may take to exit.
+/// Maximum time that an idle worker can take to exit before it is killed.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Maximum number of replaced workers without jobs that are still exiting. If there are more, the oldest one is killed.
+/// Maximum number of replaced workers that have no jobs but are still exiting. If there are more, the oldest one is
+/// killed.
 const LEAVING_MAX: usize = 16;
 
 /// Maximum time between the request to start a process and the report that it is running.
@@ -127,7 +128,7 @@ impl Model {
         self.begin(id);
     }
 
-    /// Checks that a job that was recalled along with others is sent to the same worker again.
+    /// Checks that sending a job to the same worker again is allowed, because the job was recalled along with others.
     fn resend(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
@@ -245,7 +246,7 @@ impl Model {
         }
     }
 
-    /// Checks that every worker that is due to be killed or drained has been killed or drained.
+    /// Checks that all workers that should be killed or drained by now have been killed or drained.
     pub(super) fn update_workers(&mut self) {
         let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w).then(|| self.killed_at(w)));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
@@ -367,8 +368,8 @@ impl Model {
         self.leave(id, &answer.verdict);
     }
 
-    /// Removes a job with an outcome from the queue. A worker that has the job keeps it, and must be asked to cancel
-    /// it.
+    /// Removes a job that has an outcome from the queue. If a worker has the job, the job stays there, and the worker
+    /// must be asked to cancel it.
     fn leave(&mut self, id: JobId, verdict: &Verdict) {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });

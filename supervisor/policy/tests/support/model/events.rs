@@ -14,10 +14,10 @@ use super::slots::SlotState;
 use super::{Cause, Dead, Job, Mode, Model, PendingSubmission, Phase, Step, Worker};
 use crate::support::Tag;
 
-/// Maximum number of workers that may die before reading a job. After that, the job is no longer requeued.
+/// Maximum number of workers that can die before reading a job. After that, the job is no longer requeued.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
-/// Maximum number of consecutive silences that can be attributed to a busy machine.
+/// Maximum number of times in a row that a worker's silence can be attributed to a busy machine.
 const FORGIVEN_MAX: u32 = 20;
 
 impl Worker {
@@ -111,7 +111,7 @@ impl Model {
         }
     }
 
-    /// Records a sign of life for each event that comes from a worker.
+    /// Records a sign of life if the event comes from a worker.
     fn record_sign_of_life(&mut self, event: &Event<Tag>) {
         let (Event::Spawned { worker, .. }
         | Event::Hello { worker, .. }
@@ -165,7 +165,7 @@ impl Model {
         }
     }
 
-    /// Ends the observations of workers that are no longer silent, according to their timestamps.
+    /// Ends the observation of each worker whose timestamps show that it is no longer silent.
     fn end_observations(&mut self) {
         let is_over = |worker: &&Worker| {
             let is_due = worker.observed_since.is_some_and(|at| at + worker.heartbeat <= self.now);
@@ -291,7 +291,7 @@ impl Model {
         None
     }
 
-    /// Finds the prefetched job to recall and reject if no queued job can make room.
+    /// Finds a prefetched job to recall and reject when rejecting a queued job cannot make room.
     fn make_room_by_recall(&mut self, priority: Priority) -> Option<Verdict> {
         let Some(leaving) = self.shed_prefetched(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
@@ -303,8 +303,8 @@ impl Model {
         None
     }
 
-    /// Returns the earliest time at which a worker can become available. If there is a worker in any state, this is the
-    /// current time.
+    /// Returns the earliest time at which a worker can become available. If any slot already has a worker, regardless
+    /// of its state, this is the current time.
     fn next_start(&self) -> Option<Time> {
         let at_work = self.slots.iter().filter(|slot| !slot.is_spare_slot);
         let starts = at_work.filter_map(|slot| match slot.state {
@@ -537,7 +537,7 @@ impl Model {
         self.step.required.insert(job, verdict);
     }
 
-    /// The client gets its outcome now, but the job stays in its worker.
+    /// Gives the client its outcome while the job stays in its worker.
     fn oversized(&mut self, id: WorkerId, job: JobId, failure: &HandlerFailure) {
         let is_held = self.live(id).is_some_and(|worker| worker.jobs.contains(&job));
         let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
@@ -555,7 +555,7 @@ impl Model {
         }
     }
 
-    /// Shortens the remaining time to `grace` for workers whose first job has just become overdue.
+    /// Limits the remaining life of a worker to `grace` if the first of its jobs has just become overdue.
     fn shorten_kill_time(&mut self, were_in_time: &BTreeSet<u32>) {
         let at = self.now + self.limits.grace;
         for (place, worker) in &mut self.workers {
@@ -664,7 +664,7 @@ impl Model {
         }
     }
 
-    /// Records that new workers will run another program.
+    /// Records that workers started from now on will run another program.
     fn replace(&mut self) {
         self.restart();
         for worker in self.workers.values_mut() {
@@ -741,7 +741,7 @@ fn event_name(event: &Event<Tag>) -> &'static str {
     }
 }
 
-/// Returns the verdict for the jobs of a worker that ended in this way.
+/// Returns the verdict on the jobs of a worker, given how the worker ended.
 fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
     match (killed, death) {
         (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),

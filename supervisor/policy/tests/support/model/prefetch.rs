@@ -64,7 +64,7 @@ impl Model {
         self.jobs.get_mut(&job).expect("the job must be in the model").send_number = sent;
     }
 
-    /// Handles a worker's reply. The worker's oldest prefetched job then starts.
+    /// Handles a worker's reply, after which the worker's oldest prefetched job starts.
     pub(super) fn begin_prefetched(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -105,8 +105,8 @@ impl Model {
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_resendable)
     }
 
-    /// Returns true if a job can end as if it were waiting, because its worker has not started it. The second value is
-    /// true if this depends on the order in which several such jobs are handled.
+    /// Returns two flags. The first is true if a job can end as if it were waiting, because its worker has not started
+    /// it. The second is true if this depends on the order in which several such jobs are handled.
     pub(super) fn can_be_recalled(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.prefetched).and_then(|place| self.workers.get(&place));
@@ -222,7 +222,8 @@ impl Model {
         }
     }
 
-    /// Returns the prefetched job to recall and reject if the queue is full when a job of this class arrives.
+    /// Returns the prefetched job that must be recalled and rejected if the queue is full when a job of this class
+    /// arrives.
     pub(super) fn shed_prefetched(&self, priority: Priority) -> Option<JobId> {
         let has_lower =
             |worker: &&Worker| worker.prefetched.iter().any(|id| self.jobs[id].priority < priority);
@@ -263,7 +264,8 @@ impl Model {
         }
     }
 
-    /// Handles the result of a job that was prefetched or recalled. Such a result is a protocol violation.
+    /// Handles a result for a job that was merely prefetched or has been recalled. Sending such a result is a protocol
+    /// violation.
     pub(super) fn kill_for_invalid_reply(&mut self, id: WorkerId, job: JobId) {
         let Some(worker) = self.live(id) else { return };
         let is_too_soon = worker.prefetched.contains(&job);

@@ -39,7 +39,7 @@ impl Model {
         since.is_some_and(|&since| self.now.since(since) < limits.within)
     }
 
-    /// Records that a worker or program died while running this job and no other job.
+    /// Records that a worker or program died while it was running only this job.
     pub(super) fn crashed_as_only_job(&mut self, job: JobId) {
         let digest = self.jobs[&job].digest;
         let was_quarantined = self.is_quarantined(digest);
@@ -57,8 +57,8 @@ impl Model {
         }
     }
 
-    /// Marks a job that lost its worker as retryable if its limits allow another attempt. The retry budget is checked
-    /// later.
+    /// Marks a job whose worker was lost as retryable if the job's limits allow another attempt. The retry budget is
+    /// checked later.
     pub(super) fn allow_retry(&mut self, id: JobId, is_suspect: bool) {
         let Some(limits) = &self.limits.retry else { return };
         let job = &self.jobs[&id];
@@ -95,8 +95,8 @@ impl Model {
         }
     }
 
-    /// Returns the verdict to send to the client. For a waiting job with an earlier attempt, this is the verdict on
-    /// that attempt.
+    /// Returns the verdict to send to the client. If the job is waiting for another attempt, this is the verdict on the
+    /// previous attempt.
     pub(super) fn overall_verdict(&self, id: JobId, verdict: Verdict) -> Verdict {
         match self.jobs[&id].worker {
             Some(_) => verdict,
@@ -104,7 +104,7 @@ impl Model {
         }
     }
 
-    /// Returns the verdict to send to the client of a job that is waiting or about to wait.
+    /// Returns the verdict to send to the client if its job is waiting or about to wait.
     pub(super) fn overall_verdict_of_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
@@ -207,7 +207,7 @@ impl Model {
         self.apply_limits(change.max_in_flight.is_some());
     }
 
-    /// Applies new numbers of permits, workers and queue places.
+    /// Applies changes to the number of permits, workers and queue places.
     fn apply_limits(&mut self, is_resized: bool) {
         self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
         self.permits_ever = self.permits_ever.max(self.limits.processes * self.limits.max_in_flight);

@@ -28,7 +28,7 @@ impl Model {
         places.into_iter().for_each(|place| self.reach_job_limit(place));
     }
 
-    /// Marks a worker as having been given its last job. A standby then takes over the slot.
+    /// Records that a worker has been given its last job. If the slot has a standby, the standby then takes over.
     fn reach_job_limit(&mut self, place: u32) {
         let worker = &self.workers[&place];
         let is_at_work = worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker);
@@ -60,7 +60,8 @@ impl Model {
         }
     }
 
-    /// Handles a report that a worker is being replaced. A standby takes over the slot, regardless of the reason.
+    /// Handles a report that a worker is being replaced. If the slot has a standby, the standby takes over, regardless
+    /// of the reason.
     pub(super) fn recycled(&mut self, pid: u32, reason: RecycleReason) {
         let worker = self.workers.values().find(|worker| worker.pid == Some(pid) && self.is_current(worker));
         let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
@@ -74,7 +75,8 @@ impl Model {
         }
     }
 
-    /// Returns true if a standby has waited for at least one second and at least four times its start time.
+    /// Returns true if a standby has been waiting for at least one second and for at least four times as long as it
+    /// took to start.
     pub(super) fn has_standby_waited(&self, slot: u32) -> bool {
         let of_slot = self.workers.values().filter(|worker| worker.slot == slot);
         of_slot.filter(|worker| self.is_standby(worker)).any(|worker| {
@@ -112,8 +114,8 @@ impl Model {
         is_counted && is_at_work && self.jobs_left(worker) > 0
     }
 
-    /// Checks that no worker from before a restart runs jobs once the restart is complete. The restart continues while
-    /// a worker is being replaced or a spare is starting, and ends if a replacement fails.
+    /// Checks that no worker from before a restart runs jobs once the restart is complete. The restart is not complete
+    /// while a worker is being replaced or a spare is starting. If a replacement fails, the restart is over.
     pub(super) fn check_outdated(&self) {
         if !self.is_restarting || self.is_stopping() {
             return;
@@ -151,7 +153,7 @@ impl Model {
         self.is_standby(worker) && is_unwanted && !self.is_stopping() || is_dismissed_spare
     }
 
-    /// Returns true if the worker was given its last job and should have a successor, but has none.
+    /// Returns true if the worker has been given its last job and should have a successor, but has none.
     pub(super) fn needs_successor(&self, worker: &Worker) -> bool {
         let is_exiting = matches!(worker.phase, Phase::Draining { .. }) && worker.is_alive();
         let is_other = |other: &&Worker| other.id != worker.id && Self::is_in(other, worker.slot);

@@ -11,8 +11,7 @@ use super::{Cause, Dead, Model, Phase, Worker};
 /// completed a job.
 const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Minimum interval between starts in a bulkhead after more than ten consecutive workers have died during their first
-/// jobs.
+/// Minimum interval between starts in a bulkhead once more than ten workers in a row have died during their first jobs.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
 /// Minimum interval between attempts to start a worker in a slot that has failed too often.
@@ -29,7 +28,8 @@ pub(super) struct Slot {
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
-    /// State of the slot before the bulkhead was scaled to zero. Set if the slot was waiting for its next worker.
+    /// State of the slot before the bulkhead was scaled to zero. Saved only if the slot was waiting for its next
+    /// worker.
     saved_state: Option<SlotState>,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Slot {
 pub(super) enum SlotState {
     #[default]
     Empty,
-    /// The slot will get a worker later.
+    /// The slot is going to get a worker.
     Awaiting,
     /// The slot is not needed for the configured number of workers.
     Closed,
@@ -51,14 +51,15 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// The slot's worker was removed in the current step. The next start must be as described by `NextStart`.
+    /// The slot's worker was removed in the current step. The `NextStart` value describes how the next worker must be
+    /// started.
     Vacant(NextStart),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum NextStart {
     Now,
-    /// The next worker starts at this time, because many workers died during their first jobs.
+    /// The next worker starts at this time, because many workers in a row died during their first jobs.
     At(Time),
     /// The next worker starts after a delay of at most this duration.
     AfterAtMost(Duration),
@@ -90,12 +91,12 @@ impl Model {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_spare_slot).count()
     }
 
-    /// Returns true if a worker occupies the slot.
+    /// Returns true if the worker still occupies the slot.
     pub(super) fn is_in(worker: &Worker, slot: u32) -> bool {
         worker.slot == slot && worker.left.is_none()
     }
 
-    /// Lets replaced workers leave their slots once all their jobs have ended, regardless of when they exit.
+    /// Releases the slots of replaced workers whose jobs have all ended, without waiting for these workers to exit.
     pub(super) fn release_slots(&mut self) {
         let leaves = |worker: &&Worker| {
             let is_done = worker.jobs.is_empty() && worker.prefetched.is_empty() && worker.is_alive();
@@ -188,7 +189,7 @@ impl Model {
         }
     }
 
-    /// Removes a dead worker whose descendants are all gone.
+    /// Removes a dead worker once all its descendants are gone.
     pub(super) fn swept(&mut self, id: WorkerId) {
         let worker = self.workers.get(&id.place).filter(|worker| worker.id == id);
         if let Some(dead) = worker.and_then(|worker| worker.dead) {
@@ -245,8 +246,8 @@ impl Model {
         }
     }
 
-    /// Returns the next start after a healthy worker has ended. The start is immediate unless more than ten consecutive
-    /// workers in the bulkhead have died during their first jobs.
+    /// Decides when the next worker starts after a healthy worker has ended. The start is immediate unless more than
+    /// ten workers in a row in this bulkhead have died during their first jobs.
     fn next_fit(&mut self, is_early_death: bool) -> NextStart {
         self.early_deaths = if is_early_death { self.early_deaths + 1 } else { 0 };
         if self.early_deaths <= 10 {
@@ -261,8 +262,9 @@ impl Model {
         NextStart::At(at)
     }
 
-    /// Applies the restart rules after a worker has failed. The first restart is immediate. Later restarts are delayed
-    /// by a random time whose maximum doubles. After more than `max` failures within `within`, the slot stops.
+    /// Applies the restart rules after a worker has failed. The first restart is immediate. Each later restart is
+    /// delayed by a random time, and the maximum of this time doubles. After more than `max` failures within `within`,
+    /// the slot stops.
     fn next(&mut self, slot: usize) -> NextStart {
         let (now, limits) = (self.now, &self.limits.restart);
         let slot = &mut self.slots[slot];
@@ -298,7 +300,7 @@ impl Model {
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
     }
 
-    /// Allows the replacements of outdated workers to start if they are due.
+    /// Allows another attempt to replace each outdated worker for which the next attempt is due.
     pub(super) fn replace_again(&mut self) {
         let now = self.now;
         for worker in self.workers.values_mut() {
@@ -322,7 +324,7 @@ impl Model {
             SlotState::Occupied { current, successor } if current == place || successor == Some(place))
     }
 
-    /// Allows new workers in slots that were stopped under the previous restart policy.
+    /// Allows workers to start in slots that were stopped under the previous restart policy.
     pub(super) fn start_stopped(&mut self) {
         let is_given_up = |state: &SlotState| matches!(state, SlotState::Stopped { probe_at: None });
         for slot in 0..self.slots.len() {
@@ -357,7 +359,8 @@ impl Model {
         self.reject_without_workers();
     }
 
-    /// Allows a new worker in a slot, either immediately or after the worker that still occupies the slot is gone.
+    /// Allows a new worker in a slot, either immediately or, if a worker still occupies the slot, after that worker is
+    /// gone.
     pub(super) fn open(&mut self, slot: usize) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(slot) {
             return;

@@ -11,13 +11,13 @@ impl Model {
         is_in_reserve && self.is_current(worker) && worker.phase == Phase::Ready && worker.is_alive()
     }
 
-    /// Returns true if the worker can take over a slot now. A silent worker cannot, because it might be hung.
+    /// Returns true if a worker can take over a slot now. A silent worker cannot take over, because it might be hung.
     fn can_take_over(&self, worker: &Worker) -> bool {
         let others = self.workers.values().filter(|other| Self::is_in(other, worker.slot)).count();
         self.is_ready_spare(worker) && others <= 1 && worker.observed_since.is_none()
     }
 
-    /// Returns true if the spare has exceeded `recycle.age`.
+    /// Returns true if a ready spare has exceeded `recycle.age`.
     pub(super) fn is_stale_spare(&self, worker: &Worker) -> bool {
         let is_outdated = self.limits.recycle.age.is_some_and(|age| worker.spawned_at + age <= self.now);
         self.is_ready_spare(worker)
@@ -26,8 +26,7 @@ impl Model {
             && !self.is_silent(worker)
     }
 
-    /// Checks that a spare was allowed to take over a slot, and moves the slot's previous worker to the spare
-    /// slot.
+    /// Checks that a spare was allowed to take over a slot. Then moves the slot's previous worker to the spare slot.
     pub(super) fn spare_took_over(&mut self, id: WorkerId, slot: u32) {
         let spare = self.live(id).expect("only a living spare can take over");
         assert!(self.can_take_over(spare), "{id:?} is not a ready spare");
@@ -103,7 +102,7 @@ impl Model {
         }
     }
 
-    /// Returns true if no spare is ready, but one is starting or still has to be started.
+    /// Returns true if no spare is ready but one is starting or has yet to be started.
     pub(super) fn is_waiting_for_spare(&self) -> bool {
         self.has_live_spare() && !self.workers.values().any(|worker| self.can_take_over(worker))
     }
@@ -113,8 +112,8 @@ impl Model {
         self.slots.iter().any(|slot| slot.is_spare_slot && is_coming(slot.state))
     }
 
-    /// Checks that no successor is started while a spare is ready or starting. Otherwise, there could be more workers
-    /// than slots plus spares.
+    /// Checks that no successor is started while a spare is ready or starting, because there could then be more workers
+    /// than slots and spares together.
     pub(super) fn check_no_spare_expected(&self, slot: u32) {
         assert!(!self.has_live_spare(), "slot {slot} got a successor although there are spares");
     }

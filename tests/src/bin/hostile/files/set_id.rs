@@ -29,8 +29,8 @@ fn text(path: &Path) -> Result<CString, Refused> {
     CString::new(path.as_os_str().as_bytes()).map_err(|_| Refused::nothing("a path"))
 }
 
-/// Combines variants of an attempt. Succeeds if any variant succeeds; otherwise returns the first refusal. Ignores
-/// variants that the kernel or the architecture does not support.
+/// Combines the results of several variants of an attempt. Succeeds if any variant succeeds; otherwise returns the
+/// first refusal. Ignores variants that the kernel or the architecture does not support.
 fn any(ways: impl IntoIterator<Item = (&'static str, Result<usize, Errno>)>) -> Tried {
     let mut refusal = None;
     for (name, result) in ways {
