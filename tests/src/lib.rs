@@ -181,7 +181,7 @@ impl Supervisor {
         Self::launch_by(command, folder, arguments, (supervisor_keys, bulkheads))
     }
 
-    /// Starts a supervisor for which the kernel appears to lack `SO_PASSRIGHTS`, as before Linux 6.16.
+    /// Starts a supervisor that finds `SO_PASSRIGHTS` missing, as on kernels before Linux 6.16.
     pub fn start_on_older_kernel(bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mut command = Command::new(programs().join("older-kernel"));
@@ -566,8 +566,7 @@ pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     counts
 }
 
-/// Runs a future that is allowed to block its thread. The client's tasks run on the other threads of the
-/// runtime.
+/// Runs a future that may block its thread, because the client's tasks run on other threads of the runtime.
 pub fn run<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -605,8 +604,8 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// Returns the default sandbox for tests. Workers can execute the workspace's programs and, because they run
-/// as the test's user, write to the folder of their configuration.
+/// Returns the sandbox settings that tests use by default. Workers run as the test's user, and can execute the
+/// workspace's programs and write to the folder that contains the configuration.
 fn sandbox() -> String {
     let programs = programs();
     let programs = programs.to_str().expect("an ordinary path");

@@ -53,7 +53,7 @@ impl Caller {
         caller
     }
 
-    /// Sends the beginning of a frame. The last `later` bytes of the payload are missing.
+    /// Sends a frame without the last `later` bytes of its payload.
     fn push<M: bincode::Encode>(&mut self, kind: u8, number: u64, message: &M, payload: &[u8], later: usize) {
         let mut metadata = Vec::new();
         codec::encode(message, &[], &mut metadata).unwrap();

@@ -194,7 +194,7 @@ fn missing_network_namespace_fails_start_unless_best_effort() {
     }
 }
 
-/// Starts one bulkhead that requires Landlock scopes, and one bulkhead for which Landlock scopes are optional.
+/// Hides Landlock scopes and starts two bulkheads: one that requires them, and one for which they are optional.
 fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
     let bulkheads = bulkhead("required", WORKER, sandbox)
         + &bulkhead("lenient", WORKER, &format!("{sandbox}, best_effort = [\"landlock_scopes\"]"));
@@ -234,7 +234,7 @@ fn workers_cannot_signal_others_even_without_landlock_scopes() {
     }
 }
 
-/// Checks that a worker fails to start under the given filter, and that the message names `step`.
+/// Checks that no worker starts under the given outer seccomp filter, and that the error message names `step`.
 fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str) {
     let bulkheads = bulkhead("x", WORKER, sandbox);
     let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();

@@ -72,7 +72,7 @@ fn every_kind_of_worker_receives_the_secret() {
     }
 }
 
-/// Workers cannot read secret files, even in a folder that a worker can otherwise read.
+/// Workers cannot read secret files, even in a folder that they can otherwise read.
 #[test]
 fn worker_cannot_read_secret_file_in_its_own_folder() {
     if !has_layers(DEFAULT_LAYERS) {

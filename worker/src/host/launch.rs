@@ -81,7 +81,7 @@ pub(super) struct ChildSetup<'s> {
     pub(super) hidden_folder: Option<BorrowedFd<'s>>,
     /// Working directory of the program; `None` means the host's working directory.
     pub(super) directory: Option<BorrowedFd<'s>>,
-    /// True if standard output goes to the log, like standard error.
+    /// True if standard output goes to the log, as standard error does.
     pub(super) logs_output: bool,
 }
 
@@ -213,7 +213,7 @@ impl Program {
         let _ = rustix::process::pidfd_send_signal(&self.child.pidfd, Signal::KILL);
     }
 
-    /// Waits for the program and returns its exit status.
+    /// Waits for the program to terminate, and returns its exit status.
     pub(super) fn wait(&self) -> io::Result<ExitStatus> {
         let (_, status, _) = retry_on_intr(|| wait4(self.child.pid.as_raw_pid(), 0))?;
         Ok(ExitStatus::from_raw(status))

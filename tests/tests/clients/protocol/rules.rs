@@ -11,10 +11,10 @@ use super::*;
 /// with the header by accident.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
-/// Capability of a worker whose heartbeats do not depend on its handlers.
+/// Capability that a worker announces if its heartbeats do not depend on its handlers.
 const DISPATCH_THREAD: u64 = 1;
 
-/// Starts a supervisor whose worker behaves as `rule` says.
+/// Starts a supervisor with a worker that behaves as the test of `rule` requires.
 fn start(rule: &str, keys: &str) -> Supervisor {
     let heartbeat =
         if keys.contains("health") { "" } else { "health = { heartbeat = \"200ms\", missed = 50 }" };
@@ -38,7 +38,7 @@ fn mark(name: &str) -> u64 {
     before
 }
 
-/// Reads the part of the first job that `rule` names, and aborts. Later workers serve jobs normally.
+/// Reads as much of the first job as `rule` specifies, then aborts. Workers started later serve jobs normally.
 fn leave(worker: &mut Worker, rule: &str) {
     while !worker.has_bytes() {
         worker.send(HEARTBEAT, 0, empty(), b"");
@@ -149,8 +149,8 @@ fn stop(worker: &mut Worker) {
     mark("drained");
 }
 
-/// Sends nothing for ten heartbeat intervals while a job is running, and nothing after the job. The worker does not
-/// announce the `DISPATCH_THREAD` capability.
+/// Sends no heartbeats for ten heartbeat intervals while a job is running, and nothing at all after the result. The
+/// worker does not announce the `DISPATCH_THREAD` capability.
 fn fall_silent(worker: &mut Worker) {
     let again = mark("came") > 0;
     let job = read_frame(&worker.socket).unwrap();
@@ -258,7 +258,7 @@ fn unusual_client_values_are_accepted() {
 }
 
 /// "The supervisor drops and counts replies to unknown or completed jobs". A nonzero `retryable` counts as true. A
-/// `fault` other than 0 or 1 counts as the dependency's.
+/// `fault` other than 0 or 1 is attributed to the dependency.
 #[test]
 fn unusual_worker_values_are_accepted() {
     let supervisor = start("strays", "");
