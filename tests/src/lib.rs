@@ -126,8 +126,8 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Starts a supervisor with `bulkheads` in TOML, in which `MISBEHAVE` is replaced with the path of the
-    /// worker that misbehaves on request. Returns when the first start of every bulkhead has finished.
+    /// Starts a supervisor with the bulkheads that `bulkheads` defines in TOML, in which `MISBEHAVE` stands for the
+    /// path of the worker that misbehaves on request. Returns when the first start of every bulkhead has finished.
     pub fn start(bulkheads: &str) -> Self {
         Self::start_with("", bulkheads)
     }
@@ -288,14 +288,14 @@ impl Supervisor {
         (status, serde_json::from_str(&answer).expect("JSON"))
     }
 
-    /// Changes limits of a bulkhead with a PATCH request. Returns the new snapshot of the bulkhead.
+    /// Changes a bulkhead's limits with a PATCH request. Returns the bulkhead's new snapshot.
     pub fn resize(&self, bulkhead: &str, body: &str) -> Value {
         let (status, answer) = self.patch(&format!("/v1/bulkheads/{bulkhead}"), body);
         assert_eq!(status, 200, "{body}: {answer}");
         answer
     }
 
-    /// Returns the retained events of one kind.
+    /// Returns all events of one kind that the supervisor still retains.
     pub fn events(&self, kind: &str) -> Vec<Value> {
         let (status, lines) = self.try_get("/v1/events?follow=false").expect("the admin socket answers");
         assert_eq!(status, 200, "{lines}");

@@ -68,7 +68,7 @@ impl Manager {
         manager
     }
 
-    /// Returns the main process.
+    /// Returns the PID of the main process.
     pub fn main(&self) -> u32 {
         lock(&self.state).main
     }

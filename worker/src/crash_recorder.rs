@@ -39,7 +39,7 @@ struct Recorder {
     /// number.
     identity: (u64, u64),
     maps: BorrowedFd<'static>,
-    /// The previous action for each of the [`RECORDED_SIGNALS`].
+    /// Previous signal actions, one for each of the [`RECORDED_SIGNALS`].
     previous: [libc::sigaction; RECORDED_SIGNALS.len()],
     state: AtomicU8,
     /// Scratch buffer for the thread that writes the record. Signal stacks are too small to hold the buffer.
@@ -97,7 +97,7 @@ pub(crate) fn install(file: OwnedFd) {
     }
 }
 
-/// An action without a handler and with an empty mask.
+/// A signal action without a handler and with an empty mask.
 // SAFETY: all fields are numbers or optional pointers, for which zero is valid.
 const EMPTY_ACTION: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
 

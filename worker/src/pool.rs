@@ -137,7 +137,7 @@ struct State {
     /// True if a wake request to the handler threads is pending: `wake` is readable, and at least one thread
     /// is idle.
     is_wake_pending: bool,
-    /// True if READY was queued, which allows the supervisor to send jobs.
+    /// True if READY has been queued, which allows the supervisor to send jobs.
     is_ready: bool,
     /// True if the supervisor has announced that it will send no more jobs.
     is_draining: bool,
@@ -401,8 +401,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
     }
 
-    /// Classifies handlers as slow or quick. Only while handlers count as slow does the dispatch thread wait
-    /// for the link.
+    /// Classifies handlers as slow or quick. The dispatch thread waits for the link only while handlers count as slow.
     fn change_pace(&self, state: &mut State, typical_ns: u64) {
         match state.pace {
             Pace::Slow if typical_ns < SLOW_HANDLER_NS / 2 => {

@@ -44,7 +44,7 @@ pub(crate) struct Template {
     socket: ManuallyDrop<OwnedFd>,
     /// Parent of this process, which is the keeper or the first process in the PID namespace.
     parent: Option<Pid>,
-    /// Landlock rules for each worker.
+    /// Grants from which the Landlock rules of each forked worker are created.
     rules: Rules,
 }
 

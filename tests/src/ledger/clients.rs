@@ -188,7 +188,7 @@ impl Lane {
         }
     }
 
-    /// Chooses what the next job does.
+    /// Returns a randomly chosen operation for the next job.
     fn operation(&mut self) -> String {
         let random = &mut self.random;
         match random.below(1000) {

@@ -115,7 +115,7 @@ async fn at_rest() -> usize {
     counts.into_iter().min().expect("at least one measurement")
 }
 
-/// Disturbs the embedded supervisor until the run is over.
+/// Tasks that disturb the embedded supervisor until the run is over.
 struct Chaos {
     is_over: std::sync::Arc<AtomicBool>,
     threads: Vec<tokio::task::JoinHandle<Vec<Deed>>>,

@@ -94,7 +94,7 @@ pub struct Attempt {
 impl Attempt {
     const BYTES: usize = 16;
 
-    /// Creates a record about the attempt that names this worker.
+    /// Creates a record about the attempt. The record identifies this worker as its writer.
     fn record(self, at_us: u64, mark: Mark) -> Record {
         // Set by the first job, because forked workers share everything that the template has set.
         let worker = *WORKER.get_or_init(|| self.began_us);

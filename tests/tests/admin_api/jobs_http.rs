@@ -1,4 +1,4 @@
-//! Jobs over HTTP at `jobs_http`: kept-alive connections, tokens, connection limits, and hostile clients.
+//! Jobs over HTTP at `jobs_http`: keep-alive connections, tokens, connection limits, and hostile clients.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;

@@ -254,7 +254,7 @@ fn stopping_hosts_under_load_does_not_reset_connections() {
     check_runs(&seen, &runs(&[first, second]));
 }
 
-/// Clients connect to a host directly, with one connection for each job or with kept-alive connections.
+/// Clients connect to a host directly, with a new connection for each job or with keep-alive connections.
 #[test]
 fn direct_clients_see_no_reset_when_a_host_stops() {
     for (keeps, stops) in [(false, 1), (true, 2)] {

@@ -1301,7 +1301,8 @@ fn worker_that_closes_its_link_is_replaced() {
 
 #[test]
 fn cancellations_do_not_kill_a_shared_worker() {
-    /// Number of replies for unknown jobs. Exceeds the number that the supervisor accepts from a worker (100,000).
+    /// Number of replies to unknown jobs, chosen to exceed the number that the supervisor accepts from a worker
+    /// (100,000).
     const MANY: u64 = 110_000;
     const AT_ONCE: u64 = 500;
     let notes = tempfile::tempdir().unwrap();

@@ -95,7 +95,7 @@ impl Caller {
         (header.number, message.to_outcome().unwrap())
     }
 
-    /// Returns the outcomes of all jobs by number. Each job must have exactly one outcome.
+    /// Returns the outcomes of all jobs, by job number. Each job must have exactly one outcome.
     fn outcomes(&mut self) -> BTreeMap<u64, String> {
         let mut all = BTreeMap::new();
         while (all.len() as u64) < self.number {

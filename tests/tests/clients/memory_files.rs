@@ -762,7 +762,7 @@ fn client_that_never_reads_receives_few_leases() {
     });
 }
 
-/// Memory files count as memory of the worker, so the supervisor limits them to part of `recycle.rss`.
+/// Memory files count towards the worker's memory, so the supervisor limits their size to part of `recycle.rss`.
 #[test]
 fn recycle_rss_limits_memory_files_of_worker() {
     let supervisor = one("recycle.rss = \"64MiB\"\n");

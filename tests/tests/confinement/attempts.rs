@@ -31,7 +31,7 @@ const NONE: &str = "profile = \"none\"";
 const DEFAULT: &str = "profile = \"default\", user = \"shared\"";
 const STRICT: &str = "profile = \"strict\", user = \"shared\"";
 
-/// Returns the configuration of one bulkhead for each setting and of a target bulkhead. Each attempt runs in a fresh
+/// Returns the configuration of a target bulkhead and of one bulkhead for each setting. Each attempt runs in a fresh
 /// process.
 fn bulkheads(runs: &str, profile: &str) -> String {
     let given = if profile == NONE { String::new() } else { format!(", {GIVEN}") };

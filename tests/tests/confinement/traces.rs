@@ -277,8 +277,8 @@ fn killed_keeper_leaves_no_strict_workers() {
     assert_ne!(place.supervisor.keeper(), keeper);
 }
 
-/// After both deaths, only the kernel can kill the descendants of a worker, including processes in other sessions and
-/// process groups.
+/// Once both the supervisor and the keeper have died, only the kernel can kill the descendants of a worker, including
+/// processes in other sessions and process groups.
 #[test]
 fn killing_supervisor_and_keeper_leaves_no_processes() {
     if !has_layers(STRICT_LAYERS) {

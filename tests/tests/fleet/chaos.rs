@@ -24,7 +24,7 @@ const OUTCOMES: &[&str] = &["ok", "crashed/host_lost", "crashed/stopped"];
 const BULKHEADS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nprocesses = 2\nmax_queue = 10\n\
                          deadline = \"30s\"\nlookahead = \"0s\"\n";
 
-/// A planned run.
+/// Parameters of a run.
 pub(super) struct Plan {
     pub(super) version: &'static str,
     pub(super) seconds: u64,

@@ -183,8 +183,8 @@ fn reload_keeps_live_values_of_unchanged_keys() {
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
 }
 
-/// A live value that conflicts with the new file is dropped, and the response names its key. Other live values stay in
-/// effect.
+/// A value that was changed live is dropped if it conflicts with the new file, and the response names its key. Other
+/// live changes stay in effect.
 #[test]
 fn reload_names_dropped_live_values() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");

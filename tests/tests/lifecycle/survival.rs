@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
 
-/// Submits a job that starts a tree of processes, which try to escape.
+/// Submits a job that starts a tree of processes, which try to outlive the worker.
 fn with_tree(supervisor: &Supervisor, marker: &str) -> std::process::Child {
     let job = supervisor
         .command()

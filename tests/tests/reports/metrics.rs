@@ -83,7 +83,7 @@ fn check_growth(before: &Page, after: &Page) {
     }
 }
 
-/// Scrapes continuously. Checks each scrape on its own and against the previous scrape.
+/// Scrapes continuously. Checks each scrape on its own and in comparison with the previous scrape.
 struct Scraper {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<(u64, Page)>,
@@ -702,7 +702,7 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// Returns the names of all metrics in the given text.
+/// Returns the names of all metrics that the given text mentions.
 fn named_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words

@@ -65,7 +65,7 @@ fn slow_keeper_does_not_cause_handshake_timeouts() {
     assert_eq!(supervisor.number("b", "restarts"), 0);
 }
 
-/// The supervisor reports the failed starts although no other event wakes it.
+/// The supervisor reports failed starts even if no other event wakes the supervisor.
 #[test]
 fn unsendable_start_order_is_reported_immediately() {
     // The largest possible environment and long paths together exceed the maximum size of an order to the keeper.

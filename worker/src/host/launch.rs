@@ -156,7 +156,7 @@ impl Launch {
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
 
-    /// Executes the program. `execvp` is not used, because it would pass files with an unknown format to a shell.
+    /// Executes the program. `execvp` is not used, because it would pass files in an unknown format to a shell.
     fn execute(&self) -> Errno {
         // SAFETY: both lists end with a null pointer. The lists and the strings behind them live in `self`.
         #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]

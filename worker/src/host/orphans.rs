@@ -1,4 +1,4 @@
-//! Cleans up after the programs of jobs. The host is a child subreaper: when a program dies, its remaining
+//! Cleans up after programs that run jobs. The host is a child subreaper: when a program dies, its remaining
 //! descendants become children of the host. The kernel makes such orphans children of the host's first
 //! thread, while a program is a child of the thread that started it. The first thread therefore starts no
 //! processes and waits only for its own children (`__WNOTHREAD`). If the first thread has no children, no

@@ -171,8 +171,8 @@ fn forever() -> ! {
 // Jobs begin once.
 
 /// "If a worker dies before it has read any byte of a job or reported progress on the job, another worker receives the
-/// job". Regression test: a worker read header and metadata, reported progress and died without reading the payload.
-/// The job was sent to workers four times.
+/// job". Regression test: a worker read the header and metadata, reported progress and died without reading the
+/// payload. As a result, the job was sent to workers four times.
 #[test]
 fn partly_read_job_is_not_rerun() {
     for rule in ["reads-a-byte", "reads-a-header", "peeks"] {
@@ -233,7 +233,7 @@ fn half_closed_client_counts_as_disconnected() {
     wait_for("the worker gets the cancellation", || (supervisor.file_bytes("cancelled") == 1).then_some(()));
 }
 
-/// The value 2 of `idempotent` counts as 1. Cancelling an unknown job number has no effect.
+/// A value of 2 for `idempotent` counts as 1. Cancelling an unknown job number has no effect.
 #[test]
 fn unusual_client_values_are_accepted() {
     let supervisor = start("reads-a-byte", "retry = { attempts = 2, budget = 1.0 }");

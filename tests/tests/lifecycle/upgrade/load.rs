@@ -31,7 +31,7 @@ const RECORDS: [(&str, usize); 4] =
 /// Size of the payloads that are sent in memory files, in bytes.
 const FILE_BYTES: usize = 128 * 1024;
 
-/// Maximum number of jobs whose outcomes the raw client has not read yet.
+/// Maximum number of unread outcomes of the raw client, which encodes frames without the client library.
 const UNREAD_MAX: u64 = 3;
 
 /// Reads a file in which workers have recorded their jobs. Returns the number of jobs that began, and the maximum
@@ -60,7 +60,7 @@ pub(super) struct Load {
     ids: Arc<AtomicU64>,
     clients: Vec<JoinHandle<Outcomes>>,
     began: Instant,
-    /// The client that encodes frames itself, and the number of jobs that it has submitted.
+    /// The raw client, which encodes frames without the client library, and the number of jobs that it has submitted.
     raw: Option<Arc<Mutex<(Raw, u64)>>>,
     /// Number of jobs whose payload was lent to a worker.
     lent: Arc<AtomicU64>,
