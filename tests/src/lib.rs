@@ -126,8 +126,8 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Starts a supervisor with `bulkheads` in TOML, in which `MISBEHAVE` is replaced with the path of the
-    /// worker that misbehaves on request. Returns when the first start of every bulkhead has finished.
+    /// Starts a supervisor with the bulkheads that `bulkheads` defines in TOML, in which `MISBEHAVE` stands for the
+    /// path of the worker that misbehaves on request. Returns when the first start of every bulkhead has finished.
     pub fn start(bulkheads: &str) -> Self {
         Self::start_with("", bulkheads)
     }
@@ -181,7 +181,7 @@ impl Supervisor {
         Self::launch_by(command, folder, arguments, (supervisor_keys, bulkheads))
     }
 
-    /// Starts a supervisor for which the kernel appears to lack `SO_PASSRIGHTS`, as before Linux 6.16.
+    /// Starts a supervisor that finds `SO_PASSRIGHTS` missing, as on kernels before Linux 6.16.
     pub fn start_on_older_kernel(bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mut command = Command::new(programs().join("older-kernel"));
@@ -288,14 +288,14 @@ impl Supervisor {
         (status, serde_json::from_str(&answer).expect("JSON"))
     }
 
-    /// Changes limits of a bulkhead with a PATCH request. Returns the new snapshot of the bulkhead.
+    /// Changes a bulkhead's limits with a PATCH request. Returns the bulkhead's new snapshot.
     pub fn resize(&self, bulkhead: &str, body: &str) -> Value {
         let (status, answer) = self.patch(&format!("/v1/bulkheads/{bulkhead}"), body);
         assert_eq!(status, 200, "{body}: {answer}");
         answer
     }
 
-    /// Returns the retained events of one kind.
+    /// Returns all events of one kind that the supervisor still retains.
     pub fn events(&self, kind: &str) -> Vec<Value> {
         let (status, lines) = self.try_get("/v1/events?follow=false").expect("the admin socket answers");
         assert_eq!(status, 200, "{lines}");
@@ -566,8 +566,7 @@ pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     counts
 }
 
-/// Runs a future that is allowed to block its thread. The client's tasks run on the other threads of the
-/// runtime.
+/// Runs a future that may block its thread, because the client's tasks run on other threads of the runtime.
 pub fn run<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -605,8 +604,8 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// Returns the default sandbox for tests. Workers can execute the workspace's programs and, because they run
-/// as the test's user, write to the folder of their configuration.
+/// Returns the sandbox settings that tests use by default. Workers run as the test's user, and can execute the
+/// workspace's programs and write to the folder that contains the configuration.
 fn sandbox() -> String {
     let programs = programs();
     let programs = programs.to_str().expect("an ordinary path");

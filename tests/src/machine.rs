@@ -41,7 +41,7 @@ pub fn has_program(path: &str) -> bool {
     is_there
 }
 
-/// Returns true if this machine supports the layers. The layers have the names that `doctor` prints.
+/// Returns true if this machine supports the given sandbox layers, which are named as in the output of `doctor`.
 /// Otherwise prints a note and returns false.
 pub fn has_layers(layers: &[&str]) -> bool {
     let output = Command::new(programs().join("bulkhead-supervisor")).args(["doctor", "--json"]).output();

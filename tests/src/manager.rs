@@ -32,13 +32,13 @@ pub struct Manager {
 #[derive(Default)]
 struct State {
     main: u32,
-    /// True if the main process must not be started again.
+    /// True once the service is being stopped, so that its main process is not started again.
     is_stopping: bool,
-    /// Status of the main process after the service has stopped.
+    /// Exit status of the main process; `None` until the service has stopped.
     ended: Option<WaitStatus>,
     restarts: u32,
     is_ready: bool,
-    /// Processes that have sent notifications.
+    /// PIDs of the processes that have sent notifications.
     notifiers: Vec<u32>,
 }
 
@@ -68,7 +68,7 @@ impl Manager {
         manager
     }
 
-    /// Returns the main process.
+    /// Returns the PID of the main process.
     pub fn main(&self) -> u32 {
         lock(&self.state).main
     }
@@ -101,12 +101,12 @@ impl Manager {
         command
     }
 
-    /// Returns the log of all processes.
+    /// Returns the log to which all of the service's processes write.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    /// Returns the running supervisors, without their keepers.
+    /// Returns the PIDs of the running supervisors. Keepers are not included.
     pub fn supervisors(&self) -> Vec<u32> {
         processes_with(&self.folder.path().join("workers.toml").display().to_string())
     }
@@ -116,19 +116,19 @@ impl Manager {
         kill_pid(self.main(), signal);
     }
 
-    /// Stops the service with SIGTERM, and returns the status of the main process.
+    /// Stops the service with SIGTERM, waits until it has stopped, and returns the exit status of the main process.
     pub fn stop(&self) -> WaitStatus {
         self.begin_stop();
         self.ended()
     }
 
-    /// Begins to stop the service with SIGTERM.
+    /// Sends SIGTERM to the main process, without waiting for the service to stop.
     pub fn begin_stop(&self) {
         lock(&self.state).is_stopping = true;
         self.signal(Signal::SIGTERM);
     }
 
-    /// Waits until the service has stopped, and returns the status of the main process.
+    /// Waits until the service has stopped, and returns the exit status of the main process.
     pub fn ended(&self) -> WaitStatus {
         wait_for("the service stops", || lock(&self.state).ended)
     }
@@ -169,7 +169,7 @@ impl Service {
         child.expect("the supervisor's program runs").id()
     }
 
-    /// Follows changes of the main process until the service has stopped.
+    /// Handles notifications and the exit of the main process until the service has stopped.
     fn watch(&self, socket: &UnixDatagram, state: &Mutex<State>) {
         loop {
             while let Some((text, sender)) = receive(socket) {
@@ -195,8 +195,8 @@ impl Service {
         }
     }
 
-    /// Kills the remaining processes of the service, and starts it again after a failure. Returns true if the service
-    /// has stopped.
+    /// Handles the exit of the main process. Kills the service's remaining processes and, after a failure, starts the
+    /// service again. Returns true if the service has stopped.
     fn main_ended(&self, state: &Mutex<State>, main: u32, status: WaitStatus) -> bool {
         // Another process may have just become the main process.
         if lock(state).main != main {
@@ -222,7 +222,7 @@ impl Service {
     }
 }
 
-/// Receives a notification, and returns it with its sender. Closes the received descriptors, which answers a
+/// Receives a notification, and returns its text and the sender's PID. Closes any received descriptors, which answers a
 /// `BARRIER=1` request.
 fn receive(socket: &UnixDatagram) -> Option<(String, Option<u32>)> {
     let mut bytes = [0; 4096];

@@ -32,7 +32,7 @@ pub struct Page {
 }
 
 impl Page {
-    /// Parses a page. Returns an error that describes the first problem.
+    /// Parses a page of metrics. If the page is invalid, returns an error that describes the first problem.
     pub fn parse(text: &str) -> Result<Self, String> {
         let body = text.strip_suffix("# EOF\n").ok_or("the page does not end with # EOF")?;
         if !body.is_empty() && !body.ends_with('\n') {
@@ -79,8 +79,8 @@ impl Page {
         self.samples(name, labels).map(|sample| sample.value as u64).sum()
     }
 
-    /// Returns the samples whose values can only increase, by name and labels: the samples of all families
-    /// except gauges.
+    /// Returns all samples whose values must never decrease (the samples of all families except gauges), by name and
+    /// labels.
     pub fn growing(&self) -> BTreeMap<(String, BTreeMap<String, String>), f64> {
         let kinds = self.families.iter().filter(|family| family.kind != "gauge");
         let samples = kinds.flat_map(|family| &family.samples);

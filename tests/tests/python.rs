@@ -5,8 +5,8 @@ use std::process::Command;
 
 use bulkhead_tests::{not_run, programs};
 
-/// Returns the Python interpreter named in `BULKHEAD_PYTHON`, or that of the environment that `.ci/run` creates in the
-/// target folder.
+/// Returns the Python interpreter named in `BULKHEAD_PYTHON`, or the one in the virtual environment that `.ci/run`
+/// creates in the target folder.
 fn interpreter() -> Option<PathBuf> {
     let named = std::env::var_os("BULKHEAD_PYTHON").map(PathBuf::from);
     let found = named.unwrap_or_else(|| programs().join("../python/bin/python"));
@@ -22,7 +22,7 @@ fn interpreter() -> Option<PathBuf> {
     None
 }
 
-/// Number of Python tests that run at the same time. These tests wait more than they compute.
+/// Number of Python tests that run at the same time. The tests spend most of their time waiting.
 const PROCESSES: &str = "6";
 
 fn run(command: &mut Command) {

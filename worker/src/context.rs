@@ -83,7 +83,7 @@ pub(crate) struct Handle {
     cancelled: AtomicBool,
     /// Cancellation descriptor, created when a handler first requests one.
     event: OnceLock<OwnedFd>,
-    /// Progress reports of the job, created when the handler first reports progress.
+    /// State of the job's progress reports, created when the handler first reports progress.
     pub(crate) progress: OnceLock<Box<Progress>>,
     #[cfg(feature = "tokio")]
     notify: tokio::sync::Notify,
@@ -229,9 +229,9 @@ pub struct StartCtx {
 
 /// Destination of status messages, and of requests for more time, while the worker starts.
 pub(crate) enum StatusReceiver {
-    /// The supervisor, which receives the messages of a worker.
+    /// The supervisor, which receives status messages from a worker.
     Supervisor(Arc<Writer>),
-    /// The keeper, which receives messages from a template.
+    /// The keeper, which receives status messages from a template.
     Keeper(Arc<Template>),
 }
 

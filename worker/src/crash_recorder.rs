@@ -20,7 +20,7 @@ use libc::{c_int, c_void};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Resource, getrlimit};
 
-/// Number of bytes below the stack pointer that functions without a frame can use (x86-64).
+/// Size in bytes of the area below the stack pointer that functions can use without allocating a stack frame (x86-64).
 const RED_ZONE_BYTES: usize = 128;
 
 const PAGE_BYTES: usize = 4096;
@@ -39,10 +39,10 @@ struct Recorder {
     /// number.
     identity: (u64, u64),
     maps: BorrowedFd<'static>,
-    /// The previous action for each of the [`RECORDED_SIGNALS`].
+    /// Previous signal actions, one for each of the [`RECORDED_SIGNALS`].
     previous: [libc::sigaction; RECORDED_SIGNALS.len()],
     state: AtomicU8,
-    /// Scratch buffer of the recording thread. Signal stacks are too small for it.
+    /// Scratch buffer for the thread that writes the record. Signal stacks are too small to hold the buffer.
     buffer: UnsafeCell<[u8; PAGE_BYTES]>,
 }
 
@@ -97,7 +97,7 @@ pub(crate) fn install(file: OwnedFd) {
     }
 }
 
-/// An action without a handler and with an empty mask.
+/// A signal action without a handler and with an empty mask.
 // SAFETY: all fields are numbers or optional pointers, for which zero is valid.
 const EMPTY_ACTION: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
 
@@ -168,7 +168,7 @@ impl Recorder {
         }
     }
 
-    /// Copies the memory mappings. Returns the number of bytes.
+    /// Copies the list of memory mappings into the record. Returns the number of bytes copied.
     fn copy_maps(&self, buffer: &mut [u8; PAGE_BYTES]) -> usize {
         let mut copied = 0;
         while copied < MAPS_BYTES_MAX {
@@ -181,8 +181,8 @@ impl Recorder {
         copied
     }
 
-    /// Copies the stack page by page, from `start` to the end of the mapping. Returns the number of bytes. If the stack
-    /// has overflowed into its guard page, the first pages cannot be read.
+    /// Copies the stack page by page, from `start` to the end of the mapping or up to the maximum size. Returns the
+    /// number of bytes copied. If the stack has overflowed into its guard page, the first pages cannot be read.
     fn copy_stack(&self, start: usize) -> usize {
         let (mut at, mut end) = (0, 0);
         while at < STACK_BYTES_MAX {
@@ -204,7 +204,7 @@ impl Recorder {
     }
 }
 
-/// Returns the registers in the order of the record, and the stack pointer.
+/// Returns the registers in the order that the crash record uses, and the stack pointer.
 #[cfg(target_arch = "x86_64")]
 fn registers(context: &libc::ucontext_t) -> ([u64; REGISTERS_MAX], u64) {
     let mut registers = [0; REGISTERS_MAX];
@@ -215,7 +215,7 @@ fn registers(context: &libc::ucontext_t) -> ([u64; REGISTERS_MAX], u64) {
     (registers, context.uc_mcontext.gregs[libc::REG_RSP as usize].cast_unsigned())
 }
 
-/// Returns the registers in the order of the record, and the stack pointer.
+/// Returns the registers in the order that the crash record uses, and the stack pointer.
 #[cfg(target_arch = "aarch64")]
 fn registers(context: &libc::ucontext_t) -> ([u64; REGISTERS_MAX], u64) {
     let mut registers = [0; REGISTERS_MAX];

@@ -61,7 +61,7 @@ impl Loans {
         self.files.remove(&lease);
     }
 
-    /// Returns the payload of a job in a memory file, or `None` if the lease is unknown or too small.
+    /// Returns a job's payload, which is in a memory file, or `None` if the lease is unknown or too small.
     pub(crate) fn payload(&self, lease_ref: LeaseRef) -> Option<Box<Loan>> {
         let files = self.files.get(&lease_ref.lease)?.clone();
         let bytes = usize::try_from(lease_ref.bytes).ok().filter(|bytes| *bytes <= files.payload.len())?;
@@ -76,7 +76,7 @@ impl Loans {
     }
 }
 
-/// The payload of a job in a memory file, and the file for the result.
+/// A job's payload in a memory file, together with the file for the result.
 pub(crate) struct Loan {
     lease: u64,
     bytes: usize,
@@ -123,7 +123,7 @@ impl Loan {
         Some(LeaseRef { lease: self.lease, bytes: result.len() as u64 })
     }
 
-    /// Returns the buffers of the loan, so that later jobs can reuse them.
+    /// Consumes the loan and returns its buffers, so that later jobs can reuse them.
     pub(crate) fn into_buffers(self) -> [Vec<u8>; 2] {
         let copy_buffer = self.copy_buffer.into_inner().unwrap_or_else(PoisonError::into_inner);
         [copy_buffer, self.copy.into_inner().unwrap_or_default()]

@@ -25,8 +25,8 @@ impl Claims {
         arrival <= u64::from_le(self.recalled.load(Ordering::Acquire))
     }
 
-    /// Recalls all jobs up to the arrival number `up_to`, in the role of the supervisor. Returns the arrival
-    /// number of the last job that had begun.
+    /// Recalls all jobs up to the arrival number `up_to`, as the supervisor would. Returns the arrival number of the
+    /// last job that had begun.
     #[cfg(test)]
     pub(crate) fn recall(self, up_to: u64) -> u64 {
         self.recalled.store(up_to.to_le(), Ordering::Release);

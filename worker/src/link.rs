@@ -49,8 +49,8 @@ pub(crate) struct Welcome {
     pub(crate) seal: Option<Seal>,
     pub(crate) threads_max: usize,
     pub(crate) heartbeat_ms: u32,
-    /// Location in the journal for the time of the last heartbeat; `None` if the supervisor expects heartbeat
-    /// frames.
+    /// Location in the journal where the worker stores the time of its last heartbeat; `None` if the supervisor expects
+    /// heartbeat frames.
     pub(crate) heartbeat_time: Option<&'static AtomicU64>,
     /// Memory file with the journal.
     pub(crate) journal_file: Option<OwnedFd>,

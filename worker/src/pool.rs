@@ -73,11 +73,11 @@ const SLOW_HANDLER_NS: u64 = 20_000;
 const BACKLOG_NS_MAX: u64 = 100_000;
 const TINY_HANDLER_NS: u64 = 3_000;
 
-/// Assumed duration of handlers before any measurement and after the watchdog has found a slow job, in
-/// nanoseconds.
+/// Handler duration, in nanoseconds, that is assumed before any job has been measured and after the watchdog has found
+/// a slow job.
 const ASSUMED_HANDLER_NS: u64 = 1_000_000;
 
-/// Interval of the watchdog while quick jobs run.
+/// Interval between the watchdog's checks while quick jobs run.
 const WATCHDOG_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Approximate maximum time to hold back a reply so that it can be sent together with later replies.
@@ -122,7 +122,7 @@ struct State {
     /// True if recalled jobs were dropped and the supervisor has not been notified yet.
     has_dropped: bool,
     loans: Loans,
-    /// Handles to all jobs that were received and have no reply yet, by job ID.
+    /// Handles to all jobs that have been received but not yet answered, by job ID.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
     /// Number of jobs that have begun.
     begun: u64,
@@ -137,13 +137,14 @@ struct State {
     /// True if a wake request to the handler threads is pending: `wake` is readable, and at least one thread
     /// is idle.
     is_wake_pending: bool,
-    /// True if READY was queued, which allows the supervisor to send jobs.
+    /// True if READY has been queued, which allows the supervisor to send jobs.
     is_ready: bool,
-    /// True if the supervisor has announced that no more jobs follow.
+    /// True if the supervisor has announced that it will send no more jobs.
     is_draining: bool,
 }
 
-/// State of the STOPPING message, which tells the supervisor that this worker accepts no more jobs.
+/// Whether the STOPPING message, which tells the supervisor that this worker accepts no more jobs, has been requested,
+/// queued or sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shutdown {
     No,
@@ -158,7 +159,7 @@ enum Shutdown {
 enum Lifetime {
     /// The thread lives as long as the process, because resources created by `init` may depend on it.
     Permanent,
-    /// The thread exits if it is not running a job while there are more threads than allowed.
+    /// The thread exits when it has no job to run and there are more threads than allowed.
     WhileNeeded,
 }
 
@@ -400,8 +401,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
     }
 
-    /// Classifies handlers as slow or quick. Only while handlers count as slow does the dispatch thread wait
-    /// for the link.
+    /// Classifies handlers as slow or quick. The dispatch thread waits for the link only while handlers count as slow.
     fn change_pace(&self, state: &mut State, typical_ns: u64) {
         match state.pace {
             Pace::Slow if typical_ns < SLOW_HANDLER_NS / 2 => {
@@ -538,8 +538,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         is_wake_pending
     }
 
-    /// Runs a job and queues the reply. Reuses `context`, the context of the calling thread. Returns true if
-    /// the next job can begin before the reply is sent.
+    /// Runs a job and queues the reply. `context` is the calling thread's context, which is reused for later jobs.
+    /// Returns true if the next job can begin before the reply is sent.
     fn run_job(&self, pending: Pending, context: &mut Option<Ctx<S>>) -> bool {
         let Pending { metadata, payload, loan, .. } = pending;
         let (number, job) = (metadata.number, Job { payload, loan });

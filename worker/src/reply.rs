@@ -61,14 +61,14 @@ impl<E: std::error::Error> From<E> for HandlerError {
     }
 }
 
-/// Reply to a job, in any form that the protocol supports.
+/// A handler's reply to a job, in any form that the protocol supports.
 #[doc(hidden)]
 pub enum Reply {
     /// The job succeeded.
     Result(Vec<u8>),
     /// The job failed.
     Failed(HandlerError),
-    /// A program ran the job and exited.
+    /// The job was run by a program, which has exited.
     Exited {
         /// Exit status.
         status: i32,

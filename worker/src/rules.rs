@@ -45,13 +45,13 @@ const SYSTEM_FOLDERS: [&str; 10] =
 /// them.
 pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
-/// No flags, so that the kernel logs denied accesses.
+/// No flags are set, so the kernel logs denied accesses.
 const RESTRICT_FLAGS: u32 = 0;
 
 /// Maximum number of parent folders that are checked for a grant.
 const DEPTH_MAX: usize = 256;
 
-/// Grants of a worker, with open descriptors of the granted paths, from which the rules for programs are created.
+/// The worker's grants, from which the rules for programs are created. The granted paths are kept open as descriptors.
 #[derive(Default)]
 pub(crate) struct Rules {
     handled: u64,
@@ -115,8 +115,8 @@ impl Rules {
         Ok(Self { handled, scoped, granted, temporary })
     }
 
-    /// Grants programs the right to read and execute `program`, the descriptor of an executable that has no
-    /// accessible path.
+    /// Grants programs the right to read and execute `program`, which is the open descriptor of an executable without
+    /// an accessible path.
     pub(crate) fn grant_program(&mut self, program: OwnedFd) {
         self.granted.push((program, EXECUTE | READ_FILE));
     }

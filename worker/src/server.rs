@@ -84,8 +84,8 @@ pub struct Server<S = (), Stage = Configured> {
     after_fork: Option<AfterFork<S>>,
     operations: BTreeMap<String, BoxedHandler<S>>,
     fallback: Option<BoxedHandler<S>>,
-    /// Method that was called twice. `serve` reports this as an error, because the second call replaced the
-    /// value set by the first.
+    /// The first method call that replaced the value set by an earlier call. `serve` reports the repeated call as an
+    /// error.
     repeated: Option<String>,
     stage: PhantomData<Stage>,
 }

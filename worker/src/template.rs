@@ -40,11 +40,11 @@ pub(crate) fn is_wanted() -> bool {
 
 /// A template, with a socket to the keeper.
 pub(crate) struct Template {
-    /// Socket to the keeper. A forked worker reuses its descriptor number for the link.
+    /// Socket to the keeper. In a forked worker, the link reuses this socket's descriptor number.
     socket: ManuallyDrop<OwnedFd>,
     /// Parent of this process, which is the keeper or the first process in the PID namespace.
     parent: Option<Pid>,
-    /// Landlock rules for each worker.
+    /// Grants from which the Landlock rules of each forked worker are created.
     rules: Rules,
 }
 
@@ -131,7 +131,7 @@ impl Template {
         Ok(unsafe { OwnedFd::from_raw_fd(number) })
     }
 
-    /// Waits for an order to fork. Until one arrives, removes the folders in `removals`.
+    /// Waits for an order to fork. Until an order arrives, removes the folders in `removals`.
     fn next_fork(
         &self,
         removals: &mut VecDeque<CString>,
@@ -177,7 +177,7 @@ impl Template {
         }
     }
 
-    /// Removes some entries of the first folder in `removals`, which contains the folders of dead workers.
+    /// Removes some entries of the first folder in `removals`, a queue of folders that belonged to dead workers.
     fn remove_some(&self, removals: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
             return removals.clear();

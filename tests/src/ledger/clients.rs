@@ -13,7 +13,7 @@ use super::chaos::Random;
 use super::{AHEAD, BULKHEADS, Bulkhead, Plan, worker};
 use crate::PATIENCE;
 
-/// Number of connections, and number of concurrent jobs per connection.
+/// Number of client connections, each of which has up to `LANES` jobs in flight.
 pub const CONNECTIONS: usize = 4;
 const LANES: usize = 12;
 
@@ -56,7 +56,7 @@ pub enum Told {
 }
 
 impl Told {
-    /// Returns the name under which the outcome is counted.
+    /// Returns the label under which jobs with this outcome are counted.
     pub fn name(&self) -> String {
         match self {
             Self::Nothing => "no outcome".into(),
@@ -148,8 +148,8 @@ pub async fn fill_all(client: &Client) {
     }
 }
 
-/// Runs a bulkhead's maximum number of jobs at once. Each job waits until all of them are running. Returns
-/// the messages of jobs that did not end `ok`.
+/// Runs as many jobs at once as the bulkhead allows. Each job waits until all of them are running. Returns the error
+/// messages of the jobs that failed.
 async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     let operation = format!("meet {}", worker::now_us());
     let jobs = (0..bulkhead.bound()).map(|_| {
@@ -163,7 +163,7 @@ async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     if told.is_empty() { Ok(()) } else { Err(told) }
 }
 
-/// Jobs that are sent one after another.
+/// A task that sends random jobs one after another.
 struct Lane {
     client: Client,
     random: Random,
@@ -188,7 +188,7 @@ impl Lane {
         }
     }
 
-    /// Chooses what the next job does.
+    /// Returns a randomly chosen operation for the next job.
     fn operation(&mut self) -> String {
         let random = &mut self.random;
         match random.below(1000) {

@@ -19,7 +19,8 @@ use super::worker::now_us;
 use super::{Findings, LOOKS_AT_REST, Plan, has_more_descriptors};
 use crate::{PATIENCE, descriptors, kill_pid, name, parent, processes_with, programs};
 
-/// Runs the `ledger` program with these arguments. Then checks that no processes or files are left.
+/// Runs the `ledger` program with the given arguments, then checks that the program has left no processes or files
+/// behind.
 pub fn keep_in_process(arguments: &[&str]) -> Result<String, String> {
     let (notes, temporary) = (folder(), folder());
     super::open_to_all(notes.path());
@@ -77,7 +78,7 @@ fn on_caller(config: config::Config, notes: &Path, plan: Plan) -> Kept {
     })
 }
 
-/// Number of clients that a run needs.
+/// Number of clients needed for one run.
 const CLIENTS: usize = 2 * CONNECTIONS + 2;
 
 async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan) -> Kept {
@@ -103,9 +104,8 @@ async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan)
     (told, deeds, findings)
 }
 
-/// Returns the lowest of several counts of this process's open descriptors, because recycling a worker
-/// briefly uses more descriptors. Memory is not measured, because the clients' records are in this process
-/// and grow.
+/// Returns the lowest of several counts of this process's open descriptors, because recycling a worker briefly uses
+/// more descriptors. Memory is not measured, because this process also holds the clients' records, which keep growing.
 async fn at_rest() -> usize {
     let mut counts = Vec::new();
     while counts.len() < LOOKS_AT_REST {
@@ -115,7 +115,7 @@ async fn at_rest() -> usize {
     counts.into_iter().min().expect("at least one measurement")
 }
 
-/// Disturbs the embedded supervisor until the run is over.
+/// Tasks that disturb the embedded supervisor until the run is over.
 struct Chaos {
     is_over: std::sync::Arc<AtomicBool>,
     threads: Vec<tokio::task::JoinHandle<Vec<Deed>>>,
@@ -201,8 +201,7 @@ impl Disturbs {
         (!workers.is_empty()).then(|| workers[random.below(workers.len())])
     }
 
-    /// Returns the PID of the keeper or guard that is an ancestor of a random worker. `wanted` is the name of the
-    /// process.
+    /// Returns the PID of a random worker's ancestor with the process name `wanted`: the keeper or the guard.
     fn above(&self, random: &mut Random, wanted: &str) -> Option<u32> {
         let worker = self.worker(random)?;
         let mut above = std::iter::successors(Some(worker), |pid| parent(*pid).filter(|pid| *pid > 1));

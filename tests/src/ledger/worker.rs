@@ -13,13 +13,14 @@ use std::time::Duration;
 use bulkhead_worker::{HandlerError, Job, Server};
 use nix::fcntl::{FcntlArg, fcntl};
 
-/// Name of the file with the records.
+/// Name of the file to which workers append records about their jobs.
 const RECORDS: &str = "records";
 
-/// Number of times that a job scans all places before it counts as above the limit.
+/// Number of times that a job tries all places, each of which stands for a permit, before the job is recorded as
+/// exceeding the limit.
 const SCANS: usize = 4;
 
-/// Identity of this worker in its records.
+/// Identifies this worker in the records that it writes.
 static WORKER: OnceLock<u64> = OnceLock::new();
 
 /// Kind of a record.
@@ -29,9 +30,10 @@ pub enum Mark {
     Begun,
     /// The handler of the job is about to return.
     Ended,
-    /// The job began while all places were taken. A `Held` record for each place names the job that held it.
+    /// The job began although the maximum number of jobs was already running. A `Held` record for each of those jobs
+    /// follows.
     OverBound,
-    /// The job held a place when another job began above the limit.
+    /// The job was already running when another job began above the limit.
     Held,
 }
 
@@ -39,17 +41,17 @@ impl Mark {
     const ALL: [Self; 4] = [Self::Begun, Self::Ended, Self::OverBound, Self::Held];
 }
 
-/// A worker's record about a job.
+/// Record that a worker writes about a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Job number assigned by the client.
     pub job: u64,
-    /// Time in µs of CLOCK_MONOTONIC at which this attempt of the job began. This time and the job number
-    /// identify the attempt.
+    /// CLOCK_MONOTONIC time in µs at which this attempt to run the job began. The attempt is identified by this time
+    /// and the job number.
     pub began_us: u64,
-    /// Time in µs of CLOCK_MONOTONIC.
+    /// CLOCK_MONOTONIC time of the record, in µs.
     pub at_us: u64,
-    /// Time in µs of CLOCK_MONOTONIC at which the worker's first job began. Identifies the worker.
+    /// CLOCK_MONOTONIC time in µs at which the worker's first job began. Identifies the worker.
     pub worker: u64,
     /// Kind of the record.
     pub mark: Mark,
@@ -85,14 +87,14 @@ impl Record {
 pub struct Attempt {
     /// Job number assigned by the client.
     pub job: u64,
-    /// Time in µs of CLOCK_MONOTONIC at which the attempt began.
+    /// CLOCK_MONOTONIC time in µs at which the attempt began.
     pub began_us: u64,
 }
 
 impl Attempt {
     const BYTES: usize = 16;
 
-    /// Returns this worker's record about the attempt.
+    /// Creates a record about the attempt. The record identifies this worker as its writer.
     fn record(self, at_us: u64, mark: Mark) -> Record {
         // Set by the first job, because forked workers share everything that the template has set.
         let worker = *WORKER.get_or_init(|| self.began_us);
@@ -119,7 +121,7 @@ pub fn read(notes: &Path) -> Vec<Record> {
     bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
 }
 
-/// Returns the payload of a job, which is also its expected result: the job number, repeated. The operation
+/// Returns a job's payload, which consists of the repeated job number and is also the expected result. The operation
 /// determines what the job does.
 pub fn payload(job: u64, bytes: usize) -> Vec<u8> {
     job.to_le_bytes().repeat(bytes.div_ceil(8).max(1))
@@ -175,8 +177,8 @@ fn open(path: &Path) -> std::io::Result<File> {
     Ok(file)
 }
 
-/// Stops the whole worker process for a tenth of a second, as does a call that holds an interpreter's lock.
-/// Meanwhile, no thread reads the link or begins a job.
+/// Stops the whole worker process for a tenth of a second. As in a call that holds an interpreter's lock, no thread
+/// reads the link or begins a job during this time.
 fn freeze() -> std::io::Result<()> {
     let mut waker = spawn("sleep 0.1; kill -CONT $PPID")?;
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP)?;
@@ -184,7 +186,7 @@ fn freeze() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Starts chains of processes. Each process starts a successor and exits. The chains end some time after the job.
+/// Starts chains of processes, in which each process starts its successor and exits. The chains outlive the job.
 fn start_chains() -> std::io::Result<()> {
     let chains =
         "f() { [ $1 -gt 0 ] && f $(($1 - 1)) & exit 0; }; for chain in 1 2 3 4 5 6 7 8; do f 100 & done";
@@ -198,7 +200,7 @@ fn spawn(script: &str) -> std::io::Result<Child> {
     command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()
 }
 
-/// Returns the time in µs of CLOCK_MONOTONIC, which is the same for all processes.
+/// Returns the CLOCK_MONOTONIC time in µs. All processes share this clock.
 pub fn now_us() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("there is a clock");
     now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1_000
@@ -215,11 +217,12 @@ fn lock_of(byte: usize) -> nix::libc::flock {
     }
 }
 
-/// Maximum time in µs that a job waits for the other jobs in its round. If workers are being replaced, a
-/// later round succeeds.
+/// Maximum time in µs that a job waits for the other jobs in its round. A round can fail while workers are being
+/// replaced, but a later round then succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until all places are taken at the same time. The first job that sees this creates a file to inform the others.
+/// Waits until as many jobs as the bulkhead allows are running at the same time. The first job that notices this
+/// creates a file to inform the others.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));
@@ -243,16 +246,16 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     Ok(())
 }
 
-/// Result of trying to take a place.
+/// Result of trying to take one of the places that stand for a bulkhead's permits.
 enum Place {
-    /// The attempt holds a lock on one byte. The file contains the attempt's identity.
+    /// The attempt has locked one byte of the file and written its identity into the file.
     Taken(TakenPlace),
-    /// The attempts in `holders` have held all places since the time `since_us`, in µs.
+    /// The attempts in `holders` have held all places since `since_us`, a time in µs.
     None { since_us: u64, holders: Vec<Attempt> },
 }
 
-/// A locked byte. Released explicitly, because a child process that is about to execute its program has a copy of the
-/// open file.
+/// A locked byte of a file, which stands for a permit. The lock is released explicitly, because a forked child that has
+/// not yet executed its program still shares the open file.
 struct TakenPlace {
     file: File,
     byte: usize,
@@ -265,7 +268,7 @@ impl Drop for TakenPlace {
     }
 }
 
-/// Tries to take one of `bound` places for an attempt.
+/// Tries to take one of `bound` places for an attempt to run a job.
 fn take_place(places: &Path, bound: usize, attempt: Attempt) -> std::io::Result<Place> {
     let file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(places)?;

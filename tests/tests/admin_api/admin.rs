@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 // HTTP.
 
-/// Status and headers of a response whose body is still unread.
+/// Status and headers of a response whose body has not been read yet.
 struct Answer {
     status: u16,
     headers: BTreeMap<String, String>,

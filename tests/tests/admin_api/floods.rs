@@ -14,7 +14,7 @@ const TENANTS: usize = 4000;
 
 const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Starts a supervisor that remembers [`TENANTS`] tenants. All jobs of these tenants were rejected.
+/// Starts a supervisor that remembers [`TENANTS`] tenants, all of whose jobs were rejected.
 fn crowded() -> (Supervisor, Client) {
     let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", "max_in_flight = 1"));
     let supervisor = Supervisor::start(&bulkheads);
@@ -51,7 +51,7 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
     answers.into_inner()
 }
 
-/// The requested pages describe thousands of tenants.
+/// The test requests admin pages that describe thousands of tenants.
 #[test]
 fn large_admin_responses_do_not_block_jobs() {
     let _turn = heavy();
@@ -72,7 +72,7 @@ fn large_admin_responses_do_not_block_jobs() {
     assert_eq!(supervisor.try_get("/readyz").unwrap().0, 200);
 }
 
-/// A tenant that is forgotten while the snapshot is being built counts exactly once.
+/// A tenant that the supervisor forgets while it builds the snapshot must be counted exactly once.
 #[test]
 fn snapshot_counts_forgotten_tenants_exactly_once() {
     let _turn = heavy();

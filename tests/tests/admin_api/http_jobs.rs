@@ -13,7 +13,7 @@ const ONE: &str =
 
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-/// Checks the fields that all problem documents about jobs share.
+/// Checks the fields that are common to all problem documents about jobs.
 #[track_caller]
 fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &str) -> Value {
     let problem = answer.problem(status);
@@ -440,7 +440,7 @@ fn drain(mut socket: Socket) -> Vec<u8> {
     bytes
 }
 
-/// The test covers jobs that the control plane rejects, so that they never reach the data plane.
+/// The test sends jobs that the control plane rejects before they reach the data plane.
 #[test]
 fn metrics_count_jobs_with_invalid_headers() {
     let supervisor = Supervisor::start(ONE);
@@ -537,7 +537,7 @@ fn http_job_is_rejected_while_128_other_jobs_are_pending() {
     }
 }
 
-/// Returns the peak resident memory in MiB.
+/// Returns the peak resident memory of a process, in MiB.
 fn peak_mib(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the supervisor runs");
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("VmHWM is listed");

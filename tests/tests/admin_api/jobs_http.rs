@@ -1,4 +1,4 @@
-//! Jobs over HTTP at `jobs_http`: kept-alive connections, tokens, connection limits, and hostile clients.
+//! Jobs over HTTP at `jobs_http`: keep-alive connections, tokens, connection limits, and hostile clients.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -36,7 +36,7 @@ fn write_token(folder: &std::path::Path, name: &str, token: &str) {
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
 }
 
-/// Configuration keys of both TCP listeners.
+/// Configuration keys for two TCP listeners: one for jobs, and one for the admin API.
 const LISTENERS: &str = "jobs_http = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\nhttp_token_file = \"admin\"\n";
 
 /// Starts a supervisor with both listeners and two tokens.
@@ -52,7 +52,7 @@ fn start() -> (Supervisor, Place) {
     start_with("", ONE)
 }
 
-/// Sends a job with the token on a kept-alive connection.
+/// Sends a job over a keep-alive connection, authenticated with the token.
 fn job(connection: &mut KeptAlive, operation: &str, payload: &[u8]) -> Option<Answer> {
     connection.ask("POST", JOBS, &[TOKEN, &format!("Bulkhead-Operation: {operation}")], payload)
 }

@@ -82,7 +82,7 @@ impl Host {
         Self { supervisor: launch(address, keys, ""), address }
     }
 
-    /// Stops the supervisor as a service manager does, and starts a new one.
+    /// Stops the supervisor the way a service manager does, and starts a new one.
     fn restart(&mut self, keys: &str) {
         self.supervisor.signal(Signal::SIGTERM);
         assert_eq!(self.supervisor.wait().code(), Some(0));
@@ -95,7 +95,7 @@ impl Host {
     }
 }
 
-/// Starts a supervisor in a new folder that contains the record of earlier jobs.
+/// Starts a supervisor in a new folder. `runs` is the record of the jobs that previously began on this host.
 fn launch(address: SocketAddr, keys: &str, runs: &str) -> Supervisor {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("runs"), runs).unwrap();
@@ -115,12 +115,12 @@ fn write_token(folder: &Path) {
 struct Seen {
     number: usize,
     idempotent: bool,
-    /// Status, reason, and whether the handler began. Empty if there was no answer.
+    /// HTTP status, reason, and whether the job was executed. Empty if there was no response.
     told: String,
 }
 
-/// Sends jobs from `CALLERS` callers until `is_over` returns true. `is_over` is called with the number of jobs sent so
-/// far.
+/// Sends jobs from `CALLERS` concurrent callers until `is_over` returns true. The argument of `is_over` is the number
+/// of jobs sent so far.
 fn load(proxy: &Proxy, is_over: impl Fn(usize) -> bool + Sync) -> Vec<Seen> {
     let begun = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -166,7 +166,7 @@ fn runs(hosts: &[&Host]) -> BTreeMap<String, usize> {
     tally(hosts.iter().flat_map(|host| host.runs().lines().map(str::to_owned).collect::<Vec<_>>()))
 }
 
-/// Checks that every job that ended `ok` ran, that no job with `executed: no` ran, and that only idempotent jobs ran
+/// Checks that every successful job ran, that no job reported as not executed ran, and that only idempotent jobs ran
 /// twice.
 #[track_caller]
 fn check_runs(seen: &[Seen], runs: &BTreeMap<String, usize>) {
@@ -224,7 +224,7 @@ fn killed_host_fails_only_jobs_in_flight() {
     println!("lost: {}, {:?}", lost.len(), results(&seen));
 }
 
-/// Each host stops four times, without a drain notice, while jobs run and wait.
+/// Each host is stopped four times, without a drain notice, while jobs are running and waiting.
 #[test]
 fn stopping_hosts_under_load_does_not_reset_connections() {
     let mut hosts = [Host::start(""), Host::start("")];
@@ -254,7 +254,7 @@ fn stopping_hosts_under_load_does_not_reset_connections() {
     check_runs(&seen, &runs(&[first, second]));
 }
 
-/// Clients connect to a host directly, with one connection for each job or with kept-alive connections.
+/// Clients connect to a host directly, with a new connection for each job or with keep-alive connections.
 #[test]
 fn direct_clients_see_no_reset_when_a_host_stops() {
     for (keeps, stops) in [(false, 1), (true, 2)] {

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use bulkhead_tests::http::Place;
 use bulkhead_tests::{Supervisor, not_run, wait_for};
 
-/// Returns the commands in a section, with each command on one line.
+/// Returns the shell commands in a section of the page. Commands that span several lines are joined into one line.
 fn commands(section: &str) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/operations/http.md");
     let text = std::fs::read_to_string(path).expect("the page exists");
@@ -17,7 +17,8 @@ fn commands(section: &str) -> Vec<String> {
     whole.lines().map(str::to_owned).collect()
 }
 
-/// Runs a command from the documentation with the test's paths and address. Returns the output.
+/// Runs a command from the documentation after replacing its paths and its address with those of the test. Returns the
+/// output.
 fn run(folder: &Path, command: &str, address: &str) -> String {
     let here = |name: &str| folder.join(name).to_str().expect("the path is valid UTF-8").to_owned();
     let command = command

@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 
 use super::workspace;
 
-/// Extensions of files whose comments and messages can name a page.
+/// Extensions of source files, whose comments and messages can refer to documentation pages.
 const CODE: [&str; 11] = ["c", "cfg", "h", "html", "js", "py", "rs", "service", "sh", "toml", "yml"];
 
 /// Collects all files below a folder, except those in hidden folders, build output and vendored projects.
@@ -114,8 +114,8 @@ fn normal(path: &Path) -> PathBuf {
     out
 }
 
-/// Returns the reason why a target does not exist, or `None` if it exists. `folders` are the folders that the target
-/// can be relative to.
+/// Returns an error message if a link target does not exist. `folders` are the folders that the target's path can be
+/// relative to.
 fn problem(target: &str, folders: &[&Path], page: Option<&Path>) -> Option<String> {
     let (path, anchor) = target.split_once('#').map_or((target, None), |(path, anchor)| (path, Some(anchor)));
     let file = if path.is_empty() {
@@ -148,7 +148,7 @@ fn page_links_have_existing_targets() {
     assert!(broken.is_empty(), "{broken:#?}");
 }
 
-/// Returns the pages that a source file names, with their anchors.
+/// Returns the documentation pages that a source file refers to, with their anchors.
 fn named_pages(text: &str) -> BTreeSet<&str> {
     let is_part = |char: char| char.is_ascii_alphanumeric() || "/._#-".contains(char);
     let words = text.split(|char| !is_part(char)).map(|word| word.trim_end_matches(['.', '#', '-']));
@@ -159,8 +159,8 @@ fn named_pages(text: &str) -> BTreeSet<&str> {
     words.filter(is_page).collect()
 }
 
-/// A page can be named relative to the source file, to the repository, or to `docs`, as in the tables that tests
-/// generate.
+/// The path of a page can be relative to the source file that names the page, to the repository, or to `docs`, as in
+/// the tables that tests generate.
 #[test]
 fn pages_named_in_code_and_messages_exist() {
     let root = workspace();

@@ -114,7 +114,8 @@ fn bare(text: &str) -> String {
     out + rest
 }
 
-/// Returns the text that follows a string literal, including a raw string literal.
+/// Returns the text after a string literal, which starts at the beginning of `from`. The end of `before` shows whether
+/// the literal is raw.
 fn after_text<'t>(before: &str, from: &'t str) -> &'t str {
     let hashes = before.len() - before.trim_end_matches('#').len();
     if before.trim_end_matches('#').ends_with('r') {
@@ -229,7 +230,7 @@ impl Imports {
         Some(at)
     }
 
-    /// Returns the imports of each module, except from ancestors and descendants.
+    /// Returns the modules from which each module imports names. Ancestors and descendants are not included.
     fn edges(&self) -> BTreeMap<&Module, BTreeSet<Module>> {
         let mut edges = BTreeMap::new();
         for (module, text) in &self.modules {
@@ -330,14 +331,15 @@ fn import_check_finds_circular_imports() {
 
 // The data plane: parts and wiring.
 
-/// Recorded structure of the data plane. If an actual number becomes smaller, the number must be lowered here as well.
+/// Upper bounds on the complexity of the data plane. If an actual number becomes smaller, its bound must be lowered as
+/// well.
 const METHOD_LINES_MAX: usize = 3664;
 const VISIBLE_FIELDS_MAX: usize = 90;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
 const CALL_CIRCLE_MAX: usize = 7;
 
-/// Returns the top-level ancestor of a module, because child modules count as the same file. Each child of `wiring`
-/// counts as a separate file.
+/// Returns the top-level ancestor of a module, because child modules count as part of the same file. Only the children
+/// of `wiring` count as separate files.
 fn file_of(module: &Module) -> Module {
     let levels = if module.first().is_some_and(|first| first == "wiring") { 2 } else { 1 };
     module.iter().take(levels).cloned().collect()
@@ -367,8 +369,8 @@ fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     text.match_indices(start).filter_map(name).collect()
 }
 
-/// Returns the calls to methods of `owner` between the files of a crate, except calls from the root. Also returns the
-/// total number of lines in these methods.
+/// Returns, for each file of a crate, the other files whose methods of `owner` it calls. Calls from the crate's root
+/// are not included. Also returns the number of lines in all methods of `owner`.
 fn method_calls(
     files: &BTreeMap<Module, String>,
     owner: &str,
@@ -392,7 +394,7 @@ fn method_calls(
     (calls, lines)
 }
 
-/// Returns the number of files in the largest cycle of calls.
+/// Returns the number of files in the largest group of files that call one another directly or indirectly.
 fn largest_circle(calls: &BTreeMap<Module, BTreeSet<Module>>) -> usize {
     let reached = |start: &Module| {
         let (mut seen, mut open) = (BTreeSet::new(), vec![start]);

@@ -18,7 +18,7 @@ const BOB: u32 = 61_002;
 const STAFF: u32 = 61_100;
 const NOBODYS: u32 = 61_999;
 
-/// Configuration of two bulkheads whose workers return the payload.
+/// Configuration of two bulkheads whose workers return each job's payload unchanged.
 const ECHO: &str =
     "[bulkhead.front]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.back]\ncommand = [\"MISBEHAVE\"]\n";
 

@@ -27,7 +27,7 @@ pub(super) fn run<T>(future: impl Future<Output = T>) -> T {
     })
 }
 
-/// Returns whether the job ran, and the error message. Panics if the result is a success or contains an outcome.
+/// Returns whether a lost job was executed, and the error message. Panics if the job succeeded or has an outcome.
 pub(super) fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
     let error = result.expect_err("the job cannot have succeeded");
     assert!(error.outcome().is_none(), "{error}");
@@ -37,7 +37,8 @@ pub(super) fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
 
 // A real supervisor.
 
-/// A single worker. The long grace period lets cancelled handlers return, however busy the machine is.
+/// Configuration with a single worker. The long grace period gives cancelled handlers time to return, even on a busy
+/// machine.
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"60s\"\ndeadline = \"60s\"\n";
 
 #[test]
@@ -241,7 +242,7 @@ fn progress_arrives_in_order_before_the_result() {
     assert_eq!(handle.wait().unwrap().payload(), b"done");
 }
 
-/// The test also checks that the client receives the last report before the result.
+/// The test also checks that the last progress report arrives before the result.
 #[test]
 fn client_receives_at_most_ten_progress_reports_per_second() {
     let supervisor = Supervisor::start(ONE);
@@ -362,7 +363,7 @@ fn runtime_shutdown_fails_pending_jobs() {
 
 // A fake supervisor.
 
-/// A listening socket in place of a supervisor.
+/// A listening socket that stands in for a supervisor.
 pub(super) struct Fake {
     listener: UnixListener,
     pub(super) path: PathBuf,
@@ -501,8 +502,8 @@ pub(super) fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOn
     })
 }
 
-/// A read that returns descriptors ends with their message. The client must read again, because the kernel does not report
-/// the bytes that had already arrived.
+/// A read that returns descriptors stops at the end of the message that carried them. The client must read again,
+/// because the kernel sends no new notification for bytes that have already arrived.
 #[test]
 fn frames_behind_descriptors_are_read_immediately() {
     let fake = Fake::new();

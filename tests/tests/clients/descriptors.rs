@@ -19,7 +19,7 @@ use bulkhead_tests::{
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-/// Number of consecutive attacks. Exceeds the number of threads that can block in `close`.
+/// Number of consecutive attacks, chosen to exceed the number of threads that can block in `close`.
 const ROUNDS: usize = 8;
 
 fn hello() -> Vec<u8> {
@@ -56,7 +56,8 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result
     sendmsg(to, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
 }
 
-/// Sends a lingering socket. If the kernel delivers the socket, the supervisor then holds the only descriptor.
+/// Sends a socket that blocks in `close`. If the kernel delivers the socket, the supervisor then holds its only
+/// descriptor.
 fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
     let (socket, listener) = lingering();
     match send(to, bytes, &[socket.as_fd()]) {
@@ -87,7 +88,8 @@ fn is_well(supervisor: &Supervisor, client: &Client) {
 
 const BULKHEADS: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Runs a test on a simulated older kernel and, if this kernel can refuse descriptors, on this kernel.
+/// Runs a test on a simulated older kernel and, if this machine's kernel can refuse descriptors, also on the real
+/// kernel.
 fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
     if refuses_descriptors() {
         test(&Supervisor::start(bulkheads), false);

@@ -24,7 +24,7 @@ use rustix::net::SendFlags;
 
 const MIB: u64 = 1 << 20;
 
-/// Encodes a frame header. The fields need not match any frame.
+/// Encodes a frame header from arbitrary fields, which need not be valid.
 fn header(length: u32, kind: u8, metadata_length: u16, number: u64) -> [u8; HEADER_BYTES] {
     Header { length, kind, flags: 0, metadata_length, number }.encode()
 }
@@ -125,7 +125,7 @@ fn rejection(outcome: Outcome) -> (RejectReason, String) {
     }
 }
 
-/// Reads the supervisor's refusal, which must be the last frame of the connection. Skips all earlier frames.
+/// Reads the supervisor's refusal, which must be the last frame on the connection. Skips all earlier frames.
 fn refusal(socket: &UnixStream) -> (u8, String) {
     loop {
         let (header, metadata, _) = next(socket).expect("the supervisor sends a refusal");
@@ -224,7 +224,7 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
 
 struct Attack {
     path: PathBuf,
-    /// True once all attackers that wait for an answer have received their answer.
+    /// True once every attacker that expects an answer has received one.
     is_over: AtomicBool,
 }
 
@@ -771,8 +771,8 @@ fn out_of_band_byte_during_start_kills_worker() {
     }
 }
 
-/// The supervisor reads from users and connections in a fair order, so that many connections with unread frames do not
-/// delay the job of another connection.
+/// The supervisor serves users and connections in turn, so that many connections with unread frames do not delay a job
+/// on another connection.
 #[test]
 fn flooding_clients_do_not_delay_a_job() {
     const FLOODS: usize = 200;
@@ -1301,7 +1301,8 @@ fn worker_that_closes_its_link_is_replaced() {
 
 #[test]
 fn cancellations_do_not_kill_a_shared_worker() {
-    /// Number of replies for unknown jobs. Exceeds the number that the supervisor accepts from a worker (100,000).
+    /// Number of replies to unknown jobs, chosen to exceed the number that the supervisor accepts from a worker
+    /// (100,000).
     const MANY: u64 = 110_000;
     const AT_ONCE: u64 = 500;
     let notes = tempfile::tempdir().unwrap();

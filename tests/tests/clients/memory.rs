@@ -53,7 +53,7 @@ impl Caller {
         caller
     }
 
-    /// Sends the beginning of a frame. The last `later` bytes of the payload are missing.
+    /// Sends a frame without the last `later` bytes of its payload.
     fn push<M: bincode::Encode>(&mut self, kind: u8, number: u64, message: &M, payload: &[u8], later: usize) {
         let mut metadata = Vec::new();
         codec::encode(message, &[], &mut metadata).unwrap();
@@ -95,7 +95,7 @@ impl Caller {
         (header.number, message.to_outcome().unwrap())
     }
 
-    /// Returns the outcomes of all jobs by number. Each job must have exactly one outcome.
+    /// Returns the outcomes of all jobs, by job number. Each job must have exactly one outcome.
     fn outcomes(&mut self) -> BTreeMap<u64, String> {
         let mut all = BTreeMap::new();
         while (all.len() as u64) < self.number {

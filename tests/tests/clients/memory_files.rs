@@ -44,7 +44,7 @@ fn by_hand(mode: &str) -> Supervisor {
     ))
 }
 
-/// Returns test data that depends on the position and on the seed.
+/// Returns test data in which each byte depends on its position and on the seed.
 fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     const PAGE: usize = 4096;
     let mut all = Vec::with_capacity(bytes.next_multiple_of(PAGE));
@@ -57,7 +57,8 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     all
 }
 
-/// Returns "file" if a worker receives a payload of 1 MiB in a memory file, or "bytes" if it arrives over the socket.
+/// Returns "file" if a worker receives a payload of 1 MiB in a memory file, or "bytes" if the payload arrives over the
+/// socket.
 async fn place(client: &Client, tenant: &str) -> String {
     let job = client.job("b", vec![7; MIB]).tenant(tenant).operation("where");
     String::from_utf8(job.send().await.unwrap().into_payload()).unwrap()
@@ -150,7 +151,7 @@ fn payloads_from_files_and_mapped_results_are_intact() {
     });
 }
 
-/// A file without a known size, such as in `/proc`, is read completely. An endless file is rejected.
+/// A file whose size is not known in advance, such as one in `/proc`, is read completely. An endless file is rejected.
 #[test]
 fn unusual_payload_file_is_sent_whole_or_rejected() {
     let supervisor = one("");
@@ -325,7 +326,8 @@ fn replaced_worker_leaves_no_memory_files() {
     });
 }
 
-/// The worker answers a job while it is still running the handler of a job whose client already has the outcome.
+/// The worker is still running the handler of a job whose client already has the outcome. Meanwhile, the worker answers
+/// another job.
 #[test]
 fn late_handler_cannot_change_results_of_other_jobs() {
     let supervisor = one("max_in_flight = 8\ngrace = \"60s\"");
@@ -614,8 +616,8 @@ fn enabling_poison_detection_refuses_pending_lease_requests() {
     wait_for("all files are freed", || (file_bytes(&supervisor) == 0).then_some(()));
 }
 
-/// The test covers a fallback that starts to detect poison, a fallback that the reload adds, and a fallback whose
-/// tenants become isolated.
+/// The test covers a fallback that begins to detect poison, one that is added by the reload, and one whose tenants
+/// become isolated.
 #[test]
 fn fallback_with_poison_detection_ends_leases() {
     let entry = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -683,7 +685,7 @@ fn unreturned_leases_are_revoked() {
     });
 }
 
-/// A client that was stopped for longer than its lease lasts gets an error instead of a result filled with zeros.
+/// A client that was stopped until its lease had been revoked gets an error instead of a result filled with zeros.
 #[test]
 fn result_in_revoked_file_is_an_error() {
     let supervisor = one("");
@@ -760,7 +762,7 @@ fn client_that_never_reads_receives_few_leases() {
     });
 }
 
-/// Memory files count as memory of the worker, so the supervisor limits them to part of `recycle.rss`.
+/// Memory files count towards the worker's memory, so the supervisor limits their size to part of `recycle.rss`.
 #[test]
 fn recycle_rss_limits_memory_files_of_worker() {
     let supervisor = one("recycle.rss = \"64MiB\"\n");
@@ -843,7 +845,7 @@ fn memory_file_of_running_job_does_not_count_as_buffered() {
     assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
 }
 
-/// The memory file of the killed program is freed, even though the job continues in the fallback.
+/// The memory file with the killed program's payload is freed, even though the job continues in the fallback.
 #[test]
 fn fallback_after_crash_frees_the_memory_file() {
     let supervisor = start(
@@ -876,7 +878,7 @@ fn fallback_after_crash_frees_the_memory_file() {
     });
 }
 
-/// A returned lease holds its descriptors until its job has ended.
+/// The descriptors of a returned lease stay open until the job that uses the lease has ended.
 #[test]
 fn returned_leases_count_towards_limit_until_their_jobs_end() {
     let folder = tempfile::tempdir().unwrap();
@@ -906,7 +908,7 @@ fn returned_leases_count_towards_limit_until_their_jobs_end() {
     assert_eq!(other.told(), Told::Refused(1));
 }
 
-/// The client's thread was busy, so the client has not read that its lease was revoked.
+/// The client's thread was busy, so the client has not yet read the message that revokes its lease.
 #[test]
 fn client_with_revoked_lease_uses_the_socket() {
     let supervisor = one("");

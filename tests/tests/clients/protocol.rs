@@ -157,7 +157,7 @@ impl<'a> Fields<'a> {
         String::from_utf8(self.take(count).to_vec()).unwrap()
     }
 
-    /// Reads the list of extensions, which must be the end of the metadata.
+    /// Reads the list of extensions, which must be the last part of the metadata.
     fn end(&mut self) -> Vec<(u16, Vec<u8>)> {
         let list = (0..self.u64())
             .map(|_| {
@@ -334,7 +334,7 @@ impl Client {
         outcome
     }
 
-    /// Reads a refusal, which must end the connection. Returns the reason and the message.
+    /// Reads a refusal, which must be the last frame on the connection. Returns the reason and the message.
     fn refusal(&mut self) -> (u8, String) {
         let refused = self.next();
         assert_eq!((refused.kind, refused.number, refused.payload.len()), (REFUSED, 0, 0), "{refused:?}");

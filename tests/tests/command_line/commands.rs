@@ -18,7 +18,7 @@ use super::running::{Ran, Running, blocker, bulkhead, fed, follow, plain, read_a
 
 const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
-/// Checks that an object has all fields of its outcome, each with the correct type.
+/// Checks that a JSON object contains all fields that its outcome requires, each with the correct type.
 fn check_shape(object: &Value) {
     let outcome = object["outcome"].as_str().expect("outcome");
     assert!(OUTCOMES.contains(&outcome), "{object}");

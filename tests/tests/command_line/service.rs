@@ -143,7 +143,7 @@ fn bulkhead_status_shows_rejections_and_tenants() {
     assert!(!json.contains('\u{202e}') && json.contains("acme\\u202e"), "{json}");
 }
 
-/// The metrics still count recycled workers by cause.
+/// Recycled workers are still counted in the metrics, by cause.
 #[test]
 fn recycled_workers_do_not_count_as_restarts() {
     let supervisor = Supervisor::start(

@@ -98,7 +98,7 @@ fn supervisor_without_watchdog_sends_no_pings() {
     assert_eq!((manager.count("READY=1"), manager.count("WATCHDOG=1")), (1, 0));
 }
 
-/// Listening sockets that the stand-in passes to each supervisor. They outlive the supervisor.
+/// Listening sockets that the stand-in passes to each supervisor. The sockets outlive the supervisor.
 struct SocketUnits {
     jobs: UnixListener,
     http: TcpListener,
@@ -143,7 +143,7 @@ impl SocketUnits {
     }
 }
 
-/// Clients that connect while no supervisor runs wait for the next one.
+/// Clients that connect while no supervisor is running are served by the next supervisor.
 #[test]
 fn inherited_sockets_outlive_the_supervisor() {
     let folder = tempfile::tempdir().unwrap();
@@ -196,7 +196,7 @@ fn inherited_sockets_with_wrong_names_are_rejected() {
     }
 }
 
-/// Checks the packaged configuration. Its example must work without any file from the user.
+/// The example in the packaged configuration must work without any files supplied by the user.
 #[test]
 fn packaged_configuration_serves_jobs() {
     let packaged = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/debian/workers.toml");

@@ -20,7 +20,7 @@ struct Terminal {
     seen: Arc<Mutex<Seen>>,
 }
 
-/// Bytes sent to the terminal, and the screen that results.
+/// Bytes sent to the terminal, and the resulting screen.
 struct Seen {
     bytes: Vec<u8>,
     parser: vt100::Parser,
@@ -98,7 +98,7 @@ impl Terminal {
         self.shows_as(what, |text| text.contains(what))
     }
 
-    /// Waits until a single screen shows all parts. A screen arrives line by line.
+    /// Waits until the screen shows all parts at the same time. The screen is redrawn line by line.
     #[track_caller]
     fn shows_all(&self, parts: &[&str]) -> String {
         self.shows_as(&parts.join(", "), |text| parts.iter().all(|part| text.contains(part)))
@@ -117,7 +117,7 @@ impl Terminal {
         }
     }
 
-    /// Returns the PID of `bulkhead`.
+    /// Returns the PID of the `bulkhead` process that the shell has started.
     fn top(&self) -> u32 {
         wait_for("bulkhead runs", || {
             children(self.shell.id()).into_iter().find(|&pid| name(pid).is_some_and(|n| n == "bulkhead"))

@@ -24,14 +24,14 @@ fn all() -> impl Iterator<Item = &'static Attempt> {
 const WORKER: &str = "command = [\"HOSTILE\"]";
 const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
 
-/// Sandbox keys of each worker. The profiles below keep the supervisor's user, because a separate user ID could hide
+/// Sandbox keys of each confined worker. The profiles keep the supervisor's user, because a separate user ID could hide
 /// the failure of another layer.
 const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
 const NONE: &str = "profile = \"none\"";
 const DEFAULT: &str = "profile = \"default\", user = \"shared\"";
 const STRICT: &str = "profile = \"strict\", user = \"shared\"";
 
-/// Returns the configuration of one bulkhead for each setting and of a target bulkhead. Each attempt runs in a fresh
+/// Returns the configuration of a target bulkhead and of one bulkhead for each setting. Each attempt runs in a fresh
 /// process.
 fn bulkheads(runs: &str, profile: &str) -> String {
     let given = if profile == NONE { String::new() } else { format!(", {GIVEN}") };
@@ -206,8 +206,8 @@ fn strict_profile_stops_attempts_with_subuid_ids() {
     }
 }
 
-/// Judges an attempt by a program according to the table, with the exceptions in `OF_PROGRAMS`. A program has no link
-/// to the supervisor, so attempts that use the link find no target.
+/// Judges a program's attempt according to the table, with the exceptions in `OF_PROGRAMS`. A program has no link to
+/// the supervisor, so attempts to use the link find no target.
 fn as_written_of_program(
     attempt: &Attempt,
     ended: &Ended,
@@ -260,7 +260,8 @@ fn default_profile_stops_attempts_under_unprivileged_supervisor() {
     }
 }
 
-/// Many containers do not allow PID namespaces. Other layers then stop the same attempts, with few exceptions.
+/// Many containers do not allow PID namespaces. In these containers, other layers stop the same attempts, with few
+/// exceptions.
 #[test]
 fn default_profile_stops_most_attempts_in_shared_pid_namespace() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {

@@ -4,7 +4,7 @@ use bulkhead_tests::confined::{
     DEFAULT_LAYERS, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers, is_root,
 };
 
-/// Returns the soft and the hard limit called `name`, as a worker or program reads them in `/proc`.
+/// Returns the soft and hard limits on the resource `name`, as a worker or program sees them in `/proc`.
 fn limit(place: &Place, bulkhead: &str, name: &str) -> (String, String) {
     let limits = place.ask(bulkhead, "limits");
     let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("the limit is listed");

@@ -19,9 +19,9 @@ const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
 const GIVEN: &str = ", read = [\"PLACE/read\"], write = [\"PLACE/write\"]";
 
-/// Script of each program. `hold` writes its PID and the path of a temporary file, and then waits for the file `go`.
-/// `leave` and `fill` create files in the temporary folder, and `look` lists them. All other operations are attempts by
-/// the hostile program.
+/// Script that every program runs. `hold` writes its PID and the path of a temporary file, and then waits for the file
+/// `go`. `leave` and `fill` create files in the temporary folder, and `look` lists them. All other operations are
+/// attempts by the hostile program.
 const SCRIPT: &str = "case $BULKHEAD_OPERATION in \
     hold) umask 0; echo secret > ${TMPDIR:-/tmp}/secret; cd PLACE/write; \
           echo $$ ${TMPDIR:-/tmp}/secret > told.new; mv told.new told; \
@@ -41,7 +41,7 @@ fn start(profile: &str, more: &str, user: Option<u32>) -> Place {
     Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start()
 }
 
-/// Runs each attempt by one program against another program that is running at the same time. The other program's job
+/// Lets a program make each attempt against another program that is running at the same time. The other program's job
 /// must succeed.
 fn attack(
     profile: &str,

@@ -409,7 +409,7 @@ fn quickly_forking_leftover_process_is_killed() {
     ask(&client, "pair", "pid");
 }
 
-/// The template is stopped, so it does not answer orders.
+/// The test stops the template, so the template does not answer fork orders.
 #[test]
 fn hanging_template_does_not_delay_other_bulkheads() {
     if !profiles().any(|profile| profile == DEFAULT) {
@@ -577,7 +577,7 @@ fn hostile_template_does_not_affect_other_bulkheads() {
     }
 }
 
-/// Maximum number of replaced workers of one bulkhead that can still be exiting.
+/// Maximum number of a bulkhead's replaced workers that can be exiting at the same time.
 const EXITING_MAX: usize = 16;
 
 /// Each job gets a fresh process, and spares are kept ready. The number of processes, including exiting ones, stays

@@ -161,7 +161,7 @@ fn worker_reaches_only_permitted_files_in_closed_home() {
     }
 }
 
-/// Without `cwd`, workers run in the configuration's folder, which here is the closed home.
+/// Without `cwd`, workers run in the configuration's folder, which in this test is a home folder with mode 0700.
 #[test]
 fn worker_can_run_in_closed_home() {
     for profile in profiles() {
@@ -196,7 +196,7 @@ fn worker_with_reachable_files_needs_no_mounts() {
     assert!(!mounts("worker").contains(home) && !mounts("reader").contains(home), "{}", mounts("worker"));
 }
 
-/// Runs the tour's configuration as root in a closed home.
+/// Runs the tour's configuration as root in a home folder with mode 0700.
 #[test]
 fn examples_run_in_closed_home() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -422,7 +422,7 @@ fn check_explains_why_a_worker_does_not_start() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
-/// A worker can extend its start only by `start.ready` at a time, as under a supervisor.
+/// With `--check --start`, as in normal operation, each request extends a worker's start by at most `start.ready`.
 #[test]
 fn check_uses_the_same_start_timeout_as_the_supervisor() {
     let home = home();
@@ -443,7 +443,8 @@ fn check_uses_the_same_start_timeout_as_the_supervisor() {
     assert_eq!(error.matches("did not become ready in time").count(), 2, "{error}");
 }
 
-/// An ELF program run by `exec`, and a library without dependencies in its folder, can be opened without a path.
+/// An ELF program that `exec` runs, and a library that needs no other library from its folder, can be opened without a
+/// path.
 #[test]
 fn host_opens_programs_by_descriptor_if_it_cannot_mount() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {

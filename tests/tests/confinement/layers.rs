@@ -38,8 +38,8 @@ fn assert_powerless(pid: u32) {
     assert_eq!(status_field(pid, "CapBnd").trim_start_matches('0'), "", "CapBnd of {pid}");
 }
 
-/// Like [`assert_powerless`], but ignores the bounding set. An unprivileged supervisor cannot empty this set, which has
-/// no effect if a process cannot gain privileges.
+/// Like [`assert_powerless`], but ignores the bounding set, which an unprivileged supervisor cannot empty. The bounding
+/// set has no effect on a process that cannot gain privileges.
 fn assert_powerless_but_for_bounds(pid: u32) {
     for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
         assert_eq!(status_field(pid, set).trim_start_matches('0'), "", "{set} of {pid}");
@@ -194,7 +194,7 @@ fn missing_network_namespace_fails_start_unless_best_effort() {
     }
 }
 
-/// Starts one bulkhead that requires Landlock scopes, and one bulkhead for which Landlock scopes are optional.
+/// Hides Landlock scopes and starts two bulkheads: one that requires them, and one for which they are optional.
 fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
     let bulkheads = bulkhead("required", WORKER, sandbox)
         + &bulkhead("lenient", WORKER, &format!("{sandbox}, best_effort = [\"landlock_scopes\"]"));
@@ -234,7 +234,7 @@ fn workers_cannot_signal_others_even_without_landlock_scopes() {
     }
 }
 
-/// Checks that a worker fails to start under the given filter, and that the message names `step`.
+/// Checks that no worker starts under the given outer seccomp filter, and that the error message names `step`.
 fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str) {
     let bulkheads = bulkhead("x", WORKER, sandbox);
     let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();
@@ -258,7 +258,7 @@ fn worker_start_fails_if_sandbox_calls_have_no_effect() {
     }
 }
 
-/// Runs `doctor` under a filter. Returns the rows of its output.
+/// Runs `doctor` under a seccomp filter. Returns the rows of the output.
 fn doctor_layers(filter: &[&str]) -> Vec<serde_json::Value> {
     let programs = bulkhead_tests::programs();
     let mut command = Command::new(programs.join("filtered"));
@@ -267,7 +267,7 @@ fn doctor_layers(filter: &[&str]) -> Vec<serde_json::Value> {
     serde_json::from_slice(&output).unwrap()
 }
 
-/// Runs `doctor` under a filter. Returns whether each layer is available.
+/// Runs `doctor` under a seccomp filter. Returns whether each layer is available.
 fn doctor(filter: &[&str]) -> BTreeMap<String, bool> {
     let one =
         |layer: &serde_json::Value| (layer["layer"].as_str().unwrap().to_owned(), layer["available"] == true);
@@ -328,7 +328,8 @@ fn doctor_detects_layers_that_have_no_effect() {
     }
 }
 
-/// The cause is an outer filter and not the kernel, so the advice must not recommend a newer kernel.
+/// The layer is missing because of an outer seccomp filter, not because of the kernel, so the advice must not recommend
+/// a newer kernel.
 #[test]
 fn doctor_names_filter_that_blocks_landlock() {
     if !has_layers(DEFAULT_LAYERS) {

@@ -43,7 +43,7 @@ fn ports(listeners: &[TcpListener]) -> Vec<u16> {
     listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect()
 }
 
-/// Attempts that must be refused although the worker can use TCP. The `udp` flag does not affect these attempts.
+/// Attempts that must be refused even though the worker can use TCP, with or without the `udp` flag.
 const ALWAYS_REFUSED: [(&str, &[&str]); 13] = [
     ("connect-by-mptcp", &["EPROTONOSUPPORT"]),
     ("connect-by-fast-open", &["EOPNOTSUPP"]),
@@ -67,7 +67,7 @@ fn assert_ended(place: &Place, bulkhead: &str, name: &str, targets: &Value, expe
     assert!(ended.is(expected), "{bulkhead}, {name} at {}: {ended:?}, not {expected:?}", targets["tcp"]);
 }
 
-/// Runs the attempts in a bulkhead that can connect only to the ports of the listeners in `permitted`.
+/// Checks that a bulkhead's workers can connect to the ports of the listeners in `permitted`, and to no other ports.
 fn assert_only(place: &Place, bulkhead: &str, permitted: &[TcpListener], udp: bool) {
     let others = listeners();
     let with = |tcp: &str| {

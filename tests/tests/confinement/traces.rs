@@ -30,7 +30,7 @@ fn bulkhead(sandbox: &str, processes: u32) -> String {
     )
 }
 
-/// Everything that a worker could leave behind, as counts and lists.
+/// Numbers and names of all resources that a worker could leave behind.
 #[derive(Debug, PartialEq, Eq)]
 struct Traces {
     descriptors_of_supervisor: usize,
@@ -108,7 +108,7 @@ fn cgroup_exists(path: &str) -> bool {
     roots.iter().any(|root| std::path::Path::new(&format!("{root}{path}/cgroup.procs")).exists())
 }
 
-/// Kills or crashes workers one after another. Returns the cgroups of these workers.
+/// Kills or crashes workers from `lanes` threads until `STARTS` workers have died. Returns the workers' cgroups.
 fn start_and_kill(place: &Place, lanes: usize) -> BTreeSet<String> {
     let done = AtomicUsize::new(0);
     let cgroups = Mutex::new(BTreeSet::new());
@@ -212,7 +212,7 @@ fn killed_default_workers_leave_no_traces() {
     }
 }
 
-/// Returns a path that appears in the command line of each worker of `place`.
+/// Returns a path that appears in the command line of every worker that runs in `place`.
 fn marker(place: &Place) -> String {
     place.path().join("bin/hostile").to_str().unwrap().to_owned()
 }
@@ -277,8 +277,8 @@ fn killed_keeper_leaves_no_strict_workers() {
     assert_ne!(place.supervisor.keeper(), keeper);
 }
 
-/// After both deaths, only the kernel can kill the descendants of a worker, including processes in other sessions and
-/// process groups.
+/// Once both the supervisor and the keeper have died, only the kernel can kill the descendants of a worker, including
+/// processes in other sessions and process groups.
 #[test]
 fn killing_supervisor_and_keeper_leaves_no_processes() {
     if !has_layers(STRICT_LAYERS) {

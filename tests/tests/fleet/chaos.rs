@@ -18,13 +18,13 @@ const DEADLINE: Duration = Duration::from_secs(600);
 /// Time between the starts of two consecutive faults.
 const FAULT_INTERVAL: Duration = Duration::from_secs(4);
 
-/// Possible outcomes of jobs when hosts are lost or stopped.
+/// Outcomes that jobs can have when hosts are lost or stopped.
 const OUTCOMES: &[&str] = &["ok", "crashed/host_lost", "crashed/stopped"];
 
 const BULKHEADS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nprocesses = 2\nmax_queue = 10\n\
                          deadline = \"30s\"\nlookahead = \"0s\"\n";
 
-/// A planned run.
+/// Parameters of a run.
 pub(super) struct Plan {
     pub(super) version: &'static str,
     pub(super) seconds: u64,
@@ -35,9 +35,9 @@ pub(super) struct Plan {
     pub(super) run_ms: u64,
     /// Each job whose number is a multiple of this value is submitted twice.
     pub(super) copied: u64,
-    /// Fault planted in all agents, if any.
+    /// Bug that is deliberately planted in all agents, if any, to check that the test detects it.
     pub(super) planted: Option<&'static str>,
-    /// Outcomes that do not count as a violation.
+    /// Permitted outcomes. Any other outcome is a violation.
     pub(super) outcomes: &'static [&'static str],
 }
 
@@ -77,14 +77,14 @@ impl Files {
         Self { begun: folder.join("begun"), ended: folder.join("ended") }
     }
 
-    /// Counts the lines for each job. A job's number is its trace ID.
+    /// Returns the number of lines for each job. The trace ID in a line is the job's number.
     fn count(file: &Path) -> BTreeMap<u64, usize> {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         tally(text.lines().filter_map(|line| u64::from_str_radix(line.split('-').nth(1)?, 16).ok()))
     }
 }
 
-/// Submits a job, repeatedly until it is accepted, and waits for its outcome.
+/// Submits a job, retrying until it is accepted, and waits for its outcome.
 async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -> Result<JobEnd, String> {
     let job = fleet
         .job("b", Vec::new())
@@ -237,8 +237,8 @@ fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &
     }
 }
 
-/// Restarts the leader of the jobs stream until another server leads the ledger. Messages can then be acknowledged
-/// while the ledger has no leader.
+/// Restarts the leader of the jobs stream until the ledger stream has a different leader. Messages can then be
+/// acknowledged while the ledger stream has no leader.
 fn separate_leaders(fleet: &mut TestFleet) {
     loop {
         let leader = fleet.leader("BH_JOBS");
@@ -258,7 +258,8 @@ fn start_agent(fleet: &mut TestFleet, host: usize, planted: Option<&str>) {
     }
 }
 
-/// Runs a plan with random faults. Returns the first broken promise as an error, or `None` if the servers are missing.
+/// Runs a plan with random faults. Returns the first broken guarantee as an error, or `None` if the server program is
+/// missing.
 fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
     let settings = format!("{}[bulkhead.b]\n", streams(3));
     let mut fleet = TestFleet::start(plan.version, 3, &settings)?;
@@ -285,8 +286,8 @@ pub(super) fn prepare_host(fleet: &mut TestFleet, name: &str) -> usize {
     fleet.prepare_host(name, Supervisor::start(&format!("{BULKHEADS}{SAME_NUMBERS}")))
 }
 
-/// Submits the jobs of a plan while `cause` causes faults, and waits for all outcomes. Returns the first broken promise
-/// as an error.
+/// Submits a plan's jobs while `cause` causes faults, and waits for all outcomes. Returns the first broken guarantee as
+/// an error.
 pub(super) fn submit_during(
     plan: &Plan,
     fleet: &mut TestFleet,

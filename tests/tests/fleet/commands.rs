@@ -188,7 +188,7 @@ fn get(port: u16, path: &str) -> (u16, String) {
     (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
 }
 
-/// Returns the names of agent metrics in the given text.
+/// Returns the names of all agent metrics that the given text mentions.
 fn metrics_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.starts_with("bulkhead_fleet_")).map(str::to_owned).collect()

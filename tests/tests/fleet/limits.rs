@@ -11,7 +11,8 @@ use bulkhead_tests::{run, tally, wait_for};
 
 use super::jobs::{BULKHEADS, settings};
 
-/// Submits jobs from 32 tasks without an agent. Returns the IDs of accepted jobs, and the reasons for rejections.
+/// Submits jobs from 32 tasks to a fleet without agents. Returns the IDs of the accepted jobs, and the reasons why the
+/// others were rejected.
 async fn flood(fleet: &TestFleet, jobs: usize, bytes: usize) -> (Vec<String>, Vec<RejectReason>) {
     let client = fleet.connect().await;
     let mut tasks = tokio::task::JoinSet::new();
@@ -109,7 +110,7 @@ fn invalid_options_never_reach_the_servers() {
     assert_eq!(fleet.pending("b"), Some(0));
 }
 
-/// Publishes messages in the way that a foreign client could.
+/// Publishes a hand-written message, as a third-party client could.
 fn publish_raw(fleet: &TestFleet, subject: &str, headers: &[&str]) {
     let address = fleet.servers[0].address();
     let mut socket = TcpStream::connect(address.trim_start_matches("nats://")).unwrap();

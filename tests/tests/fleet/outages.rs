@@ -21,14 +21,14 @@ use super::jobs::settings;
 /// Time before and after the fault, in seconds.
 const MARGIN: u64 = 6;
 
-/// Returns a plan for a fault of the given duration. Every job must end as `ok`.
+/// Returns a plan for a fault that lasts `fault_seconds`. Every job must end as `ok`.
 fn plan(version: &'static str, fault_seconds: u64) -> Plan {
     let seconds = 2 * MARGIN + fault_seconds;
     Plan { version, seconds, seed: 0, rate: 200, run_ms: 20, copied: 5, planted: None, outcomes: &["ok"] }
 }
 
 /// Runs a plan in a fleet of three servers and two hosts, and calls `fault` after [`MARGIN`]. Returns `None` if the
-/// servers are missing.
+/// server program is missing.
 fn during(plan: &Plan, is_clock_ahead: bool, fault: impl FnOnce(&mut TestFleet)) -> Option<Report> {
     let settings = format!("{}[bulkhead.b]\n", streams(3));
     let fleet = TestFleet::start(plan.version, 3, &settings)?;
@@ -122,7 +122,7 @@ fn host_whose_clock_is_ahead_loses_no_jobs() {
     }
 }
 
-/// A file system for which a power cut can be simulated.
+/// A file system on which a power cut can be simulated.
 struct Disk {
     folder: tempfile::TempDir,
 }

@@ -107,7 +107,7 @@ fn killed_worker_loses_at_most_one_job() {
     });
 }
 
-/// Jobs behind an unexpectedly slow job go to another worker.
+/// Jobs prefetched behind an unexpectedly slow job are given to another worker.
 #[test]
 fn jobs_behind_slow_job_go_to_another_worker() {
     let supervisor = start("processes = 2\nlookahead = \"50ms\"");
@@ -269,12 +269,12 @@ fn invalid_journal_does_not_affect_other_jobs() {
 
 // Blocked workers.
 
-/// State of a worker that stops working in the middle of a job.
+/// Ways in which a worker can stop making progress in the middle of a job.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Blocked {
     /// The worker's process is stopped.
     Stopped,
-    /// A hand-written worker does not read, answer or send heartbeats.
+    /// A hand-written worker keeps running, but does not read, answer or send heartbeats.
     Ignores,
     /// Like `Ignores`, except that the worker has not even begun the job.
     IgnoresAll,

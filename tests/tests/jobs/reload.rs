@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Default keys with long deadlines and short pauses before restarts.
+/// Default keys that set long deadlines and short delays before restarts.
 const DEFAULTS: &str = "[defaults]\ndeadline = \"120s\"\n\
                         restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }\n";
 
@@ -28,7 +28,7 @@ fn configure(supervisor: &Supervisor, bulkheads: &str) {
     supervisor.configure("", &format!("{SAME_NUMBERS}{DEFAULTS}{bulkheads}"));
 }
 
-/// Writes another configuration and reloads it. Returns the changes.
+/// Writes a new configuration and reloads it. Returns the response, which lists the changes.
 fn reload(supervisor: &Supervisor, bulkheads: &str) -> Value {
     configure(supervisor, bulkheads);
     post(supervisor, "/v1/reload", 200)
@@ -183,8 +183,8 @@ fn reload_keeps_live_values_of_unchanged_keys() {
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
 }
 
-/// A live value that conflicts with the new file is dropped, and the response names its key. Other live values stay in
-/// effect.
+/// A value that was changed live is dropped if it conflicts with the new file, and the response names its key. Other
+/// live changes stay in effect.
 #[test]
 fn reload_names_dropped_live_values() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");

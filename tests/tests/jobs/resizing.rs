@@ -443,8 +443,8 @@ impl Dice {
     }
 }
 
-/// Resizes the bulkhead repeatedly while jobs made by `job` run. Stops after at least `jobs` jobs and `resizes`
-/// resizes. Returns the outcome and the number of attempts of each job.
+/// Repeatedly resizes the bulkhead while running jobs that `job` creates. Stops after at least `jobs` jobs and
+/// `resizes` resizes. Returns each job's outcome and number of attempts.
 fn resize_under_load(
     supervisor: &Supervisor,
     jobs: usize,
@@ -953,7 +953,7 @@ fn invalid_limits_are_rejected_and_change_nothing() {
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
-/// Checking the configuration file reports the same error.
+/// A check of the configuration file reports the same error as the resize.
 #[test]
 fn queue_required_by_other_keys_cannot_be_removed() {
     let some = "max_queue = 5\n";

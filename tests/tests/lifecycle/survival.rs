@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
 
-/// Submits a job that starts a tree of processes, which try to escape.
+/// Submits a job that starts a tree of processes, which try to outlive the worker.
 fn with_tree(supervisor: &Supervisor, marker: &str) -> std::process::Child {
     let job = supervisor
         .command()
@@ -189,7 +189,8 @@ fn keeper_deaths_do_not_fail_idle_bulkheads() {
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
 }
 
-/// A keeper that dies repeatedly is restarted after a pause. Clients do not wait for the keeper.
+/// A keeper that dies repeatedly is restarted after a pause. During the pause, clients get answers without waiting for
+/// the keeper.
 #[test]
 fn jobs_are_answered_without_a_keeper() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");

@@ -236,7 +236,7 @@ impl Upgrading {
         Self { child, lines }
     }
 
-    /// Waits until the command reports the given step.
+    /// Waits until the upgrade command has reported the given step.
     fn until(&mut self, step: &str) {
         while !self.lines.next().expect("the step is reached").unwrap().starts_with(step) {}
     }

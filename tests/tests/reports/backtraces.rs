@@ -60,7 +60,7 @@ fn crash(supervisor: &Supervisor, operation: &str) -> Value {
     })
 }
 
-/// Returns the frames of the only thread.
+/// Returns the frames of the first thread in the report.
 fn frames(report: &Value) -> &Vec<Value> {
     let native = &report["native"];
     assert_eq!(native["unavailable"], Value::Null, "{native:#}");

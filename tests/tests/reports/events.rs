@@ -51,11 +51,12 @@ fn event_storm_is_rate_limited_and_fully_counted() {
     assert_eq!((changed.len(), &changed[0]["bulkhead"]), (1, &"quiet".into()), "{changed:?}");
 }
 
-/// Number of events. Exceeds the capacity of the channel to the control plane (`supervisor/plane/src/notices.rs`).
+/// Number of events, chosen to exceed the capacity of the channel to the control plane
+/// (`supervisor/plane/src/notices.rs`).
 const STORM: usize = 17_000;
 const AT_ONCE: usize = 250;
 
-/// A thread of another process that is stopped until this value is dropped.
+/// A stopped thread of another process. The thread continues when this value is dropped.
 struct Stopped(Pid);
 
 impl Stopped {

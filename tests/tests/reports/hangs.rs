@@ -40,7 +40,7 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
 
 const STRICT: &str = "sandbox = { profile = \"strict\", best_effort = [\"identity\"] }";
 
-/// Runs a job until its deadline. Returns the ID of the crash report, if there is one.
+/// Runs a job past its deadline. Returns the ID of the crash report, if there is one.
 fn exceed_deadline(supervisor: &Supervisor, operation: &str, deadline_ms: u64) -> Option<String> {
     let client = Client::connect(supervisor.socket()).unwrap();
     let job = client.job("b", "p").operation(operation).deadline(Duration::from_millis(deadline_ms));

@@ -83,7 +83,7 @@ fn check_growth(before: &Page, after: &Page) {
     }
 }
 
-/// Scrapes continuously. Checks each scrape on its own and against the previous scrape.
+/// Scrapes continuously. Checks each scrape on its own and in comparison with the previous scrape.
 struct Scraper {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<(u64, Page)>,
@@ -134,7 +134,7 @@ fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     });
 }
 
-/// Returns the name and both values of each figure that differs between the metrics and the snapshot.
+/// Compares the metrics with the snapshot. Returns the name and both values of each number that differs.
 fn differences(page: &Page, snapshot: &serde_json::Value, bulkhead: &str) -> Vec<(String, u64, u64)> {
     let of = ("bulkhead", bulkhead);
     let number = |field: &str| snapshot[field].as_u64().unwrap_or_else(|| panic!("{field}: {snapshot}"));
@@ -519,8 +519,8 @@ fn metrics_count_evictions_restarts_and_late_replies() {
     check_against_snapshot(&supervisor, "b");
 }
 
-/// Returns a job, and whether the client cancels it. `number` selects success, failure, crash, retry or a missed
-/// deadline.
+/// Returns a job, and whether the client should cancel it. Depending on `number`, the job succeeds, fails, crashes, is
+/// retried or misses its deadline.
 fn job(client: &Client, number: usize) -> (Job, bool) {
     let bulkhead = ["entry", "entry", "safe", "apart"][number % 4];
     let (operation, payload) = match number / 4 % 9 {
@@ -702,7 +702,7 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// Returns the names of all metrics in the given text.
+/// Returns the names of all metrics that the given text mentions.
 fn named_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words

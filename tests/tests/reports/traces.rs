@@ -52,7 +52,7 @@ impl Collector {
         Self { address, messages }
     }
 
-    /// Returns the spans of all accepted messages.
+    /// Returns the spans in all messages that the collector has accepted.
     fn spans(&self) -> Vec<Value> {
         let messages = self.messages.lock().unwrap();
         messages

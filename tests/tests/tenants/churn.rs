@@ -94,7 +94,8 @@ fn keeper_deaths_crash_only_running_jobs() {
     });
 }
 
-/// Sends jobs until the tenant is admitted. Returns the last outcome, or "never".
+/// Sends jobs until one is no longer rejected as unavailable. Returns the last outcome, or "never" if all attempts were
+/// rejected.
 async fn told_in_the_end(supervisor: &Supervisor, tenant: &str) -> String {
     let client = connect(supervisor).await;
     for _ in 0..200 {

@@ -32,9 +32,9 @@ async fn running(client: &Client, tenant: &str) -> JobHandle {
     job
 }
 
-/// Checks repeatedly until `end` is set: at most `max_active` tenants have workers, according to the snapshot and to
-/// the processes, and no counter decreases. A tenant whose workers are still exiting when its next job arrives also
-/// gets new workers. Returns the number of checks.
+/// Checks repeatedly until `end` is set that at most `max_active` tenants have workers, according to the snapshot and
+/// to the processes, and that no counter decreases. A tenant can have new workers while its old workers are still
+/// exiting. Returns the number of checks.
 fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes: usize) -> usize {
     let keeper = supervisor.keeper();
     let (mut looks, mut submitted, mut ended) = (0, 0, 0);

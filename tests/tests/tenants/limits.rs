@@ -17,8 +17,8 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Sends jobs until one is counted in the field. On a busy machine, a worker can be slow to begin a job, and gets no
-/// other job until it has begun. A job beyond the queue is then rejected although the tenant's share is not used up.
+/// Sends jobs that hang until one of them is counted in `field`. On a busy machine, a job can be rejected before the
+/// tenant's share is used up, because a worker gets no other job until it has begun the previous one.
 fn hang_until(
     supervisor: &Supervisor,
     client: &Client,
@@ -80,7 +80,8 @@ fn tenant_table_sets_share_of_shared_workers() {
     });
 }
 
-/// The tenant's jobs ignore their deadlines, so each job gets a worker killed. Replacements start slowly.
+/// The tenant's jobs ignore their deadlines, so each job causes its worker to be killed. Replacement workers start
+/// slowly.
 #[test]
 fn tenant_that_lost_a_worker_waits_for_replacement() {
     let folder = tempfile::tempdir().unwrap();

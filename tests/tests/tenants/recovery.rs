@@ -258,7 +258,7 @@ fn fallback_serves_tenant_beyond_max_active() {
     });
 }
 
-/// The tenant's record survives a flood of other tenants.
+/// The supervisor keeps the tenant's record even when a flood of other tenants arrives.
 #[test]
 fn tenant_with_job_in_fallback_is_remembered() {
     let supervisor = Supervisor::start(&with_fallback("", ""));

@@ -13,7 +13,7 @@ const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\
 const SPARED: &str =
     "[bulkhead.spared]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\nstart = { spares = 2 }\n";
 
-/// Name and sandbox of a bulkhead with forked workers, for each profile.
+/// Bulkheads with forked workers, one for each profile: name and sandbox.
 const FORKED: [(&str, &str); 3] = [
     ("forked-none", "profile = \"none\""),
     ("forked-default", "profile = \"default\""),
@@ -30,8 +30,8 @@ fn forked() -> String {
     FORKED.iter().map(one).collect()
 }
 
-/// Sends one bad job to each kind of bulkhead, and checks that the bulkhead and its neighbour still serve jobs. Returns
-/// the outcome. Except for `die-answering`, the outcome must be the same everywhere.
+/// Sends a bad job to each kind of bulkhead, and checks that the bulkhead and its neighbour still serve jobs. Returns
+/// the outcome, which must be the same for all kinds of bulkheads, except with `die-answering`.
 fn after(operation: &str, payload: &str) -> String {
     let supervisor = Supervisor::start(&format!("{PLAIN}{SPARED}{}", forked()));
     let after_in = |bulkhead, payload: &str| after_in(&supervisor, bulkhead, operation, payload);

@@ -82,7 +82,7 @@ fn error_names_threads_of_rejected_template() {
     }
 }
 
-/// The next worker death causes another template to be started.
+/// When the next worker dies, another template is started.
 #[test]
 fn workers_outlive_their_template() {
     let supervisor = Supervisor::start(&bulkhead(FORK));

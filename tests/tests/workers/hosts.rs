@@ -521,7 +521,7 @@ fn zombies_of(parent: u32) -> Vec<u32> {
 
 // `library`.
 
-/// Library for the tests. A job's operation selects the behaviour.
+/// Source of the library that the tests load. Each job's operation selects what the library does.
 const LIBRARY: &str = r#"
 #include <bulkhead.h>
 #include <stdatomic.h>
@@ -789,8 +789,8 @@ fn event_explains_failed_library_start() {
     assert!(detail.contains("the licence has expired"), "{detail}");
 }
 
-/// Library that damages its worker: forked processes return from library functions, and handlers close or replace
-/// descriptors.
+/// Source of a library that damages its worker: forked processes return from library functions, and handlers close or
+/// replace descriptors.
 const CARELESS: &str = r#"
 #include <bulkhead.h>
 #include <fcntl.h>

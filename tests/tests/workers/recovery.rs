@@ -203,7 +203,7 @@ fn retry_preserves_payload_bytes() {
     auditor.finish();
 }
 
-/// The test also checks that the bytes are released when the jobs end.
+/// The test also checks that the payloads no longer count towards the limit once the jobs have ended.
 #[test]
 fn payloads_waiting_for_retry_count_towards_max_buffered() {
     let supervisor = Supervisor::start_with(
@@ -712,7 +712,7 @@ fn jobs_killed_by_supervisor_are_not_quarantined() {
     });
 }
 
-/// Each copy of the job is rejected at the moment when the copy would be dispatched.
+/// Each copy of the job is rejected at the moment when it would otherwise be dispatched.
 #[test]
 fn queued_copies_of_poison_payload_are_rejected() {
     let supervisor = start("poison = { crashes = 1 }\nmax_queue = 20");

@@ -91,7 +91,7 @@ fn worker_is_recycled_above_memory_limit() {
     assert_settled(&supervisor, &pids);
 }
 
-/// Without a queue, jobs wait only for a worker that is starting.
+/// The bulkhead has no queue, so a job can wait only for a worker that is starting.
 #[test]
 fn recycling_after_each_job_gives_fresh_processes() {
     let bulkhead = |name: &str, program: &str| {

@@ -72,7 +72,7 @@ fn every_kind_of_worker_receives_the_secret() {
     }
 }
 
-/// Workers cannot read secret files, even in a folder that a worker can otherwise read.
+/// Workers cannot read secret files, even in a folder that they can otherwise read.
 #[test]
 fn worker_cannot_read_secret_file_in_its_own_folder() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -144,8 +144,8 @@ fn restart_rereads_the_secret() {
     }
 }
 
-/// Returns a bulkhead whose processes write the secret to the file `NAME.seen`, and then wait for the file
-/// `NAME.start`.
+/// Returns the configuration of a bulkhead whose processes write the secret to the file `NAME.seen`, and then wait for
+/// the file `NAME.start`.
 fn starting_slowly(name: &str, more: &str) -> String {
     let program = format!("{:?}", programs().join("hostile"));
     let script = "echo $SECRET >> $0.seen; until test -e $0.start; do sleep 0.05; done; exec $1";
@@ -187,7 +187,7 @@ fn restart_replaces_processes_that_are_still_starting() {
     }
 }
 
-/// A worker that starts for another reason also receives the new secret. Forked workers receive the secret that their
+/// A worker that replaces a dead worker also receives the new secret. Forked workers receive the secret that their
 /// template has read.
 #[test]
 fn replacement_of_dead_worker_reads_current_secret() {

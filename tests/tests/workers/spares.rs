@@ -72,10 +72,10 @@ fn spare_takes_slot_before_killed_worker_exits() {
     assert!(supervisor.worker_pids("b").contains(&spare));
 }
 
-/// Maximum number of replaced workers of one bulkhead that are still exiting.
+/// Maximum number of a bulkhead's replaced workers that can be exiting at the same time.
 const EXITING_MAX: usize = 16;
 
-/// The number of workers never exceeds the total number of slots, spares and exiting workers.
+/// The number of workers never exceeds the sum of slots, spares and exiting workers.
 #[test]
 fn spares_provide_a_fresh_process_for_each_job() {
     let keys = "recycle = { jobs = 1 }\nstart = { spares = 2 }";
@@ -169,7 +169,7 @@ fn spares_are_restarted_after_keeper_death() {
     supervisor.wait_number("b", "available", 2);
 }
 
-/// A changed number of spares applies at once. A new revision replaces spares as well as workers.
+/// A changed number of spares takes effect at once. A new revision replaces spares as well as workers.
 #[test]
 fn reload_changes_number_of_spares() {
     let supervisor = Supervisor::start(&bulkhead(""));

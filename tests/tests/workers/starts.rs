@@ -18,7 +18,7 @@ fn workers(supervisor: &Supervisor, state: &str) -> usize {
     workers.iter().filter(|worker| worker["state"] == state).count()
 }
 
-/// Jobs that are still running in replaced workers count towards the limit.
+/// Jobs that are still running in replaced workers count towards the concurrency limit.
 #[test]
 fn restart_does_not_exceed_concurrency_limit() {
     let supervisor = start("processes = 2\nmax_queue = 10");
@@ -43,7 +43,7 @@ fn restart_does_not_exceed_concurrency_limit() {
     });
 }
 
-/// `start.handshake` counts from the start of the process, so a busy keeper does not shorten a worker's time.
+/// `start.handshake` is measured from the start of the process, so a busy keeper does not leave a worker less time.
 #[test]
 fn slow_keeper_does_not_cause_handshake_timeouts() {
     let supervisor = start("processes = 1\nstart = { handshake = \"4s\" }");
@@ -65,7 +65,7 @@ fn slow_keeper_does_not_cause_handshake_timeouts() {
     assert_eq!(supervisor.number("b", "restarts"), 0);
 }
 
-/// The supervisor reports the failed starts although no other event wakes it.
+/// The supervisor reports failed starts even if no other event wakes the supervisor.
 #[test]
 fn unsendable_start_order_is_reported_immediately() {
     // The largest possible environment and long paths together exceed the maximum size of an order to the keeper.

@@ -39,7 +39,7 @@ pub(super) struct Plan {
     rlimits: Vec<(Resource, Rlimit)>,
     /// Maximum time to wait for a program's output to end after the program has exited.
     output_grace: Duration,
-    /// Exit statuses that mean success, a caller fault, or a retryable failure.
+    /// Exit statuses that mean success, an error caused by the caller, or a retryable failure.
     ok: Vec<i32>,
     caller: Vec<i32>,
     retryable: Vec<i32>,
@@ -116,7 +116,7 @@ pub(super) fn run(plan: Plan) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// State that all jobs of the host share.
+/// State shared by all jobs of the host.
 struct Host {
     plan: Plan,
     /// Path that is passed to `execve`.
@@ -246,8 +246,8 @@ impl Host {
         self.orphans.start(|| launch.start(&setup), Program::id)
     }
 
-    /// Waits for the program to exit and kills its remaining descendants. When this returns, no process of
-    /// the program is left.
+    /// Waits for the program to exit and kills its remaining descendants. On return, none of the program's processes is
+    /// left.
     fn finish(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
         let exchanged = self.exchange(&mut program, job.payload(), folder, ctx);
@@ -426,7 +426,7 @@ enum Ending {
     TooLarge,
 }
 
-/// The output of a program, and the reason why reading stopped.
+/// A program's output, and the reason why reading it stopped.
 struct Run {
     stdout: Option<PipeReader>,
     stderr: Option<PipeReader>,
@@ -472,7 +472,7 @@ impl Run {
     }
 }
 
-/// Waits until a source is ready, for at most `most`. Returns the ready sources.
+/// Waits for at most `most` until one of the sources is ready. Returns which sources are ready.
 fn wait<const N: usize>(
     sources: [(Option<BorrowedFd<'_>>, PollFlags); N],
     most: Option<Duration>,

@@ -15,19 +15,20 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 
 use crate::rules::Rules;
 
-/// Maximum number of entries that are removed before the reply is sent. Larger folders are removed in the background.
+/// Maximum number of entries that are removed from a folder before the reply is sent. Larger folders are removed in the
+/// background.
 const ENTRIES_AT_ONCE_MAX: usize = 256;
 
-/// Maximum number of folders in the queue for removal.
+/// Maximum number of folders that are queued for removal.
 const QUEUED_REMOVALS_MAX: usize = 1024;
 
-/// The folders of all programs.
+/// The temporary folders of all programs that the host runs.
 pub(super) struct Folders {
     rules: Arc<Rules>,
     removals: SyncSender<CString>,
 }
 
-/// The folder of one program.
+/// A program's temporary folder.
 pub(super) struct Folder {
     name: CString,
     place: OwnedFd,

@@ -81,7 +81,7 @@ pub(super) struct ChildSetup<'s> {
     pub(super) hidden_folder: Option<BorrowedFd<'s>>,
     /// Working directory of the program; `None` means the host's working directory.
     pub(super) directory: Option<BorrowedFd<'s>>,
-    /// True if standard output goes to the log, like standard error.
+    /// True if standard output goes to the log, as standard error does.
     pub(super) logs_output: bool,
 }
 
@@ -156,7 +156,7 @@ impl Launch {
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
 
-    /// Executes the program. `execvp` is not used, because it would pass files with an unknown format to a shell.
+    /// Executes the program. `execvp` is not used, because it would pass files in an unknown format to a shell.
     fn execute(&self) -> Errno {
         // SAFETY: both lists end with a null pointer. The lists and the strings behind them live in `self`.
         #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]
@@ -213,7 +213,7 @@ impl Program {
         let _ = rustix::process::pidfd_send_signal(&self.child.pidfd, Signal::KILL);
     }
 
-    /// Waits for the program and returns its exit status.
+    /// Waits for the program to terminate, and returns its exit status.
     pub(super) fn wait(&self) -> io::Result<ExitStatus> {
         let (_, status, _) = retry_on_intr(|| wait4(self.child.pid.as_raw_pid(), 0))?;
         Ok(ExitStatus::from_raw(status))

@@ -1,4 +1,4 @@
-//! Cleans up after the programs of jobs. The host is a child subreaper: when a program dies, its remaining
+//! Cleans up after programs that run jobs. The host is a child subreaper: when a program dies, its remaining
 //! descendants become children of the host. The kernel makes such orphans children of the host's first
 //! thread, while a program is a child of the thread that started it. The first thread therefore starts no
 //! processes and waits only for its own children (`__WNOTHREAD`). If the first thread has no children, no
@@ -30,7 +30,7 @@ use rustix::io::Errno;
 /// kernel, and waiting longer does not help.
 const REAP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Flags of `wait4` that check only the first thread's children, without blocking.
+/// Flags that make `wait4` check only the first thread's children, without blocking.
 const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
 
 /// Maximum number of processes to name in a message.
@@ -45,8 +45,7 @@ const DESCRIPTORS_MAX: usize = 1024;
 /// Programs that are running or in their `output_grace` period, and the channel to the thread that kills orphans.
 pub(super) struct Orphans {
     programs: Mutex<Programs>,
-    /// Locked for reading by threads that start a program, and for writing by the thread that kills
-    /// unregistered processes.
+    /// Read-locked by threads that start a program, and write-locked by the thread that kills unregistered processes.
     starting: RwLock<()>,
     /// `/proc` file that lists the children of the first thread, including dead children; `None` if the
     /// kernel does not provide this file.
@@ -56,11 +55,10 @@ pub(super) struct Orphans {
 
 #[derive(Default)]
 struct Programs {
-    /// Programs whose job has not ended, by PID, which is also the session ID. The value is true if the
-    /// program's orphans are recorded.
+    /// Programs whose jobs have not ended, by PID, which is also the session ID. The value is true once the program's
+    /// orphans have been recorded.
     unfinished: HashMap<u32, bool>,
-    /// Possible ancestors of processes that have left the session of their program. The key is a single
-    /// process or a whole session.
+    /// For each process or session outside the programs' own sessions, the programs that it may descend from.
     owners: HashMap<Key, Vec<u32>>,
 }
 
@@ -72,7 +70,7 @@ fn keys(found: ProcessIdentity) -> [Key; 2] {
 }
 
 impl Programs {
-    /// Returns the programs that can be ancestors of a process. Returns `None` if no record exists.
+    /// Returns the programs that a process may descend from, or `None` if the process is not recorded.
     fn known_owners(&self, found: ProcessIdentity) -> Option<Vec<u32>> {
         if self.unfinished.contains_key(&found.session) {
             return Some(vec![found.session]);
@@ -80,8 +78,8 @@ impl Programs {
         keys(found).iter().find_map(|key| self.owners.get(key)).cloned()
     }
 
-    /// Returns the programs that can be ancestors of a child of the host. For a child without a record,
-    /// returns all exited programs whose orphans are not recorded yet.
+    /// Returns the programs that a child of the host may descend from. If the child is not recorded, returns all exited
+    /// programs whose orphans are not recorded yet.
     fn owners_of_child(&mut self, child: u32) -> Vec<u32> {
         if self.unfinished.contains_key(&child) {
             return vec![child];
@@ -108,8 +106,7 @@ impl Programs {
         self.owners_of_child(child).iter().any(|owner| self.unfinished.contains_key(owner))
     }
 
-    /// Records the possible ancestors of every descendant of the host. Returns an error if `/proc` cannot be
-    /// read.
+    /// Records which programs each descendant of the host may descend from. Returns an error if `/proc` cannot be read.
     fn record_all(&mut self) -> io::Result<()> {
         for (found, child) in list_descendants()? {
             let owners = self.known_owners(found).unwrap_or_else(|| self.owners_of_child(child));
@@ -155,7 +152,8 @@ impl Orphans {
         drop((programs, starting));
     }
 
-    /// Returns true if an exited program has left any orphans. The orphans must be protected.
+    /// Returns true if an exited program has left any orphans. Must be called only while the program's orphans are
+    /// protected.
     pub(super) fn has_orphans(&self, number: u32) -> bool {
         // Reaps orphans that have already died.
         self.reap();

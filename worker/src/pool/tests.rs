@@ -15,10 +15,11 @@ use crate::journal::Journal;
 /// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Number of the job whose handler returns immediately. The handlers of other jobs wait until they are cancelled.
+/// Number of a job whose handler returns immediately. Handlers of other jobs below `RETURNS` wait until they are
+/// cancelled.
 const QUICK: u64 = 0;
 
-/// For jobs with this number or a higher number, handlers return immediately, as they do for job `QUICK`.
+/// Handlers of jobs with this or a higher number return immediately, as does the handler of job `QUICK`.
 const RETURNS: u64 = 1 << 32;
 
 /// A running pool, and the supervisor's end of its link.
@@ -375,7 +376,7 @@ fn init_thread_does_not_begin_jobs_above_the_limit() {
     assert_eq!(fixture.answered.iter().take(2).collect::<Vec<_>>(), [other, QUICK]);
 }
 
-/// Creates a journal. Returns the worker's end of the journal and the counters as the supervisor sees them.
+/// Creates a journal. Returns the worker's mapping of the journal, and the counters in the supervisor's mapping.
 fn journal() -> (Journal, Claims) {
     let file = rustix::fs::memfd_create("journal", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, bulkhead_shared::journal::JOURNAL_BYTES as u64).unwrap();

@@ -11,10 +11,10 @@ use super::*;
 /// with the header by accident.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
-/// Capability of a worker whose heartbeats do not depend on its handlers.
+/// Capability that a worker announces if its heartbeats do not depend on its handlers.
 const DISPATCH_THREAD: u64 = 1;
 
-/// Starts a supervisor whose worker behaves as `rule` says.
+/// Starts a supervisor with a worker that behaves as the test of `rule` requires.
 fn start(rule: &str, keys: &str) -> Supervisor {
     let heartbeat =
         if keys.contains("health") { "" } else { "health = { heartbeat = \"200ms\", missed = 50 }" };
@@ -38,7 +38,7 @@ fn mark(name: &str) -> u64 {
     before
 }
 
-/// Reads the part of the first job that `rule` names, and aborts. Later workers serve jobs normally.
+/// Reads as much of the first job as `rule` specifies, then aborts. Workers started later serve jobs normally.
 fn leave(worker: &mut Worker, rule: &str) {
     while !worker.has_bytes() {
         worker.send(HEARTBEAT, 0, empty(), b"");
@@ -149,8 +149,8 @@ fn stop(worker: &mut Worker) {
     mark("drained");
 }
 
-/// Sends nothing for ten heartbeat intervals while a job is running, and nothing after the job. The worker does not
-/// announce the `DISPATCH_THREAD` capability.
+/// Sends no heartbeats for ten heartbeat intervals while a job is running, and nothing at all after the result. The
+/// worker does not announce the `DISPATCH_THREAD` capability.
 fn fall_silent(worker: &mut Worker) {
     let again = mark("came") > 0;
     let job = read_frame(&worker.socket).unwrap();
@@ -171,8 +171,8 @@ fn forever() -> ! {
 // Jobs begin once.
 
 /// "If a worker dies before it has read any byte of a job or reported progress on the job, another worker receives the
-/// job". Regression test: a worker read header and metadata, reported progress and died without reading the payload.
-/// The job was sent to workers four times.
+/// job". Regression test: a worker read the header and metadata, reported progress and died without reading the
+/// payload. As a result, the job was sent to workers four times.
 #[test]
 fn partly_read_job_is_not_rerun() {
     for rule in ["reads-a-byte", "reads-a-header", "peeks"] {
@@ -233,7 +233,7 @@ fn half_closed_client_counts_as_disconnected() {
     wait_for("the worker gets the cancellation", || (supervisor.file_bytes("cancelled") == 1).then_some(()));
 }
 
-/// The value 2 of `idempotent` counts as 1. Cancelling an unknown job number has no effect.
+/// A value of 2 for `idempotent` counts as 1. Cancelling an unknown job number has no effect.
 #[test]
 fn unusual_client_values_are_accepted() {
     let supervisor = start("reads-a-byte", "retry = { attempts = 2, budget = 1.0 }");
@@ -258,7 +258,7 @@ fn unusual_client_values_are_accepted() {
 }
 
 /// "The supervisor drops and counts replies to unknown or completed jobs". A nonzero `retryable` counts as true. A
-/// `fault` other than 0 or 1 counts as the dependency's.
+/// `fault` other than 0 or 1 is attributed to the dependency.
 #[test]
 fn unusual_worker_values_are_accepted() {
     let supervisor = start("strays", "");

@@ -44,7 +44,7 @@ fn failed_start_leaves_the_old_program_in_service() {
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
 }
 
-/// Messages at which a program dies, either before it sends the message or after it has received the message.
+/// Points at which a program dies: just before it sends a message, or just after it has received one.
 const DEATHS: [&str; 26] = [
     "send 1",
     "receive 1",
@@ -74,12 +74,12 @@ const DEATHS: [&str; 26] = [
     "receive 33",
 ];
 
-/// Number of deaths to try. The `BULKHEAD_UPGRADE_DEATHS` variable overrides the default.
+/// Number of upgrades during which a program dies. The `BULKHEAD_UPGRADE_DEATHS` variable overrides the default.
 fn deaths() -> usize {
     std::env::var("BULKHEAD_UPGRADE_DEATHS").ok().and_then(|count| count.parse().ok()).unwrap_or(10)
 }
 
-/// Number of deaths to try at the same time.
+/// Number of upgrades with a dying program that run at the same time.
 const DEATHS_AT_ONCE: usize = 5;
 
 #[test]

@@ -15,25 +15,27 @@ use nix::sys::wait::WaitStatus;
 
 use super::*;
 
-/// Three bulkheads: with a queue, with separate workers for each tenant, and for payloads in memory files.
+/// Three bulkheads: one with a queue, one with separate workers for each tenant, and one that receives payloads in
+/// memory files.
 const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 1000\n\
                      [bulkhead.tenants]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      tenants = { isolate = true, max_active = 4 }\n\
                      [bulkhead.files]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      [defaults]\ndeadline = \"60s\"\ncwd = \".\"\n";
 
-/// Records that the workers write, and for each record the maximum number of its jobs that run at once.
+/// Files in which workers record their jobs, each with the maximum number of recorded jobs that can run at the same
+/// time.
 const RECORDS: [(&str, usize); 4] =
     [("record-b", 4), ("record-tenants-x", 1), ("record-tenants-y", 1), ("record-files", 1)];
 
 /// Size of the payloads that are sent in memory files, in bytes.
 const FILE_BYTES: usize = 128 * 1024;
 
-/// Maximum number of jobs whose outcomes the raw client has not read yet.
+/// Maximum number of unread outcomes of the raw client, which encodes frames without the client library.
 const UNREAD_MAX: u64 = 3;
 
-/// Reads a record of the workers. Returns the number of jobs that began, and the maximum number of jobs that ran at
-/// once.
+/// Reads a file in which workers have recorded their jobs. Returns the number of jobs that began, and the maximum
+/// number that ran at the same time.
 pub(super) fn read_record(path: &Path) -> (usize, usize) {
     let (mut begun, mut running, mut most) = (HashSet::new(), 0, 0);
     for line in std::fs::read_to_string(path).unwrap_or_default().lines() {
@@ -58,13 +60,13 @@ pub(super) struct Load {
     ids: Arc<AtomicU64>,
     clients: Vec<JoinHandle<Outcomes>>,
     began: Instant,
-    /// The raw client, and the number of jobs that the client has submitted.
+    /// The raw client, which encodes frames without the client library, and the number of jobs that it has submitted.
     raw: Option<Arc<Mutex<(Raw, u64)>>>,
     /// Number of jobs whose payload was lent to a worker.
     lent: Arc<AtomicU64>,
 }
 
-/// Returns an operation that records the job and takes two milliseconds.
+/// Returns an operation that takes two milliseconds and records the beginning and the end of the job.
 fn recorded(manager: &Manager, record: &str, id: &str) -> String {
     format!("steps:ledger {} 2 {id}", manager.folder.path().join(record).display())
 }
