@@ -39,8 +39,8 @@ pub struct BoundSocket {
     is_inherited: bool,
 }
 
-/// Sockets that were bound by the service manager. The service manager also listens on them, so this process must not
-/// shut them down.
+/// Flags for the sockets that were bound by the service manager. The service manager also listens on these sockets, so
+/// this process must not shut them down.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct InheritedSockets {
     /// The jobs socket.
