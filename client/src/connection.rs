@@ -720,7 +720,7 @@ impl Driver {
         matches!(self.target, Target::InProcess(_)) && error.kind() == io::ErrorKind::NotConnected
     }
 
-    /// Waits until a caller needs a connection, and for at least [`RECONNECT_PAUSE_MIN`].
+    /// Waits for [`RECONNECT_PAUSE_MIN`], and then until a caller needs a connection.
     async fn wait_until_needed(&self) {
         tokio::time::sleep(RECONNECT_PAUSE_MIN).await;
         self.needed.notified().await;

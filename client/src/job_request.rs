@@ -21,7 +21,7 @@ const TEXT_BYTES_MAX: usize = 1024;
 pub(crate) enum Source {
     /// A file whose first bytes are the payload, and the number of these bytes.
     File(Arc<File>, usize),
-    /// A function that writes the payload, and the size of the payload in bytes.
+    /// A function that writes the payload. The second field is the payload's size in bytes.
     Function(Fill, usize),
 }
 

@@ -25,7 +25,7 @@ pub(super) struct FallbackState {
     priority: Priority,
     idempotent: bool,
     cost: u32,
-    /// Result of the job in the bulkheads tried so far, or `None` if the job is still in the first bulkhead.
+    /// Outcome of the job's earlier attempts in other bulkheads, or `None` if the job is still in its first bulkhead.
     earlier: Option<EarlierResult>,
 }
 

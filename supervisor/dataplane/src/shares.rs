@@ -11,13 +11,13 @@ use std::collections::{BTreeSet, HashMap};
 
 use foldhash::quality::RandomState;
 
-/// Index of a holder of memory. Holders are the nodes of a tree.
+/// Index of a memory holder in the tree of holders.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Holder(u32);
 
 const ROOT: Holder = Holder(0);
 
-/// A holder of memory at the top level of the tree.
+/// A memory holder at the top level of the tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
     /// All clients of this user.

@@ -110,8 +110,8 @@ fn variable_from_file(name: &str, path: &str) -> Result<CString, SpawnError> {
         .map_err(|_| SpawnError::new(&format!("env_files.{name}"), Errno::INVAL))
 }
 
-/// Converts the environment in an order. If the worker has a temporary folder, also sets `TMPDIR` and `HOME`, unless
-/// the order contains them.
+/// Builds the environment that a spawn order asks for. If the worker has a temporary folder, also sets `TMPDIR` and
+/// `HOME`, unless the order sets them.
 fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Environment, SpawnError> {
     let mut environment = Environment(c_strings(&order.environment)?);
     for (name, path) in &order.environment_files {

@@ -316,7 +316,7 @@ impl<T> Bulkhead<T> {
         self.workers.iter().map(|worker| u64::from(worker.awaited_jobs)).sum()
     }
 
-    /// Returns the number of permits in use, including those of workers that get no more jobs.
+    /// Returns the number of permits in use, including permits held by workers that will receive no more jobs.
     pub fn permits_held(&self) -> u32 {
         self.workers.totals().held
     }
