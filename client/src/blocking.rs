@@ -60,7 +60,7 @@ impl Client {
         let path = path.as_ref();
         let server = Server::start().map_err(|source| ConnectError::Unreachable {
             path: path.to_owned(),
-            hint: "no thread could be started; check the limits on threads and descriptors",
+            hint: "failed to start a thread; check the limits on threads and descriptors",
             source,
         })?;
         let client = server.wait(crate::Client::connect(path))?;

@@ -182,7 +182,7 @@ impl Settings {
             let is_name = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"._-".contains(&b);
             if !(1..=64).contains(&name.len()) || !name.bytes().all(is_name) {
                 errors.push(format!(
-                    "[bulkhead.{name}] is not a valid bulkhead name: use 1 to 64 of the characters a-z, 0-9, '.', '_' and '-'"
+                    "[bulkhead.{name}] is not a valid bulkhead name: use 1 to 64 characters from a-z, 0-9, '.', '_' and '-'"
                 ));
             }
         }

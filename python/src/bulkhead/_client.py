@@ -315,7 +315,7 @@ class Client(BaseClient):
                 except BaseException:
                     # No thread can be started now.
                     self._sender = None
-                    self._fail_waiting(Disconnected("no thread could be started to reconnect"))
+                    self._fail_waiting(Disconnected("failed to start a thread to reconnect"))
 
     def _send_waiting(self) -> None:
         """Sends the waiting jobs, and reconnects as often as necessary. Runs in a separate thread."""

@@ -134,9 +134,9 @@ fn check_name(name: &Spanned<toml::de::DeString<'_>>, problems: &mut Problems) {
     }
     let better: String = name.get_ref().to_lowercase().chars().map(name_char).take(64).collect();
     let help = match better.is_empty() {
-        true => "write [bulkhead.NAME], where NAME has 1 to 64 of the characters a-z, 0-9, `.`, `_` and `-`"
+        true => "write [bulkhead.NAME], where NAME has 1 to 64 characters from a-z, 0-9, `.`, `_` and `-`"
             .to_owned(),
-        false => format!("use 1 to 64 of the characters a-z, 0-9, `.`, `_` and `-`, as in `{better}`"),
+        false => format!("use 1 to 64 characters from a-z, 0-9, `.`, `_` and `-`, as in `{better}`"),
     };
     problems.report(name.span(), format!("`{}` is not a valid bulkhead name", shown(name.get_ref())), help);
 }

@@ -73,7 +73,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
         Err(error) => {
             let start = sources.add_fragment(&folder, None);
             let (message, _) = unreadable(&folder, &error);
-            let help = "make the path a directory that this user can read, or remove the path";
+            let help = "replace it with a directory that this user can read, or delete it";
             return problems.report(start..start, message, help);
         }
     };
@@ -90,7 +90,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
     for path in names {
         let unreadable = |error: io::Error| {
             let (message, _) = unreadable(&path, &error);
-            (message, "make the path a file that this user can read, or remove the path".to_owned())
+            (message, "replace it with a file that this user can read, or delete it".to_owned())
         };
         let read = open(&path).map_err(unreadable).and_then(|file| {
             check_owner(&path, &file)?;

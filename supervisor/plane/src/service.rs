@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn service_cause_is_most_frequent_failure() {
+    fn reported_cause_is_most_frequent_failure() {
         let cause = |verdicts: &[(Verdict, usize)]| {
             let mut window = Window::default();
             verdicts.iter().for_each(|(verdict, times)| count(&mut window, at(7), verdict, *times));

@@ -542,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn bulkhead_waits_for_worker_id_of_killed_supervisor() {
+    fn bulkhead_waits_until_killed_supervisors_uid_is_free() {
         let folder = tempfile::tempdir().unwrap();
         let (before, after) = (
             ids(1_900_000_000, 1_900_000_999, folder.path()),

@@ -204,7 +204,7 @@ fn invalid_bulkhead_names_are_rejected() {
         "`PDF to Text` is not a valid bulkhead name",
         "as in `pdf-to-text`",
     );
-    folder.reject_one(&named(""), (1, 11), "is not a valid bulkhead name", "1 to 64 of the characters a-z");
+    folder.reject_one(&named(""), (1, 11), "is not a valid bulkhead name", "1 to 64 characters from a-z");
     folder.reject_one(&named(&"x".repeat(65)), (1, 11), "is not a valid bulkhead name", "1 to 64");
 }
 
