@@ -276,6 +276,14 @@ impl Supervisor {
         serde_json::from_str(&body).expect("JSON")
     }
 
+    /// Waits for a crash report. An outcome can name a report shortly before the report can be read.
+    pub fn crash_report(&self, id: &str) -> Value {
+        wait_for("the crash report can be read", || {
+            let (status, body) = self.try_get(&format!("/v1/crashes/{id}"))?;
+            (status == 200).then(|| serde_json::from_str(&body).expect("JSON"))
+        })
+    }
+
     /// Sends a POST request to the admin socket. Returns the status and the body.
     pub fn post(&self, path: &str) -> (u16, String) {
         self.request("POST", path).expect("the admin socket answers")

@@ -163,7 +163,7 @@ fn failed_jobs_return_problem_documents() {
     let problem = check(&place.job("b", "segv", &[], b""), 502, "crashed", "signal", "unknown");
     assert_eq!(problem["signal"], "SIGSEGV");
     let report = problem["report"].as_str().expect("the problem names a crash report");
-    let listed = supervisor.get(&format!("/v1/crashes/{report}"));
+    let listed = supervisor.crash_report(report);
     assert_eq!(listed["jobs"][0]["job"], problem["job"], "{listed}");
     let problem = check(
         &place.job("b", "abort", &["Bulkhead-Idempotent: true"], b""),

@@ -655,8 +655,7 @@ fn unprivileged_supervisor_confines_workers() {
             let job = client.job(name, "{}").operation("hang").deadline(Duration::from_millis(200));
             let id = job.send().unwrap_err().outcome()?.report.clone()?;
             let report = wait_for("the backtraces", || {
-                let (status, body) = place.supervisor.try_get(&format!("/v1/crashes/{id}"))?;
-                let report: serde_json::Value = serde_json::from_str(&body).ok().filter(|_| status == 200)?;
+                let report = place.supervisor.crash_report(&id);
                 report.get("native").is_some().then_some(report)
             });
             let threads = report["native"]["threads"].as_array()?;

@@ -149,7 +149,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     // A crash caused by a signal starts a symbolizer, below a separate keeper.
     if let Some(report) = crashed.outcome().and_then(|outcome| outcome.report.clone()) {
         wait_for("the symbolizer has exited", || {
-            let report = place.supervisor.get(&format!("/v1/crashes/{report}"));
+            let report = place.supervisor.crash_report(&report);
             let is_alone = children(place.supervisor.pid()).len() == 1;
             (is_alone && report.get("native").is_some()).then_some(())
         });

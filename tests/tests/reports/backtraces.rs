@@ -55,7 +55,7 @@ fn crash(supervisor: &Supervisor, operation: &str) -> Value {
     let error = client.job("b", "p").operation(operation).send().unwrap_err();
     let id = error.outcome().and_then(|outcome| outcome.report.clone()).expect("an id");
     wait_for("the backtrace", || {
-        let report = supervisor.get(&format!("/v1/crashes/{id}"));
+        let report = supervisor.crash_report(&id);
         report.get("native").is_some().then_some(report)
     })
 }

@@ -49,10 +49,7 @@ fn all_interfaces_show_the_same_job_number() {
     let event = &supervisor.wait_events("job_crashed", 1)[0];
     assert_eq!(event["job"], number, "{event}");
     let report = event["report"].as_str().expect("a report");
-    let report = wait_for("the report is written", || {
-        let (status, body) = supervisor.try_get(&format!("/v1/crashes/{report}"))?;
-        (status == 200).then(|| serde_json::from_str::<Value>(&body).unwrap())
-    });
+    let report = supervisor.crash_report(report);
     assert_eq!(report["jobs"][0]["job"], number, "{report}");
     wait_for("the log has the event and the output", || {
         let lines = log(&supervisor);

@@ -53,8 +53,7 @@ fn exceed_deadline(supervisor: &Supervisor, operation: &str, deadline_ms: u64) -
 /// Waits until the report contains backtraces, and returns the report.
 fn report(supervisor: &Supervisor, id: &str) -> Value {
     wait_for("the backtraces", || {
-        let (status, body) = supervisor.try_get(&format!("/v1/crashes/{id}"))?;
-        let report: Value = serde_json::from_str(&body).ok().filter(|_| status == 200)?;
+        let report = supervisor.crash_report(id);
         report.get("native").is_some().then_some(report)
     })
 }
