@@ -278,8 +278,10 @@ fn preview(payload: &[u8]) -> String {
     let start = &payload[..payload.len().min(PREVIEW_BYTES)];
     let whole = match std::str::from_utf8(start) {
         Ok(text) => Some(text),
-        // The preview ends in the middle of a character, so that character is dropped.
-        Err(error) if error.error_len().is_none() => std::str::from_utf8(&start[..error.valid_up_to()]).ok(),
+        // If the preview ends in the middle of a character, that character is dropped.
+        Err(error) if error.error_len().is_none() && start.len() < payload.len() => {
+            std::str::from_utf8(&start[..error.valid_up_to()]).ok()
+        }
         Err(_) => None,
     };
     let is_text = |text: &&str| !text.contains(|c: char| c.is_control() && !c.is_whitespace());
@@ -438,6 +440,7 @@ mod tests {
         assert_eq!(preview(b""), "");
         assert!(preview(b"\x00GIF").starts_with("00 47 49 46 "));
         assert!(preview(b"\x00GIF").ends_with(".GIF"));
+        assert!(preview(b"abc\xc3").starts_with("61 62 63 c3 "), "no byte of the payload is hidden");
         let long = preview(&"ß".repeat(1000).into_bytes());
         assert!(long.starts_with("ßß") && long.ends_with("[1744 more bytes: use --output]"), "{long}");
         let odd = preview(format!("x{}", "ß".repeat(1000)).as_bytes());

@@ -29,7 +29,7 @@ use crate::reply::{JobError, Progress};
 use crate::requests::{Frames, QueuePosition, Requests, SubmitError};
 use crate::transport::Transport;
 
-/// Maximum time that the supervisor may take to accept the connection and send the welcome.
+/// Maximum time to wait for the supervisor to accept the connection, and then for the welcome.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Minimum interval between checks for jobs that have waited too long for the client to reconnect.
@@ -199,8 +199,8 @@ impl Client {
     ///
     /// If the connection is lost, the client reconnects automatically, with pauses of up to a second between
     /// attempts. Until then, jobs with a [deadline](crate::Job::deadline) wait until their deadline. Jobs without
-    /// a deadline wait until five seconds after the loss; later, each of them triggers another attempt to
-    /// reconnect and waits for the result. [`Client::reconnect_timeout`] sets another limit for all jobs.
+    /// a deadline wait until five seconds after the loss. A job without a deadline that is submitted later
+    /// triggers another attempt to reconnect, and waits for its result. [`Client::reconnect_timeout`] sets another limit for all jobs.
     pub async fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
         let target = Target::Path(path.as_ref().to_owned());
         let requests = open(&target).await?;
@@ -542,9 +542,10 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
 /// exists.
 struct Driver {
     target: Target,
-    /// The current connection. `None` before the first connection is established.
+    /// The current connection. `None` while the client is not connected.
     requests: Option<Arc<Requests>>,
-    /// Lost connections, oldest first, with jobs that are waiting to be sent over the next connection.
+    /// Connections that accept no further jobs, oldest first, with jobs that are waiting to be sent over the next
+    /// connection.
     lost: Vec<Arc<Requests>>,
     /// Connections that the supervisor is closing with GOAWAY. The supervisor finishes the jobs on these connections
     /// but accepts no further jobs.
@@ -614,8 +615,8 @@ impl Driver {
         }
     }
 
-    /// Returns true if a new connection is possible, over which lost jobs can be sent again. An in-process supervisor
-    /// that has stopped is never replaced.
+    /// Returns true if jobs on a lost connection can be sent again over a new connection. An in-process supervisor that
+    /// has stopped is never replaced.
     fn can_reconnect(&self) -> bool {
         matches!(self.target, Target::Path(_))
     }
@@ -840,8 +841,8 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
             }
         }
         match received {
-            // Makes tokio wait until more bytes arrive. A read that returns descriptors ends with their message, even
-            // if more bytes have already arrived.
+            // Makes tokio wait until more bytes arrive. A read that returns descriptors stops at the end of the message
+            // that carried them, even if more bytes have already arrived.
             Received::Drained if !has_files => Err(io::ErrorKind::WouldBlock.into()),
             other => Ok(other),
         }

@@ -1,6 +1,7 @@
 //! Counters shared by the data plane and the control plane. The data plane never blocks on them.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -30,10 +31,11 @@ pub struct SharedCounters {
     pub own_spool: Arc<SpoolCounters>,
     /// True once the data plane is shutting down.
     pub has_ended: AtomicBool,
-    /// True once the data plane has sent an outcome for every job that it received. Other jobs get no outcome and were
-    /// not started. Stays false if the data plane fails.
+    /// True once the data plane has sent an outcome for every job that it received. A job that it has not received gets
+    /// no outcome and was not started. Stays false if the data plane fails.
     pub has_answered_all: AtomicBool,
-    /// Number of bytes that are guaranteed to each spool, regardless of how much memory other spools hold.
+    /// Number of bytes of payloads of unknown length that each user or token can always hold, regardless of how much
+    /// memory others hold.
     pub spool_share: AtomicUsize,
     /// The keeper's PID.
     pub keeper_pid: AtomicU32,
@@ -60,9 +62,15 @@ pub struct RejectedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
 
 impl RejectedJobs {
     pub fn count(&self, bulkhead: &str, priority: Priority, reason: RejectReason) {
+        if bulkhead.len() > BULKHEAD_NAME_BYTES_MAX {
+            return;
+        }
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if bulkhead.len() <= BULKHEAD_NAME_BYTES_MAX && counts.len() < REJECTED_KEYS_MAX {
-            *counts.entry((bulkhead.to_owned(), priority, reason)).or_default() += 1;
+        let is_full = counts.len() >= REJECTED_KEYS_MAX;
+        match counts.entry((bulkhead.to_owned(), priority, reason)) {
+            Entry::Occupied(mut entry) => *entry.get_mut() += 1,
+            Entry::Vacant(entry) if !is_full => drop(entry.insert(1)),
+            Entry::Vacant(_) => {}
         }
     }
 
@@ -70,5 +78,22 @@ impl RejectedJobs {
     /// counts.
     pub fn take(&self) -> HashMap<(String, Priority, RejectReason), u64> {
         self.0.try_lock().map(|mut counts| std::mem::take(&mut *counts)).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn full_table_still_counts_its_keys() {
+        let rejected = RejectedJobs::default();
+        let count = |name: &str| rejected.count(name, Priority::Normal, RejectReason::NotFound);
+        (0..=REJECTED_KEYS_MAX).for_each(|number| count(&number.to_string()));
+        count("0");
+        let counts = rejected.take();
+        let of = |name: &str| counts.get(&(name.to_owned(), Priority::Normal, RejectReason::NotFound));
+        assert_eq!((counts.len(), of("0")), (REJECTED_KEYS_MAX, Some(&2)));
+        assert_eq!(of(&REJECTED_KEYS_MAX.to_string()), None);
     }
 }

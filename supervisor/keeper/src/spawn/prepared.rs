@@ -77,7 +77,7 @@ fn c_strings(texts: &[&str]) -> Result<Vec<CString>, SpawnError> {
     texts.iter().map(|text| c_string(text)).collect()
 }
 
-/// The keeper's ends of the connections to a child.
+/// The keeper's ends of the connections to a child, and what the keeper needs to describe the child's failures.
 pub(crate) struct ChildConnections {
     /// Socket on which the starting child sends messages; see the `progress` module.
     pub(crate) progress: OwnedFd,
@@ -88,7 +88,7 @@ pub(crate) struct ChildConnections {
     /// The private root folder, used to find the path of a mount that failed.
     pub(super) root: Option<Arc<PrivateRoot>>,
     pub(super) covers: Option<Arc<Covers>>,
-    /// Number of descriptors that the child has in addition to the progress socket and the descriptors of every worker.
+    /// Number of descriptors that the child has in addition to the progress socket and those that every worker has.
     pub(crate) extra_descriptors: u32,
 }
 
@@ -111,7 +111,7 @@ fn variable_from_file(name: &str, path: &str) -> Result<CString, SpawnError> {
 }
 
 /// Builds the environment that a spawn order asks for. If the worker has a temporary folder, also sets `TMPDIR` and
-/// `HOME`, unless the order sets them.
+/// `HOME`, unless the order sets them. With a private `/tmp`, sets only `HOME`.
 fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Environment, SpawnError> {
     let mut environment = Environment(c_strings(&order.environment)?);
     for (name, path) in &order.environment_files {

@@ -1,6 +1,6 @@
 //! Admission: decides whether a new job runs immediately, waits, or is rejected. The checks run in the order of the
 //! table in `docs/semantics.md`. The rate limit comes before the checks that depend on load, so that a client that
-//! exceeds its rate always gets the `rate_limited` reason. The rate limit is also the only check that charges a job
+//! exceeds its rate gets the `rate_limited` reason even under load. The rate limit is also the only check that charges a job
 //! even if a later check rejects the job.
 
 use std::sync::Arc;
@@ -51,7 +51,7 @@ fn rejected_with(reason: RejectReason, message: String) -> Rejection {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the number that identifies a tenant in the next submission.
+    /// Finds or adds a tenant. Returns the number that identifies the tenant in the next submission.
     pub fn tenant(&mut self, name: &str) -> TenantId {
         self.tenants.find_or_add(name)
     }
@@ -151,8 +151,8 @@ impl<T> Bulkhead<T> {
         let has_worker = self.has_ready_worker() || self.activity == Activity::StartAnnounced;
         let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
-            // A probe needs a ready worker, and it is not known when a worker will be ready.
             Admission::Open { retry_after } if !retry_after.is_zero() => Wait::RetryIn(retry_after),
+            // A probe needs a ready worker, and it is not known when a worker will be ready.
             Admission::Open { .. } | Admission::Probing | Admission::ForcedOpen => Wait::ByLoad,
         };
         Err(Rejection { verdict: rejection(RejectReason::CircuitOpen), wait })
@@ -290,7 +290,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are starting or have
-    /// not started a job in time.
+    /// not started a job in time, minus the jobs that wait in a supervisor that is being replaced.
     pub(super) fn waiting_max(&self) -> usize {
         let totals = self.workers.totals();
         let coming =

@@ -31,7 +31,8 @@ const STAGING_FOLDER: &CStr = c"/proc";
 /// read-only in the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
-/// A private `/tmp` can contain one file for each `BYTES_PER_FILE` bytes of its size, but at least `FILES_MIN` files.
+/// A private `/tmp` can contain one file for each `BYTES_PER_FILE` bytes of its size. The limit is never lower than
+/// `FILES_MIN`.
 const BYTES_PER_FILE: u64 = 4096;
 const FILES_MIN: u64 = 1024;
 
@@ -229,7 +230,7 @@ impl Layout {
         }
     }
 
-    /// Adds the granted paths. Returns the links in program folders, each with its target. If a path does not exist,
+    /// Adds the granted paths. Returns the links in folders whose entries are granted one by one, each with its target. If a path does not exist,
     /// returns this path as the error.
     fn add_granted<'v>(
         &mut self,
@@ -308,7 +309,7 @@ impl Layout {
         links.collect()
     }
 
-    /// Adds all folders in the system's root folder, except the folders that are private to the worker.
+    /// Adds all entries of the system's root folder, except the folders that are private to the worker.
     fn bind_root(&mut self, access: Access) {
         for entry in std::fs::read_dir("/").into_iter().flatten().flatten() {
             if !["proc", "dev", "tmp"].iter().any(|own| entry.file_name() == *own) {
