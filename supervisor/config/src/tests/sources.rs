@@ -214,8 +214,7 @@ fn unreadable_fragments_are_errors() {
         .map(|problem| (problem.file.file_name().unwrap().to_str().unwrap(), problem.at.is_some()))
         .collect();
     assert_eq!(told, [("1.toml", false), ("2.toml", false), ("5.toml", true)], "{errors}");
-    for part in ["1.toml: the path is a directory", "2.toml: No such file", "or delete it", "byte 0xff"]
-    {
+    for part in ["1.toml: the path is a directory", "2.toml: No such file", "or delete it", "byte 0xff"] {
         assert!(errors.to_string().contains(part), "{part}: {errors}");
     }
     fs::remove_dir_all(folder.path("conf.d")).unwrap();
