@@ -228,7 +228,7 @@ fn violation_report_names_the_system_call() {
             let next = wait_for("a worker accepts jobs", || client.job(name, "{}").send().ok());
             drop(next);
         }
-        assert_eq!(place.supervisor.events("sandbox_violation").len(), 3, "{profile}");
+        assert_eq!(place.supervisor.wait_events("sandbox_violation", 3).len(), 3, "{profile}");
     }
 }
 

@@ -635,7 +635,7 @@ fn worker_that_cannot_be_resized_is_replaced() {
     });
     assert_eq!(supervisor.file_bytes("too-many"), 0);
     assert_eq!(supervisor.file_bytes("told"), 0);
-    assert_eq!(supervisor.events("worker_recycled").len(), 1);
+    assert_eq!(supervisor.wait_events("worker_recycled", 1).len(), 1);
     auditor.finish();
 }
 

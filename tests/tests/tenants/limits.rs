@@ -111,7 +111,7 @@ fn tenant_that_lost_a_worker_waits_for_replacement() {
             assert_eq!(told(&client, "other").await, "ok", "two workers serve the other tenants");
         }
         assert_eq!((share(&supervisor, "greedy", "queued"), supervisor.file_bytes("begun")), (1, 0));
-        assert_eq!(supervisor.events("worker_exited").len(), 1);
+        assert_eq!(supervisor.wait_events("worker_exited", 1).len(), 1, "only one worker has exited");
         supervisor.touch("go");
         assert_eq!(outcome(&next.await.unwrap()), "ok");
         supervisor.wait_number("b", "limit", 3);
