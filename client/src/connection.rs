@@ -681,11 +681,10 @@ impl Driver {
             };
             let earliest = Instant::now() + OVERDUE_CHECK_INTERVAL_MIN;
             tokio::time::sleep_until(Instant::from_std(first).max(earliest)).await;
-            let reason = match &*self.current.borrow() {
-                Connection::Down(loss) => loss.reason.clone(),
-                Connection::Up(_) => "too many jobs are waiting to be sent".to_owned(),
+            let problem = match &*self.current.borrow() {
+                Connection::Down(loss) => self.target.problem(&loss.reason),
+                Connection::Up(_) => "too many jobs are waiting to be sent again".to_owned(),
             };
-            let problem = self.target.problem(&reason);
             self.lost.iter().for_each(|lost| lost.end_overdue(&problem));
         }
     }

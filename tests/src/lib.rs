@@ -507,9 +507,11 @@ fn stat(pid: u32) -> Option<(char, u32)> {
     Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
 }
 
-/// Returns true if a process exists and is not a zombie.
+/// Returns true if a process exists and not all of its threads are dead.
 pub fn is_alive(pid: u32) -> bool {
-    stat(pid).is_some_and(|(state, _)| state != 'Z')
+    // If only the main thread is dead, the other threads still hold the process's sockets.
+    let has_other_threads = || threads(pid) > 1;
+    stat(pid).is_some_and(|(state, _)| state != 'Z' || has_other_threads())
 }
 
 /// Returns the short name of a process.

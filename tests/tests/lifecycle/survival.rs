@@ -121,7 +121,6 @@ fn supervisor_replaces_only_a_stale_socket() {
     assert_eq!(first.number("b", "limit"), 2, "the first supervisor was affected");
 
     first.signal(Signal::SIGKILL);
-    // A process whose main thread has died can still hold its sockets until all of its threads are gone.
     first.wait();
     assert!(first.socket().exists(), "a killed supervisor leaves its socket");
     let mut third = second.stderr(Stdio::inherit()).spawn().unwrap();
