@@ -192,8 +192,21 @@ impl JobRequest {
             self.losses += 1;
             self.waits_until = None;
         }
+        self.wait_at_most(self.reconnect_limit());
+    }
+
+    /// Records that a supervisor that is being replaced has not accepted the job. The job waits for the new supervisor,
+    /// even if the client's timeout for reconnecting is zero.
+    pub(crate) fn not_taken(&mut self) {
+        self.wait_at_most(
+            self.reconnect_limit().map(|limit| if limit.is_zero() { RECONNECT_TIMEOUT } else { limit }),
+        );
+    }
+
+    /// Lets the job wait for another connection for at most `limit`, if it is not already waiting.
+    fn wait_at_most(&mut self, limit: Option<Duration>) {
         if self.waits_until.is_none() {
-            let limit = self.reconnect_limit().and_then(|limit| Instant::now().checked_add(limit));
+            let limit = limit.and_then(|limit| Instant::now().checked_add(limit));
             let deadline = self.deadline.map(|deadline| deadline.at);
             self.waits_until = limit.into_iter().chain(deadline).min();
         }

@@ -429,6 +429,10 @@ impl Requests {
         // Releases the queued payloads. The jobs keep their own references.
         let unsent = std::mem::take(&mut state.outbox);
         let ended = state.detach(reason, |waiter, job| {
+            if waiter.is_detached() && is_replaced {
+                // The job already waits for another connection, because this supervisor is being replaced.
+                return Decision::Stays;
+            }
             // The supervisor begins a job only after the complete frame has arrived.
             job.lost(waiter.frame_end <= sent_bytes);
             let is_sent_again = is_replaced && !waiter.is_cancelled && job.can_be_sent_again();
@@ -458,7 +462,10 @@ impl Requests {
                 job.executed(),
                 "the job was cancelled before the supervisor accepted the job",
             )),
-            Some(_) => Decision::SentAgain,
+            Some((_, job)) => {
+                job.not_taken();
+                Decision::SentAgain
+            }
             None => Decision::Stays,
         });
         state.detached.extend(again);

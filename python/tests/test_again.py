@@ -19,7 +19,7 @@ from pools import LONG, wait_for
 from running import WORKER, running
 
 import bulkhead
-from bulkhead import AsyncClient, Client, JobError, _again, _wire
+from bulkhead import AsyncClient, Client, JobError, _again, _aio, _connection, _wire
 
 #: Number of jobs that must have an outcome before each kill of the supervisor.
 JOBS_PER_ROUND = 100
@@ -298,7 +298,11 @@ def test_rejection_after_reconnect_leaves_execution_unknown(fake: FakeSupervisor
 
 @WAYS
 @pytest.mark.parametrize("listens", [False, True])
-def test_job_ends_at_its_deadline_without_a_supervisor(fake: FakeSupervisor, way: str, listens: bool) -> None:
+def test_job_ends_at_its_deadline_without_a_supervisor(
+    fake: FakeSupervisor, way: str, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The deadline is the only limit of an attempt to connect.
+    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MAX", 10 * LONG)
     ended = threading.Event()
 
     def script(fake: FakeSupervisor) -> None:
@@ -318,6 +322,22 @@ def test_job_ends_at_its_deadline_without_a_supervisor(fake: FakeSupervisor, way
             ended.set()
     assert caught.value.executed == "unknown"
     assert "whether the job ran is unknown" in str(caught.value)
+
+
+@WAYS
+def test_first_job_ends_at_its_deadline_if_the_supervisor_is_silent(
+    fake: FakeSupervisor, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MAX", 10 * LONG)
+    ended = threading.Event()
+    with fake.running(lambda _: ended.wait(LONG)) as path:
+        try:
+            with pytest.raises(bulkhead.Disconnected) as caught:
+                call_of(way, path, deadline=0.2)
+        finally:
+            ended.set()
+    assert caught.value.executed == "no"
+    assert "the job was not sent" in str(caught.value)
 
 
 @WAYS
@@ -459,16 +479,13 @@ def test_jobs_not_accepted_by_old_supervisor_are_sent_to_new_one(
         if count == 2:
             taken.append(jobs[b"second"])
         old.go_away(count, taken)
+        if count == 2:
+            old.end(jobs[b"second"], OK)
         new = fake.welcome()
-        if count == 1:
+        for _ in range(3 - count):
             number, payload = new.job()
             assert payload == b"second"
             new.end(number, OK)
-        else:
-            old.end(jobs[b"second"], OK)
-        number, payload = new.job()
-        assert payload == b"second"
-        new.end(number, OK)
         # The old connection stays open until its last job has ended.
         old.end(jobs[b"first"], OK)
         old.wait_for_end()
@@ -476,6 +493,47 @@ def test_jobs_not_accepted_by_old_supervisor_are_sent_to_new_one(
 
     with fake.running(script) as path:
         assert run_both(way, path, b"first", b"second", timeout) == [b"", b"", b""]
+
+
+@WAYS
+@pytest.mark.parametrize("timeout", [None, 0])
+def test_job_not_accepted_by_old_supervisor_waits_for_the_new_one(
+    fake: FakeSupervisor, way: str, timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[str] = []
+    connect = _connection.open_connection
+
+    def counted(path: str, seconds: float) -> Any:
+        attempts.append(path)
+        return connect(path, seconds)
+
+    monkeypatch.setattr(_connection, "open_connection", counted)
+    monkeypatch.setattr(_aio, "open_connection", counted)
+
+    def script(fake: FakeSupervisor) -> None:
+        old = fake.welcome()
+        old.job()
+        fake.close()
+        old.go_away(0, [])
+        wait_for("the client tries twice to reconnect", lambda: len(attempts) >= 3)
+        new = FakeSupervisor(fake.path)
+        peer = new.welcome()
+        peer.end(peer.job()[0], OK)
+
+    with fake.running(script) as path:
+        if way == "asyncio":
+
+            async def run() -> bytes:
+                async with AsyncClient(path, reconnect_timeout=timeout) as client:
+                    return bytes((await client.call("plain", b"x")).payload)
+
+            assert asyncio.run(run()) == b""
+            return
+        with Client(path, reconnect_timeout=timeout) as client:
+            if way == "call":
+                assert bytes(client.call("plain", b"x").payload) == b""
+            else:
+                assert bytes(client.submit("plain", b"x").result(LONG).payload) == b""
 
 
 @WAYS

@@ -46,6 +46,7 @@ class Job:
     __slots__ = (
         "_ends_at",
         "_reconnect_timeout",
+        "_was_taken",
         "is_sending",
         "losses",
         "metadata",
@@ -68,6 +69,8 @@ class Job:
         deadline = options[DEADLINE]
         self._ends_at: float | None = None if deadline is None else began + deadline
         self._reconnect_timeout = reconnect_timeout
+        # False if a supervisor that is being replaced has not accepted the job.
+        self._was_taken = True
         #: Number of connections that were lost after the job had been sent over them.
         self.losses = 0
         #: Time until which the job waits for a connection.
@@ -76,15 +79,22 @@ class Job:
         #: job.
         self.is_sending = False
 
-    def lost(self, was_sent: bool, since: float | None = None) -> bool:
+    def lost(self, was_sent: bool, since: float | None = None, *, was_taken: bool = True) -> bool:
         """Records a lost connection. Returns true if the job may be sent again.
 
-        The job waits for a reconnection from the time ``since``, by default from now.
+        The job waits for a reconnection from the time ``since``, by default from now. ``was_taken`` is false if a
+        supervisor that is being replaced has not accepted the job. Such a job waits for the new supervisor even with a
+        reconnect timeout of 0.
         """
         if was_sent:
             self.losses += 1
             self.waits_until = None
+            self._was_taken = True
+        if not was_taken:
+            self._was_taken = False
         limit = self._reconnect_timeout
+        if limit == 0 and not self._was_taken:
+            limit = RECONNECT_SECONDS_MAX
         if self.waits_until is None:
             if limit is None and self._ends_at is None:
                 limit = RECONNECT_SECONDS_MAX
@@ -94,6 +104,14 @@ class Job:
             self.waits_until = min(ends)
         may_run_again = not self.losses or (self.options[IDEMPOTENT] and self.losses <= RESENDS_MAX)
         return may_run_again and limit != 0
+
+    def wait_seconds(self) -> float | None:
+        """Returns the time for which the job can still wait for a connection, or ``None`` if it has no limit.
+
+        A job that has already waited too long has until its deadline for one more attempt to connect.
+        """
+        end = self._ends_at if self.waits_until is None or self.is_overdue() else self.waits_until
+        return None if end is None else end - time.monotonic()
 
     def is_overdue(self) -> bool:
         """Returns true if the job has waited too long for a connection."""

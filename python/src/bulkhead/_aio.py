@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _again, _wire
 from ._client import BaseClient, as_buffer, submission_with, too_old
-from ._connection import lost_error, open_connection
+from ._connection import HANDSHAKE_SECONDS_MIN, handshake_seconds, lost_error, open_connection
 from ._reply import Reply
 from .errors import Disconnected, JobError
 
@@ -238,7 +238,7 @@ class _Connection:
             job = self._jobs.pop(number)
             kept, job._job_connection = job._job, None
             if kept is not None and not job.done():
-                kept.lost(False)
+                kept.lost(False, was_taken=False)
                 again.append(job)
         if again:
             self._send_again(again)
@@ -341,7 +341,7 @@ class _LoopState:
         try:
             while self._waiting:
                 try:
-                    opened = await loop.run_in_executor(None, open_connection, client.path)
+                    opened = await loop.run_in_executor(None, open_connection, client.path, self._handshake_seconds())
                 except JobError as error:
                     self._problem = error
                     if self.connection is None or not error.retryable or client._is_closed:
@@ -371,6 +371,12 @@ class _LoopState:
             raise
         finally:
             self.connecting = None
+
+    def _handshake_seconds(self) -> float:
+        """Returns the time until the last waiting job is overdue, but at most the handshake timeout."""
+        jobs = [job._job for job in self._waiting]
+        seconds = [handshake_seconds(job.wait_seconds()) for job in jobs if job is not None]
+        return max(seconds, default=HANDSHAKE_SECONDS_MIN)
 
     def _send_waiting(self, connection: _Connection) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -10,7 +10,7 @@ from collections import deque
 from functools import partial
 
 from . import _again, _wire
-from ._connection import HANDSHAKE_SECONDS_MAX, Connection, Lost, NotSent, NotTaken, lost_error, of_parent
+from ._connection import Connection, Lost, NotSent, NotTaken, handshake_seconds, lost_error, of_parent
 from ._reply import Reply
 from .errors import Disconnected, JobError, Outcome, Rejected
 
@@ -173,7 +173,7 @@ class Client(BaseClient):
         began = 0.0 if options[_again.DEADLINE] is None else time.monotonic()
         connection = self._connection
         try:
-            return self._connected(options).call(metadata, data)
+            return self._connected(options, options[_again.DEADLINE]).call(metadata, data)
         except (NotSent, Lost, Disconnected) as error:
             if isinstance(error, Disconnected) and (connection is None or not connection.is_over):
                 # The outcome cannot be read, or there is no connection at all.
@@ -194,12 +194,14 @@ class Client(BaseClient):
                 if not may_wait or left <= 0 or self._closed.wait(min(pause, left)) or job.is_overdue():
                     raise job.unreachable(problem) from None
                 pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
-            elif self._closed.is_set() or not (isinstance(problem, NotTaken) or job.lost(isinstance(problem, Lost))):
+            elif self._closed.is_set() or not job.lost(
+                isinstance(problem, Lost), was_taken=not isinstance(problem, NotTaken)
+            ):
                 if isinstance(problem, Lost):
                     raise problem.error from None
                 raise lost_error("the job could not be sent", job.executed) from None
             try:
-                connected = self._connected(job.options)
+                connected = self._connected(job.options, job.wait_seconds())
             except JobError as error:
                 problem = error
                 continue
@@ -241,7 +243,7 @@ class Client(BaseClient):
         future = JobFuture(_again.Job(options, metadata, data, time.monotonic(), self.reconnect_timeout))
         connection = self._connection
         try:
-            self._connected(options).start(future)
+            self._connected(options, deadline).start(future)
         except (NotSent, Lost) as error:
             self._send_unsent_again(future, error)
         except JobError as error:
@@ -250,8 +252,11 @@ class Client(BaseClient):
             self._wait_for_connection([future], error, connection.lost_at)
         return future
 
-    def _connected(self, options: tuple[Any, ...], seconds: float = HANDSHAKE_SECONDS_MAX) -> Connection:
-        """Returns a connection that is not known to be lost and accepts further jobs."""
+    def _connected(self, options: tuple[Any, ...], left: float | None) -> Connection:
+        """Returns a connection that is not known to be lost and accepts further jobs.
+
+        A new connection must be made within ``left`` seconds, if this is not ``None``.
+        """
         connection = self._connection
         if connection is None or connection.is_over:
             with self._lock:
@@ -261,7 +266,9 @@ class Client(BaseClient):
                 if connection is None or connection.is_over:
                     if connection is not None and connection not in self._leaving:
                         self._leaving = [other for other in (*self._leaving, connection) if other.lost is None]
-                    connection = Connection(self.path, partial(_send_lost_again, weakref.ref(self), self.path), seconds)
+                    connection = Connection(
+                        self.path, partial(_send_lost_again, weakref.ref(self), self.path), handshake_seconds(left)
+                    )
                     if self._is_closed:
                         connection.lose("this program closed the client")
                         raise RuntimeError("the client is closed")
@@ -287,8 +294,7 @@ class Client(BaseClient):
             job = future.job
             if job is None or future.cancelled():
                 continue
-            may_be_sent = job.lost(was_sent) or not was_taken
-            if may_be_sent and not self._is_closed:
+            if job.lost(was_sent, was_taken=was_taken) and not self._is_closed:
                 waiting.append(future)
             else:
                 future.lose(lost_error(reason, job.executed))
@@ -334,10 +340,11 @@ class Client(BaseClient):
                 self._waiting.popleft()
                 continue
             try:
-                connection = self._connected(job.options, self._handshake_seconds())
+                connection = self._connected(job.options, self._wait_seconds())
             except JobError as error:
                 self._end_overdue(error)
-                self._closed.wait(min(pause, self._handshake_seconds()))
+                if not self._closed.wait(min(pause, handshake_seconds(self._wait_seconds()))):
+                    self._end_overdue(error)
                 pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
                 continue
             except RuntimeError:
@@ -360,12 +367,11 @@ class Client(BaseClient):
             except BaseException as error:
                 future.lose(Disconnected(f"the job could not be sent: {error!r}", job.executed))
 
-    def _handshake_seconds(self) -> float:
-        """Returns the time until the first waiting job is overdue, but at most the handshake timeout."""
+    def _wait_seconds(self) -> float | None:
+        """Returns the time until the first waiting job is overdue, or ``None`` if no job has a limit."""
         jobs = [future.job for future in list(self._waiting)]
-        ends = [job.waits_until for job in jobs if job is not None and job.waits_until is not None]
-        left = min(ends, default=HANDSHAKE_SECONDS_MAX) - time.monotonic() if ends else HANDSHAKE_SECONDS_MAX
-        return min(max(left, 0.001), HANDSHAKE_SECONDS_MAX)
+        waits = [job.wait_seconds() for job in jobs if job is not None]
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _end_overdue(self, error: JobError) -> None:
         """Fails the jobs that have waited too long, or all jobs if another attempt to connect would be futile."""

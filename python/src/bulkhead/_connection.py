@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Timeout for the supervisor's welcome, in seconds.
 HANDSHAKE_SECONDS_MAX = 10.0
+#: Timeout for the welcome if the job has no time left, in seconds. A timeout of 0 would make the socket non-blocking.
+HANDSHAKE_SECONDS_MIN = 0.001
 
 
 def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
@@ -36,6 +38,13 @@ def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
     if executed == "no":
         advice = "the job was not sent: send the job again"
     return Disconnected(f"the connection to the supervisor was lost ({reason}); {advice}", executed)
+
+
+def handshake_seconds(left: float | None) -> float:
+    """Returns the timeout for a handshake that is useful for ``left`` seconds, or without a limit for ``None``."""
+    if left is None:
+        return HANDSHAKE_SECONDS_MAX
+    return min(max(left, HANDSHAKE_SECONDS_MIN), HANDSHAKE_SECONDS_MAX)
 
 
 def of_parent() -> Disconnected:
@@ -85,7 +94,7 @@ class Connection:
         self,
         path: str,
         send_again: Callable[[list[JobFuture], str, bool], None],
-        seconds: float = HANDSHAKE_SECONDS_MAX,
+        seconds: float,
     ) -> None:
         self._socket, self._reader, self.capabilities = open_connection(path, seconds)
         self._send_again = send_again
@@ -572,7 +581,7 @@ class Connection:
         self._futures, self._calls, self._sleeping = {}, {}, {}
 
 
-def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[_socket.socket, _wire.Reader, int]:
+def open_connection(path: str, seconds: float) -> tuple[_socket.socket, _wire.Reader, int]:
     """Connects and performs the handshake. Raises ``Disconnected`` (job not executed) or ``Rejected``."""
     from . import __version__
 

@@ -367,7 +367,7 @@ fn runtime_shutdown_fails_pending_jobs() {
 pub(super) struct Fake {
     listener: UnixListener,
     pub(super) path: PathBuf,
-    _folder: TempDir,
+    _folder: Option<TempDir>,
 }
 
 /// The supervisor's end of a client connection.
@@ -434,11 +434,17 @@ fn refused(message: &str) -> Vec<u8> {
 impl Fake {
     pub(super) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("jobs.sock");
-        let listener = UnixListener::bind(&path).unwrap();
+        let mut fake = Self::at(&folder.path().join("jobs.sock"));
+        fake._folder = Some(folder);
+        fake
+    }
+
+    /// Listens on a path that does not exist.
+    pub(super) fn at(path: &Path) -> Self {
+        let listener = UnixListener::bind(path).unwrap();
         // If no client connects, the test fails instead of blocking.
         listener.set_nonblocking(true).unwrap();
-        Self { listener, path, _folder: folder }
+        Self { listener, path: path.to_owned(), _folder: None }
     }
 
     /// Accepts a connection and reads the client's hello.

@@ -387,6 +387,64 @@ fn zero_reconnect_timeout_ends_jobs_when_connection_is_lost() {
     );
 }
 
+fn go_away(taken: u64) -> Vec<u8> {
+    frame(kind::GOAWAY, 0, taken, b"", b"")
+}
+
+#[test]
+fn job_not_accepted_by_old_supervisor_waits_for_the_new_one() {
+    for timeout in [LONG, Duration::ZERO] {
+        let (end, is_lost) = mpsc::channel::<()>();
+        against(
+            move |fake| {
+                let mut old = fake.welcome();
+                next_job(&mut old);
+                next_job(&mut old);
+                std::fs::remove_file(&fake.path).unwrap();
+                old.send(&go_away(1));
+                drop(old);
+                // The client has noticed that the old supervisor is gone.
+                is_lost.recv().unwrap();
+                let new = Fake::at(&fake.path);
+                let mut new = new.welcome();
+                let (number, _, payload) = next_job(&mut new);
+                assert_eq!(payload, b"not taken");
+                new.send(&outcome(number, b"done"));
+                new.end();
+            },
+            async |path| {
+                let client = Client::connect(path).await.unwrap().reconnect_timeout(timeout);
+                let taken = client.job("b", "taken").start().await.unwrap();
+                let not_taken = client.job("b", "not taken").start().await.unwrap();
+                assert_eq!(lost(taken.await).0, Executed::Unknown);
+                end.send(()).unwrap();
+                assert_eq!(not_taken.await.unwrap().payload(), b"done");
+            },
+        );
+    }
+}
+
+#[test]
+fn job_not_accepted_by_old_supervisor_ends_at_its_deadline() {
+    let (end, has_ended) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let mut old = fake.welcome();
+            next_job(&mut old);
+            std::fs::remove_file(&fake.path).unwrap();
+            old.send(&go_away(0));
+            has_ended.recv().unwrap();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let job = client.job("b", "x").deadline(Duration::from_millis(300));
+            let (executed, text) = lost(job.send().await);
+            assert_eq!(executed, Executed::No, "{text}");
+            end.send(()).unwrap();
+        },
+    );
+}
+
 /// Applications can wait for their jobs in any order, so a job must be sent again even if its handle is not polled.
 #[test]
 fn job_is_sent_again_before_its_handle_is_polled() {
