@@ -367,9 +367,14 @@ pub const HOST_LOST_AFTER: Duration = Duration::from_secs(4);
 
 /// Returns the `[streams]` table with the given number of replicas and with settings that make tests fast.
 pub fn streams(replicas: usize) -> String {
+    streams_with(replicas, HOST_LOST_AFTER)
+}
+
+/// Returns the `[streams]` table with another `host_lost_after`.
+pub fn streams_with(replicas: usize, host_lost_after: Duration) -> String {
     format!(
         "[streams]\nreplicas = {replicas}\nhost_lost_after = \"{}s\"\nmax_bytes = \"64MiB\"\nledger_max_bytes = \
          \"64MiB\"\ndead_max_bytes = \"16MiB\"\n",
-        HOST_LOST_AFTER.as_secs()
+        host_lost_after.as_secs()
     )
 }

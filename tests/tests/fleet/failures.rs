@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use bulkhead_fleet::{Fleet, FleetError};
-use bulkhead_tests::fleet::{HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, server_program, streams};
+use bulkhead_tests::fleet::{HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, server_program, streams, streams_with};
 use bulkhead_tests::machine::is_root;
 use bulkhead_tests::ports::free_port;
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, run, wait_for};
@@ -127,7 +127,8 @@ fn outcome_during_an_outage_is_recorded_afterwards() {
 
 #[test]
 fn frozen_leader_does_not_end_running_jobs() {
-    let settings = format!("{}[bulkhead.b]\n", streams(3));
+    // On a busy machine, the other servers can need many seconds to elect a leader.
+    let settings = format!("{}[bulkhead.b]\n", streams_with(3, 10 * HOST_LOST_AFTER));
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 3, &settings) else { return };
     for name in ["host-a", "host-b"] {
         fleet.add_host(name, &format!("{BULKHEADS}{SAME_NUMBERS}"));
