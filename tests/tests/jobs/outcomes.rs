@@ -100,8 +100,10 @@ fn hanging_job_does_not_affect_other_jobs_in_worker() {
 
 #[test]
 fn worker_is_killed_if_its_only_job_ignores_cancellation() {
-    let supervisor =
-        Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n");
+    let supervisor = Supervisor::start(
+        "[defaults]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n[bulkhead.b]\ngrace = \"20ms\"\n\
+         [bulkhead.patient]\ngrace = \"60s\"\n",
+    );
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         // The job ignores the cancellation, and has begun when its client drops it.
@@ -120,10 +122,10 @@ fn worker_is_killed_if_its_only_job_ignores_cancellation() {
         task.abort();
         supervisor.wait_number("b", "restarts", 2);
         // If a job obeys the cancellation, its worker is kept.
-        let pid = client.job("b", "").operation("pid").send().await.unwrap().outcome().worker_pid;
-        let job = client.job("b", "").operation("yield").send();
+        let pid = client.job("patient", "").operation("pid").send().await.unwrap().outcome().worker_pid;
+        let job = client.job("patient", "").operation("yield").send();
         assert!(tokio::time::timeout(Duration::from_millis(50), job).await.is_err());
-        let again = client.job("b", "").operation("pid").send().await.unwrap();
+        let again = client.job("patient", "").operation("pid").send().await.unwrap();
         assert_eq!(again.outcome().worker_pid, pid);
     });
 }
