@@ -5,9 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use bulkhead_fleet::{Fleet, FleetError};
-use bulkhead_tests::fleet::{
-    HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, server_program, streams, streams_with,
-};
+use bulkhead_tests::fleet::{HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, server_program, streams_with};
 use bulkhead_tests::machine::is_root;
 use bulkhead_tests::ports::free_port;
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, run, wait_for};

@@ -1,13 +1,9 @@
 //! The two stages of a worker's death: the exit is reported immediately, and the slot is freed when all descendants are
 //! gone. Also tests that the start timeouts count from the time at which the process is running.
 
-#![expect(clippy::panic, reason = "a test reports failures by panicking")]
-
-mod fixture;
-
 use bulkhead_policy::{Death, Event, KillReason, OperatorEvent};
 
-use fixture::{Fixture, SECOND, limits};
+use crate::fixture::{Fixture, SECOND, limits};
 
 /// When a worker dies, its slot has to wait until the worker's descendants are gone, but its clients get their outcomes
 /// immediately.

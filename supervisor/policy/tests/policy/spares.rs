@@ -1,11 +1,7 @@
 //! Tests when spares take over slots, which slots they take over, and how they affect the limit.
 
-#![expect(clippy::panic, reason = "a test reports failures by panicking")]
-
-mod fixture;
-
+use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{Death, Event, KillReason, Limits, OperatorEvent, RestartCause};
-use fixture::{Fixture, MS, SECOND, limits};
 
 fn with_spares(limits: Limits, spares: u32) -> Limits {
     let mut limits = limits;

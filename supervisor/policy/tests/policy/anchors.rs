@@ -2,16 +2,12 @@
 //! workers are in `cases.rs`. Cases about the breaker, the queue and the retry budget are in the files of the code that
 //! they test.
 
-#![expect(clippy::panic, reason = "a test reports failures by panicking")]
-
-mod fixture;
-
+use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
     Activity, BreakerLimits, BreakerState, Death, Event, LimitChange, Limits, OperatorEvent, PoisonLimits,
     Reply, RetryLimits,
 };
 use bulkhead_shared::{JobId, Priority, RejectReason};
-use fixture::{Fixture, MS, SECOND, limits};
 
 fn change(max_in_flight: Option<u32>, processes: Option<u32>) -> Event<u32> {
     Event::ChangeLimits(LimitChange { max_in_flight, processes, ..LimitChange::default() })

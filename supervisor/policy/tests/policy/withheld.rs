@@ -1,14 +1,10 @@
 //! Places withheld from a tenant's quota after one of its jobs has ended a worker.
 
-#![expect(clippy::panic, reason = "a test reports failures by panicking")]
-
-mod fixture;
-
+use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
     Death, Event, KillReason, Limits, Reply, RestartPolicy, RetryLimits, Submission, TenantLimits,
 };
 use bulkhead_shared::{JobId, Priority};
-use fixture::{Fixture, MS, SECOND, limits};
 
 const SEGFAULT: Death = Death::Signal(11);
 

@@ -1,18 +1,14 @@
 //! Rules that come from other systems or are promised by the documentation. The comment on each test names the source
 //! of its rule.
 
-#![expect(clippy::panic, reason = "a test reports failures by panicking")]
-
-mod fixture;
-
 use std::time::Duration;
 
+use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
     BulkheadState, Death, Event, KillReason, Limits, OperatorEvent, RecycleReason, Reply, RestartCause,
     RestartPolicy, RetryLimits, Time,
 };
 use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, RejectReason, Verdict};
-use fixture::{Fixture, MS, SECOND, limits};
 
 // Permits.
 

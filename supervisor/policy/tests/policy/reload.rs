@@ -1,16 +1,12 @@
 //! Tests changes to limits and programs while jobs are running: which changes take effect immediately, which take
 //! effect later, and which state is kept.
 
-#![expect(clippy::panic, reason = "a test reports failures by panicking")]
-
-mod fixture;
-
+use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
     BreakerLimits, BreakerState, Death, Event, Health, KillReason, Limits, OperatorEvent, RateLimit, RatePer,
     RecycleReason, Restart, RestartPolicy, TenantLimits, TenantOverrides,
 };
 use bulkhead_shared::{Priority, RejectReason};
-use fixture::{Fixture, MS, SECOND, limits};
 
 fn reconfigure(fixture: &mut Fixture, limits: Limits) {
     fixture.apply(Event::Reconfigure(Box::new(limits)));

@@ -1,17 +1,13 @@
 //! Replaced workers: the number of running jobs during a replacement, workers that hang at exit, and `recycle.jobs`.
 
-#![expect(clippy::panic, reason = "a test reports failures by panicking")]
-
-mod fixture;
-
 use std::collections::BTreeSet;
 
+use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
     Capabilities, Death, Event, KillReason, LimitChange, Limits, OperatorEvent, RecycleReason, RestartCause,
     RestartPolicy, WorkerId,
 };
 use bulkhead_shared::JobId;
-use fixture::{Fixture, MS, SECOND, limits};
 
 // Workers that hang at exit.
 

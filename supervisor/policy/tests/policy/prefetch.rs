@@ -1,7 +1,5 @@
 //! Prefetched jobs, and dispatched jobs that a worker has not started.
 
-mod fixture;
-
 use std::time::Duration;
 
 use bulkhead_policy::{
@@ -10,7 +8,7 @@ use bulkhead_policy::{
 };
 use bulkhead_shared::{Executed, JobId, Priority, Verdict};
 
-use fixture::{Fixture, MS, SECOND, limits};
+use crate::fixture::{Fixture, MS, SECOND, limits};
 
 const ABLE: Capabilities = Capabilities { has_dispatch_thread: true, can_resize: true };
 

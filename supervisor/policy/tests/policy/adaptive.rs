@@ -1,16 +1,12 @@
 //! Tests the adaptive limit with jobs whose run time depends on the number of running jobs. The limit must fall and
 //! rise, settle at the expected value, and let all jobs complete.
 
-#![expect(clippy::panic, reason = "a test reports failures by panicking")]
-
-mod fixture;
-
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{AdaptiveLimits, AdaptiveMode, Event, Limits, OperatorEvent, Reply, Time};
 use bulkhead_shared::{Fault, HandlerFailure, JobId, Priority};
-use fixture::{Fixture, MS, SECOND, limits};
 
 fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
