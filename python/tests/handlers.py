@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -11,6 +12,11 @@ from typing import Any
 
 import bulkhead
 from bulkhead.worker import Context, extend_start, status
+
+#: The last job of the handler ``progress``.
+_reported: list[Context] = []
+#: Eight jobs meet here.
+_meeting = threading.Barrier(8)
 
 
 @bulkhead.initializer
@@ -71,6 +77,39 @@ def size(payload: bytes, ctx: Context) -> bytes:
 
 @bulkhead.handler("sleep")
 def sleep(payload: bytes, ctx: Context) -> bytes:
+    time.sleep(float(payload))
+    return b"slept"
+
+
+@bulkhead.handler("wait")
+def wait(payload: bytes, ctx: Context) -> bytes:
+    """Waits for the file named by the payload."""
+    while not os.path.exists(bytes(payload)):
+        time.sleep(0.005)
+    return b"waited"
+
+
+@bulkhead.handler("await")
+async def wait_in_loop(payload: bytes, ctx: Context) -> bytes:
+    """Waits for the file named by the payload, in the event loop."""
+    import asyncio
+
+    while not os.path.exists(bytes(payload)):
+        await asyncio.sleep(0.05)
+    return b"waited"
+
+
+@bulkhead.handler("meet")
+def meet(payload: bytes, ctx: Context) -> bytes:
+    """Waits until eight jobs run concurrently in this worker."""
+    _meeting.wait()
+    return b"met"
+
+
+@bulkhead.handler("terminate")
+def terminate(payload: bytes, ctx: Context) -> bytes:
+    """Sends SIGTERM to its own worker, and then sleeps."""
+    os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(float(payload))
     return b"slept"
 
@@ -263,26 +302,43 @@ def hold(payload: bytes, ctx: Context) -> bytes:
 
 @bulkhead.handler("progress")
 def progress(payload: bytes, ctx: Context) -> bytes:
+    """Reports progress. With a payload, first waits for the file named by the payload."""
+    if payload:
+        wait(payload, ctx)
     for step in range(5):
         ctx.progress(step / 10, f"page {step}")
     time.sleep(0.15)
     ctx.progress(0.9, "almost")
     ctx.progress(1.5, "the last word")
-    threading.Timer(0.3, ctx.progress, (0.1, "too late")).start()
+    _reported[:] = [ctx]
     return b"read"
+
+
+@bulkhead.handler("progress-late")
+def progress_late(payload: bytes, ctx: Context) -> str:
+    """Reports progress of the last job of the handler ``progress``, whose result has been sent."""
+    for job in _reported:
+        job.progress(0.1, "too late")
+    return str(len(_reported))
 
 
 @bulkhead.handler("fork")
 def fork(payload: bytes, ctx: Context) -> str:
+    import mmap
+
+    # Shared with the child.
+    is_running = mmap.mmap(-1, 1)
     child = os.fork()
     if child == 0:
         if payload == b"exit":
             sys.exit(7)
         if payload == b"term":
+            is_running[0] = 1
             time.sleep(60)
         raise RuntimeError("in the child")
     if payload == b"term":
-        time.sleep(0.2)
+        while not is_running[0]:
+            time.sleep(0.005)
         os.kill(child, 15)
     return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 

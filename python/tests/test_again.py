@@ -231,20 +231,30 @@ class FakeSupervisor:
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeSupervisor:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSupervisor:
+    # Only the jobs' deadlines limit the attempts to connect, because a script can be slow.
+    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MAX", 10 * LONG)
+    monkeypatch.setattr(_again, "RECONNECT_SECONDS_MAX", LONG)
     return FakeSupervisor(str(tmp_path / "s"))
 
 
-def call_of(way: str, path: str, **options: Any) -> bytes:
-    """Runs a job with the given kind of client. Returns the result."""
+def call_of(way: str, path: str, *, is_connected: bool = False, **options: Any) -> bytes:
+    """Runs a job with the given kind of client. Returns the result.
+
+    If ``is_connected`` is true, the client first connects and runs another job.
+    """
     if way == "asyncio":
 
         async def run() -> bytes:
             async with AsyncClient(path) as client:
+                if is_connected:
+                    await client.call("plain")
                 return bytes((await client.call("plain", b"x", **options)).payload)
 
         return asyncio.run(run())
     with Client(path) as client:
+        if is_connected:
+            client.call("plain")
         if way == "call":
             return bytes(client.call("plain", b"x", **options).payload)
         return bytes(client.submit("plain", b"x", **options).result(LONG).payload)
@@ -298,15 +308,12 @@ def test_rejection_after_reconnect_leaves_execution_unknown(fake: FakeSupervisor
 
 @WAYS
 @pytest.mark.parametrize("listens", [False, True])
-def test_job_ends_at_its_deadline_without_a_supervisor(
-    fake: FakeSupervisor, way: str, listens: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The deadline is the only limit of an attempt to connect.
-    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MAX", 10 * LONG)
+def test_job_ends_at_its_deadline_without_a_supervisor(fake: FakeSupervisor, way: str, listens: bool) -> None:
     ended = threading.Event()
 
     def script(fake: FakeSupervisor) -> None:
         peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
         peer.job()
         if not listens:
             fake.close()
@@ -317,7 +324,7 @@ def test_job_ends_at_its_deadline_without_a_supervisor(
     with fake.running(script) as path:
         try:
             with pytest.raises(bulkhead.Disconnected) as caught:
-                call_of(way, path, idempotent=True, deadline=0.4)
+                call_of(way, path, is_connected=True, idempotent=True, deadline=0.4)
         finally:
             ended.set()
     assert caught.value.executed == "unknown"
@@ -325,10 +332,7 @@ def test_job_ends_at_its_deadline_without_a_supervisor(
 
 
 @WAYS
-def test_first_job_ends_at_its_deadline_if_the_supervisor_is_silent(
-    fake: FakeSupervisor, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MAX", 10 * LONG)
+def test_first_job_ends_at_its_deadline_if_the_supervisor_is_silent(fake: FakeSupervisor, way: str) -> None:
     ended = threading.Event()
     with fake.running(lambda _: ended.wait(LONG)) as path:
         try:

@@ -38,10 +38,10 @@ def all_end(futures: list[Any]) -> None:
     assert not wait(futures, LONG).not_done
 
 
-def naps(pool: BulkheadExecutor, count: int) -> list[Future[None]]:
-    futures = [pool.submit(time.sleep, 0.02) for _ in range(count)]
-    futures[0].result(LONG)
-    return futures
+def naps(pool: BulkheadExecutor, count: int) -> list[Future[Any]]:
+    """Submits calls. The first call runs until its supervisor dies, so the others wait."""
+    pool.submit(jobs.pid).result(LONG)
+    return [pool.submit(jobs.sleep, 600), *(pool.submit(time.sleep, 0.02) for _ in range(count))]
 
 
 def test_waiting_calls_finish_despite_supervisor_death() -> None:
@@ -104,11 +104,15 @@ def test_pool_dropped_during_a_restart_leaves_no_process(monkeypatch: pytest.Mon
     wait_for("all processes are gone", lambda: tree(os.getpid()) == {os.getpid()})
 
 
-def test_system_exit_in_a_callback_does_not_fail_other_calls() -> None:
+def test_system_exit_in_a_callback_does_not_fail_other_calls(tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
+        # The callbacks must not run in this thread, which would happen if a call had already ended.
+        first = pool.submit(jobs.note_and_wait, str(tmp_path), 1)
         futures: list[Any] = [pool.submit(sys.exit, 1) for _ in range(3)]
         for future in futures:
             future.add_done_callback(lambda done: done.result())
+        (tmp_path / "go").touch()
+        assert first.result(LONG) == 1
         futures += [pool.submit(jobs.double, number) for number in range(100)]
         all_end(futures)
         assert futures[-1].result() == jobs.double(99)
@@ -169,7 +173,7 @@ def test_callbacks_can_submit_large_calls() -> None:
 def test_inherited_future_does_not_cancel_calls_in_the_child() -> None:
     with BulkheadExecutor(1) as pool:
         inherited = [pool.submit(jobs.double, number) for number in range(5)]
-        pending = pool.submit(time.sleep, LONG)
+        pending = pool.submit(time.sleep, 10 * LONG)
         child = os.fork()
         if child == 0:
             status = 1

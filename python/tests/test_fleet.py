@@ -48,7 +48,7 @@ servers = ["{address}"]
 name = "host-a"
 socket = "jobs.sock"
 [streams]
-host_lost_after = "4s"
+host_lost_after = "60s"
 max_bytes = "16MiB"
 ledger_max_bytes = "16MiB"
 dead_max_bytes = "16MiB"

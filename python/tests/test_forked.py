@@ -48,13 +48,16 @@ def ready(own: Supervisor, count: int) -> list[int]:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_forked_workers_behave_like_spawned_workers(profile: str) -> None:
-    keys = forked(profile, max_in_flight=4, processes=2, start={"mode": "fork", "ready": "1s"})
+    keys = forked(profile, max_in_flight=4, processes=2, grace="60s", start={"mode": "fork", "ready": "1s"})
     keys["env"] = {"PYTHONPATH": SOURCE, "INIT": "slow"}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"x").payload == b"x"
         assert b"by init" in client.call("one", operation="about").payload
-        jobs = [client.submit("one", b"0.3", operation=how) for how in ("sleep", "asleep") * 4]
+        jobs = [client.submit("one", b"600", operation=how) for how in ("until-cancelled", "asleep") * 4]
         wait_for("all jobs are running", lambda: own.snapshot("one")["in_flight"] == 8)
+        assert all(job.cancel() for job in jobs)
+        wait_for("all jobs have ended", lambda: own.snapshot("one")["in_flight"] == 0)
+        jobs = [client.submit("one", b"0.01", operation=how) for how in ("sleep", "asleep") * 4]
         assert {bytes(job.result(LONG).payload) for job in jobs} == {b"slept"}
         assert client.call("one", operation="libraries").payload == b'"e3b0"'
         for _ in range(3):

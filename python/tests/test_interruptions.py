@@ -6,6 +6,7 @@ Each case is a separate program, in which the signal arrives at a point where th
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from pools import script, wait_for
@@ -41,7 +42,7 @@ def waiting(pool, *given):
 
 def ends(code: str, expected: str = "ended") -> None:
     # If the program hangs, this limit ends it first and prints all stacks.
-    watch = "import faulthandler; faulthandler.dump_traceback_later(50, exit=True)\n"
+    watch = "import faulthandler; faulthandler.dump_traceback_later(100, exit=True)\n"
     ended = script(watch + COMMON + code + "\nprint('ended', flush=True)\nos._exit(0)\n")
     assert ended.stdout.strip().splitlines()[-1:] == [expected], ended.stdout + ended.stderr
 
@@ -62,7 +63,7 @@ try:
     raise AssertionError
 except KeyboardInterrupt:
     pass
-assert future.result(30) == 8
+assert future.result(60) == 8
 """)
 
 
@@ -82,7 +83,7 @@ try:
     raise AssertionError
 except KeyboardInterrupt:
     pass
-assert isinstance(future.exception(30), TypeError)
+assert isinstance(future.exception(60), TypeError)
 """)
 
 
@@ -105,7 +106,7 @@ try:
     raise AssertionError
 except KeyboardInterrupt:
     pass
-assert not wait([future], 30).not_done
+assert not wait([future], 60).not_done
 pool.shutdown()
 """)
 
@@ -130,7 +131,7 @@ try:
 except KeyboardInterrupt:
     pass
 found[0].join()
-assert found[1].result(30) == 0.2
+assert found[1].result(60) == 0.2
 pool.shutdown()
 """)
 
@@ -156,7 +157,7 @@ except KeyboardInterrupt:
     pass
 assert tree(os.getpid()) == {{os.getpid()}} and os.listdir(tempfile.tempdir) == []
 os.rmdir(tempfile.tempdir)
-assert started().submit(abs, -2).result(30) == 2
+assert started().submit(abs, -2).result(60) == 2
 """)
 
 
@@ -175,7 +176,7 @@ try:
     raise AssertionError
 except (KeyboardInterrupt, SystemExit):
     pass
-assert not wait(futures, 30).not_done
+assert not wait(futures, 60).not_done
 pool.shutdown()
 """)
 
@@ -205,7 +206,7 @@ while time.monotonic() < give_up:
         interrupted += 1
 signal.setitimer(signal.ITIMER_REAL, 0, 0)
 assert interrupted
-assert other.result(30) == looked_at.result(30) == 0.3
+assert other.result(60) == looked_at.result(60) == 0.3
 """)
 
 
@@ -247,7 +248,7 @@ def hit(*given):
 behind.connect = hit
 try:
     future = pool.submit(abs, -1)
-    assert not wait([future], 30).not_done
+    assert not wait([future], 60).not_done
 except RuntimeError:
     pass
 assert done
@@ -271,7 +272,7 @@ def hit(*given):
     signal.raise_signal(signal.SIGALRM)
     return connect(*given)
 behind.connect = hit
-assert pool.submit(abs, -1).result(30) == 1
+assert pool.submit(abs, -1).result(60) == 1
 assert len(refused) == 1
 """)
 
@@ -283,12 +284,12 @@ class Gone(logging.Handler):
         raise OSError("the log's server is gone")
 logging.getLogger().addHandler(Gone())
 pool = started()
-futures = [pool.submit(jobs.sleep, 20) for _ in range(30)]
+futures = [pool.submit(jobs.sleep, 600) for _ in range(30)]
 futures[0].add_done_callback(lambda _: 1 / 0)
 os.kill(pool._pool.supervisor().pid, 9)
 for future in futures[1:]:
     future.cancel()
-assert not wait(futures, 30).not_done
+assert not wait(futures, 60).not_done
 """)
 
 
@@ -305,7 +306,7 @@ real, sys.stdout = sys.stdout, Widget()
 pool = started()
 with lock:
     for _ in range(20):
-        assert pool.submit(jobs.say, "words").result(30) == 1
+        assert pool.submit(jobs.say, "words").result(60) == 1
 # Now all output is written, so that no output follows the last line of this program.
 pool.shutdown()
 sys.stdout = real
@@ -316,7 +317,7 @@ def test_failed_initializer_stops_all_processes() -> None:
     ends("""
 from pools import tree
 pool = BulkheadExecutor(1, initializer=jobs.fail_to_start)
-assert pool.submit(abs, -1).exception(30)
+assert pool.submit(abs, -1).exception(60)
 pool._pool._join()
 assert tree(os.getpid()) == {os.getpid()}
 """)
@@ -324,8 +325,17 @@ assert tree(os.getpid()) == {os.getpid()}
 
 def test_ctrl_c_during_shutdown_allows_another_shutdown() -> None:
     ends("""
+import shutil, tempfile
 pool = started()
-future = pool.submit(jobs.sleep, 0.5)
+folder = tempfile.mkdtemp()
+future = pool.submit(jobs.note_and_wait, folder, 1)
+is_interrupted = False
+def hit(*_):
+    global is_interrupted
+    if not is_interrupted:
+        is_interrupted = True
+        raise KeyboardInterrupt
+signal.signal(signal.SIGINT, hit)
 def waits():
     frame = sys._current_frames().get(main.ident)
     names = set()
@@ -336,16 +346,19 @@ def waits():
 def press():
     while not waits():
         time.sleep(0.005)
-    time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
+    # A signal that comes just before the main thread sleeps is overlooked.
+    while not is_interrupted:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
 threading.Thread(target=press).start()
 try:
     pool.shutdown()
     raise AssertionError
 except KeyboardInterrupt:
-    pass
+    open(folder + "/go", "w").close()
 pool.shutdown()
 assert future.done()
+shutil.rmtree(folder)
 """)
 
 
@@ -353,11 +366,13 @@ assert future.done()
     "how", ["shutdown()", "shutdown(wait=False)", "shutdown(cancel_futures=True)", "terminate_workers()"]
 )
 @pytest.mark.parametrize("other", ["fills", "settles"])
-def test_signal_handler_can_stop_the_pool_during_a_wait(how: str, other: str) -> None:
+def test_signal_handler_can_stop_the_pool_during_a_wait(how: str, other: str, tmp_path: Path) -> None:
     ends(f"""
 import concurrent.futures._base as base
 pool = started()
-futures = [pool.submit(jobs.sleep, 0.005) for _ in range(200 if {other!r} == "fills" else 1)]
+# No call ends before the main thread holds the locks of the futures.
+futures = [pool.submit(jobs.note_and_wait, {str(tmp_path)!r}, 1)]
+futures += [pool.submit(jobs.sleep, 0.005) for _ in range(200 if {other!r} == "fills" else 0)]
 done = []
 def end(*_):
     pool.{how}
@@ -371,12 +386,13 @@ enter = base._AcquireFutures.__enter__
 def hit(self):
     enter(self)
     base._AcquireFutures.__enter__ = enter
+    open({str(tmp_path / "go")!r}, "w").close()
     while not needs_one():
         time.sleep(0.005)
     time.sleep(0.05)
     signal.raise_signal(signal.SIGALRM)
 base._AcquireFutures.__enter__ = hit
-assert not wait(futures, 30).not_done
+assert not wait(futures, 60).not_done
 assert done
 pool.shutdown()
 assert pool._pool._channel is None
@@ -395,12 +411,12 @@ class Widget:
 real, sys.stdout = sys.stdout, Widget()
 pool = started()
 with lock:
-    assert pool.submit(jobs.say, "words").result(30) == 1
-    lost = pool.submit(jobs.sleep, 30)
+    assert pool.submit(jobs.say, "words").result(60) == 1
+    lost = pool.submit(jobs.sleep, 600)
     others = [waiting(pool, jobs.double, number) for number in range(5)]
     os.kill(pool._pool.supervisor().pid, 9)
-    assert isinstance(lost.exception(20), behind.PoolDisconnected)
-    assert [other.result(20) for other in others] == [0, 2, 4, 6, 8]
+    assert isinstance(lost.exception(60), behind.PoolDisconnected)
+    assert [other.result(60) for other in others] == [0, 2, 4, 6, 8]
 pool.shutdown()
 sys.stdout = real
 """)
@@ -411,10 +427,10 @@ def test_second_interrupt_stops_a_waiting_program() -> None:
     ended = script("""
         import faulthandler, os, signal, sys, threading, time, jobs
         from bulkhead import BulkheadExecutor
-        faulthandler.dump_traceback_later(50, exit=True)
+        faulthandler.dump_traceback_later(100, exit=True)
         main = threading.main_thread().ident
         def names():
-            frame, found = sys._current_frames()[main], set()
+            frame, found = sys._current_frames().get(main), set()
             while frame is not None:
                 found.add(frame.f_code.co_name)
                 frame = frame.f_back
@@ -423,9 +439,11 @@ def test_second_interrupt_stops_a_waiting_program() -> None:
             for waits in ({"result", "wait"}, {"shut_down", "wait"}):
                 while not waits <= names():
                     time.sleep(0.01)
-                # Waits until the thread sleeps. A waiting interpreter overlooks a signal that comes just before.
+                # A waiting interpreter overlooks a signal that comes just before the thread sleeps.
                 time.sleep(0.2)
-                os.kill(os.getpid(), signal.SIGINT)
+                while waits <= names():
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.2)
         with BulkheadExecutor(1) as pool:
             future = pool.submit(jobs.sleep, 600)
             print(pool._pool.supervisor().folder, flush=True)

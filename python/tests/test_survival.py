@@ -80,8 +80,6 @@ def test_caller_killed_under_load_leaves_no_process() -> None:
     assert os.path.exists(folder)
     os.kill(caller.pid, signal.SIGKILL)
     caller.wait(LONG)
-    # The storm was not reported as finished.
-    assert caller.stdout.read() == ""
     caller.stdout.close()
     wait_for("no process is left", lambda: not any(map(is_running, pids)) and not of_folder(folder))
     wait_for("no folder is left", lambda: not os.path.exists(folder))

@@ -26,7 +26,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bulkhead_api::{Bulkheads, Snapshot};
-use bulkhead_client::{Client, Job, JobError, Reply};
+use bulkhead_client::{Client, Job, JobError, Reply, blocking};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
@@ -612,6 +612,28 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
             None => format!("no outcome: {error}"),
         },
     }
+}
+
+/// Returns the result of a job, unless the job's deadline passed before a worker had begun the job. On a busy machine,
+/// this can happen to any job.
+fn begun(result: Ended) -> Option<Ended> {
+    (outcome(&result) != "deadline_exceeded/queued").then_some(result)
+}
+
+/// Sends a job until its deadline passes after a worker has begun the job.
+pub async fn overrun(job: &Job) -> Ended {
+    let began = Instant::now();
+    while began.elapsed() < PATIENCE {
+        if let Some(result) = begun(job.clone().send().await) {
+            return result;
+        }
+    }
+    panic!("no worker begins the job before the deadline")
+}
+
+/// Sends a job with the blocking client until its deadline passes after a worker has begun the job.
+pub fn overrun_blocking(job: &blocking::Job) -> Ended {
+    wait_for("a worker begins the job before the deadline", || begun(job.clone().send()))
 }
 
 /// Returns the sandbox settings that tests use by default. Workers run as the test's user, and can execute the

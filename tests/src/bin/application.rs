@@ -469,16 +469,18 @@ async fn local_holds() {
 fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 'static) {
     const LANES: usize = 8;
     const JOBS: usize = 60;
+    const KILLS_MIN: usize = 3;
     let lasts = std::env::args().nth(2).map(|seconds| Duration::from_secs(seconds.parse().unwrap()));
     let began = std::time::Instant::now();
     let is_over = Arc::new(AtomicUsize::new(0));
-    let killed = std::thread::spawn({
-        let (send, is_over) = (send.clone(), is_over.clone());
+    let kills = Arc::new(AtomicUsize::new(0));
+    let killer = std::thread::spawn({
+        let (send, is_over, kills) = (send.clone(), is_over.clone(), kills.clone());
         move || {
-            let mut killed = 0;
             while is_over.load(Ordering::SeqCst) == 0 {
                 let found = send("pid").ok().and_then(|reply| reply.outcome().worker_pid);
                 let Some(worker) = found.filter(|&pid| is_alive(pid)) else { continue };
+                let killed = kills.load(Ordering::SeqCst);
                 let ancestor = (0..killed % 3).try_fold(worker, |pid, _| bulkhead_tests::parent(pid));
                 // The victim may have exited and its PID may have been reused, so the name is checked as well.
                 let Some(victim) = ancestor.filter(|&pid| name(pid).is_some_and(|it| OURS.contains(&&*it)))
@@ -486,17 +488,17 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
                     continue;
                 };
                 let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(victim as i32), Signal::SIGKILL);
-                killed += 1;
+                kills.fetch_add(1, Ordering::SeqCst);
                 std::thread::sleep(Duration::from_millis(30));
             }
-            killed
         }
     });
     let lanes: Vec<_> = (0..LANES)
         .map(|lane| {
-            let send = send.clone();
+            let (send, kills) = (send.clone(), kills.clone());
             std::thread::spawn(move || {
-                let goes_on = |job| lasts.map_or(job < JOBS, |lasts| began.elapsed() < lasts);
+                let has_more = |job| job < JOBS || kills.load(Ordering::SeqCst) < KILLS_MIN;
+                let goes_on = |job| lasts.map_or_else(|| has_more(job), |lasts| began.elapsed() < lasts);
                 let mut told_of = 0;
                 for job in (0..).take_while(|&job| goes_on(job)) {
                     told_of += 1;
@@ -522,9 +524,10 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
         .collect();
     let told: usize = lanes.into_iter().map(|lane| lane.join().unwrap()).sum();
     is_over.store(1, Ordering::SeqCst);
-    let killed = killed.join().unwrap();
+    killer.join().unwrap();
+    let killed = kills.load(Ordering::SeqCst);
     println!("{told} jobs, {killed} processes killed");
-    assert!(killed >= 3);
+    assert!(killed >= KILLS_MIN);
 }
 
 /// Configuration of a bulkhead that runs one job at a time. `WAITS` is the number of jobs that wait in its queue.
@@ -912,7 +915,8 @@ async fn local() {
     });
     let line = line.await.unwrap();
     // A supervisor that is not driven receives nothing, and its timers do not advance. Workers do not count as hung.
-    let waits = client.job("a", "").operation("echo").deadline(Duration::from_millis(100));
+    // The deadline is shorter than the pause below, and leaves a slow worker enough time for the job afterwards.
+    let waits = client.job("a", "").operation("echo").deadline(Duration::from_secs(5));
     let waits = tokio::spawn(waits.send());
     std::thread::sleep(Duration::from_secs(6));
     assert!(line.iter().all(|&pid| is_alive(pid)) && !waits.is_finished());

@@ -502,6 +502,7 @@ fn events_have_the_fields_defined_for_their_kind() {
         "[defaults]\ngrace = \"20ms\"\ndeadline = \"60s\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
          [bulkhead.sick]\ncommand = [\"MISBEHAVE\"]\nhealth = { heartbeat = \"100ms\", missed = 5 }\n\
+         restart = { max = 1000 }\n\
          [bulkhead.broken]\ncommand = [\"sh\", \"-c\", \"echo last words >&2; exit 3\"]\n\
          env = { PATH = \"/usr/bin:/bin\" }\nrestart = { backoff = \"1ms\", max = 2, within = \"60s\" }\n",
     );
@@ -601,12 +602,22 @@ fn event_stream_continues_stored_events_without_gaps() {
         assert_eq!(supervisor.post(&format!("/v1/bulkheads/b/{verb}")).0, 200);
     }
     assert_eq!(supervisor.post("/v1/bulkheads/other/drain").0, 200);
+    // Other events can come between, for example after a pause of the supervisor on a busy machine.
+    let mut ends = Vec::new();
     for (stream, since) in &mut streams {
-        for seq in *since + 1..=last + 4 {
+        let mut seq = *since;
+        loop {
             let event = stream.next().expect("an event");
+            seq += 1;
             assert_eq!(event["seq"], seq, "{event}");
+            if event["kind"] == "draining" && event["bulkhead"] == "other" {
+                break;
+            }
         }
+        ends.push(seq);
     }
+    let end = ends[0];
+    assert!(end >= last + 4 && ends.iter().all(|one| *one == end), "{ends:?}");
     loop {
         let event = of_other.next().expect("an event");
         assert_eq!(event["bulkhead"], "other", "{event}");
@@ -617,9 +628,10 @@ fn event_stream_continues_stored_events_without_gaps() {
     let seqs = |path: &str| -> Vec<u64> {
         get(&supervisor, path).lines().iter().map(|event| event["seq"].as_u64().unwrap()).collect()
     };
-    assert_eq!(seqs(&format!("/v1/events?follow=false&since={}", last + 2)), [last + 3, last + 4]);
-    assert_eq!(seqs("/v1/events?follow=false&limit=1"), [last + 4]);
-    assert_eq!(seqs("/v1/events?follow=false&bulkhead=other&limit=1"), [last + 4]);
+    assert_eq!(seqs(&format!("/v1/events?follow=false&since={}", end - 2))[..2], [end - 1, end]);
+    let newest = seqs("/v1/events?follow=false&limit=1");
+    assert!(newest.len() == 1 && newest[0] >= end, "{newest:?}");
+    assert_eq!(seqs("/v1/events?follow=false&bulkhead=other&limit=1"), [end]);
     assert!(seqs("/v1/events?follow=false&since=99999999").is_empty());
     assert_eq!(get(&supervisor, "/v1/events?follow=false&bulkhead=nobody").status, 404);
 }
@@ -752,8 +764,10 @@ fn logs_keep_at_most_1000_lines() {
     let supervisor = Supervisor::start(ONE);
     let client = Client::connect(supervisor.socket()).unwrap();
     client.job("b", "20000").operation("flood").send().unwrap();
-    let lines = get(&supervisor, "/v1/bulkheads/b/logs").lines();
-    assert!((1..=1000).contains(&lines.len()), "{} lines were kept", lines.len());
+    let lines = wait_for("lines are kept", || {
+        Some(get(&supervisor, "/v1/bulkheads/b/logs").lines()).filter(|lines| !lines.is_empty())
+    });
+    assert!(lines.len() <= 1000, "{} lines were kept", lines.len());
     assert_eq!(get(&supervisor, "/healthz").status, 200);
     client.job("b", "").send().unwrap();
 }

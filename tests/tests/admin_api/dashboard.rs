@@ -162,7 +162,6 @@ fn dashboard_shows_every_bulkhead_and_new_crashes() {
     browser
         .wait("[...document.querySelectorAll('#feed .kind')].some((e) => e.textContent === 'job crashed')");
     println!("the page showed the crash {:?} after the job was sent", began.elapsed());
-    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     browser.wait("document.querySelector('#crashes .cause')?.textContent === 'SIGABRT'");
     browser.click("#crashes summary");
     browser.wait("document.querySelector('#crashes .report')?.textContent.includes('the suspected cause')");
@@ -264,6 +263,7 @@ fn dashboard_asks_for_confirmation_before_changes() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let limit = |name: &str| site.supervisor.number(name, "limit");
+    site.supervisor.wait_number("thumbnail", "limit", 4);
     browser.click(&format!("{} h3 button", card("thumbnail")));
     browser.wait("document.querySelector('#details h2')?.textContent === 'thumbnail'");
     browser.wait("document.querySelectorAll('#details [aria-label=Workers] tbody tr').length === 2");

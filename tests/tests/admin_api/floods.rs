@@ -16,10 +16,12 @@ const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
 /// Starts a supervisor that remembers [`TENANTS`] tenants, all of whose jobs were rejected.
 fn crowded() -> (Supervisor, Client) {
-    let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", "max_in_flight = 1"));
+    let keys = "max_in_flight = 1\ndeadline_max = \"600s\"";
+    let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", keys));
     let supervisor = Supervisor::start(&bulkheads);
     let client = Client::connect(supervisor.socket()).unwrap();
-    let busy = client.job("b", "").operation("hang").tenant("busy").start().unwrap();
+    // No other tenant gets workers as long as this job runs.
+    let busy = client.job("b", "").operation("hang").tenant("busy").deadline(5 * PATIENCE).start().unwrap();
     supervisor.wait_number("b", "in_flight", 1);
     for tenant in 0..TENANTS {
         let refused = client.job("b", "").tenant(format!("t{tenant}")).send();

@@ -49,6 +49,9 @@ impl Proxy {
             ("bind :8080", format!("bind {address}")),
             ("10.0.0.1:9465", hosts[0].to_string()),
             ("10.0.0.2:9465", hosts[1].to_string()),
+            // On a busy machine, a healthy host can need longer to respond.
+            ("timeout connect 1s", "timeout connect 30s".to_owned()),
+            ("timeout check 1s", "timeout check 30s".to_owned()),
         ];
         for (from, to) in places {
             assert!(text.contains(from), "the configuration names {from}");

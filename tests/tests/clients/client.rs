@@ -57,14 +57,14 @@ fn client_reconnects_to_restarted_supervisor() {
         assert!(!error.is_retryable(), "{error}");
         assert!(error.to_string().contains("whether the job ran is unknown"), "{error}");
 
-        // No supervisor is running. A job with a short deadline must not wait until the client gives up reconnecting.
-        let began = Instant::now();
+        // No supervisor is running. A job with a short deadline must not wait until the client gives up reconnecting,
+        // which takes longer than the test's time limit.
+        let patient = client.clone().reconnect_timeout(2 * PATIENCE);
         let limit = Duration::from_millis(50);
-        let hasty = client.job("b", "x").deadline(limit).send().await.unwrap_err();
+        let hasty = patient.job("b", "x").deadline(limit).send().await.unwrap_err();
         assert_eq!(hasty.executed(), Executed::No);
         assert!(hasty.is_retryable(), "{hasty}");
         assert!(hasty.to_string().contains("jobs.sock is not reachable"), "{hasty}");
-        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
 
         let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
         supervisor = Supervisor::launch(folder, "", ONE);
@@ -142,7 +142,8 @@ fn jobs_fail_quickly_after_reconnection_has_failed() {
         // The next job makes the client reconnect immediately instead of after the backoff.
         let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
         supervisor = Supervisor::launch(folder, "", ONE);
-        wait_for("the supervisor listens", || UnixStream::connect(supervisor.socket()).ok());
+        // The job waits for at most 5 s, so the supervisor must already have started.
+        wait_for("the supervisor answers", || (supervisor.try_get("/healthz")?.0 == 200).then_some(()));
         assert_eq!(client.job("b", "again").send().await.unwrap().payload(), b"again");
     });
 }
@@ -634,7 +635,8 @@ fn protocol_violation_by_supervisor_fails_the_job() {
                 let (executed, text) = lost(client.job("b", "x").send().await);
                 assert!(text.contains(expected), "{expected}: {text}");
                 assert_eq!(executed, Executed::Unknown);
-                assert_eq!(client.job("b", "x").send().await.unwrap().payload(), b"sound");
+                let next = client.job("b", "x").deadline(PATIENCE).send().await.unwrap();
+                assert_eq!(next.payload(), b"sound");
             },
         );
     }
@@ -888,7 +890,7 @@ fn job_waits_while_client_connects() {
         },
         async |path| {
             let client = Client::connect(path).await.unwrap();
-            let job = client.job("b", "x").deadline(Duration::from_secs(20));
+            let job = client.job("b", "x").deadline(PATIENCE);
             let (reply, ()) = tokio::join!(job.send(), async {
                 tokio::task::yield_now().await;
                 go_on.send(()).unwrap();
@@ -898,7 +900,8 @@ fn job_waits_while_client_connects() {
                 Ok(reply) => assert_eq!(reply.payload(), b"waited"),
                 Err(error) => {
                     assert!(error.to_string().contains("lost"), "{error}");
-                    assert_eq!(client.job("b", "x").send().await.unwrap().payload(), b"waited");
+                    let next = client.job("b", "x").deadline(PATIENCE).send().await.unwrap();
+                    assert_eq!(next.payload(), b"waited");
                 }
             }
         },

@@ -61,9 +61,10 @@ fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
     };
     std::thread::scope(|scope| {
         for task in 0..TASKS {
-            let (socket, book, done, is_over, file) = (&socket, &book, &done, &is_over, &file);
+            // All clients connect before the supervisor is killed for the first time.
+            let client = blocking::Client::connect(&socket).unwrap();
+            let (book, done, is_over, file) = (&book, &done, &is_over, &file);
             scope.spawn(move || {
-                let client = blocking::Client::connect(socket).unwrap();
                 let mut number = task << 32;
                 while !is_over.load(Ordering::SeqCst) {
                     number += 1;
@@ -222,9 +223,11 @@ fn job_that_breaks_every_connection_is_sent_four_times() {
         },
         async |path| {
             let client = Client::connect(path).await.unwrap();
-            let (executed, text) = lost(client.job("b", "x").idempotent(true).send().await);
+            // A job without a deadline would wait for each connection for at most 5 s.
+            let job = client.job("b", "x").idempotent(true).deadline(LONG);
+            let (executed, text) = lost(job.send().await);
             assert_eq!(executed, Executed::Unknown, "{text}");
-            assert_eq!(client.job("b", "y").send().await.unwrap().payload(), b"another");
+            assert_eq!(client.job("b", "y").deadline(LONG).send().await.unwrap().payload(), b"another");
         },
     );
 }
@@ -252,11 +255,12 @@ fn unsent_jobs_are_sent_again_in_order() {
             let mut others = Vec::new();
             for index in 0..3_u8 {
                 // The payload does not fit into the socket buffer, so none of these jobs is sent completely.
-                others.push(client.job("b", vec![index; 3 << 20]).start().await.unwrap());
+                let job = client.job("b", vec![index; 3 << 20]).deadline(LONG);
+                others.push(job.start().await.unwrap());
             }
             // The client's buffer has no room for this job, which has a payload that is read when the job is sent.
             let fill = |buffer: &mut [u8]| buffer.fill(3);
-            let waiting = client.job("b", []).payload_in_place(3 << 20, fill).send();
+            let waiting = client.job("b", []).payload_in_place(3 << 20, fill).deadline(LONG).send();
             let (waiting, ()) = tokio::join!(waiting, async { end.send(()).unwrap() });
             assert_eq!(lost(sent.await).0, Executed::Unknown);
             for (index, handle) in others.into_iter().enumerate() {
@@ -290,8 +294,9 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
         },
         async |path| {
             let client = Client::connect(path).await.unwrap();
-            let start =
-                async |payload: &str| client.job("b", payload).idempotent(true).start().await.unwrap();
+            let start = async |payload: &str| {
+                client.job("b", payload).idempotent(true).deadline(LONG).start().await.unwrap()
+            };
             let (dropped, cancelled, stays) =
                 (start("dropped").await, start("cancelled").await, start("stays").await);
             is_closed.await.unwrap();
@@ -329,7 +334,8 @@ fn rejection_after_lost_connection_leaves_execution_unknown() {
             },
             async |path| {
                 let client = Client::connect(path).await.unwrap();
-                let error = client.job("b", "x").idempotent(true).send().await.unwrap_err();
+                let job = client.job("b", "x").idempotent(true).deadline(LONG);
+                let error = job.send().await.unwrap_err();
                 assert_eq!(error.executed(), Executed::Unknown, "{error}");
                 assert_eq!(error.retry_after(), retry_after);
                 match (&verdict, &error.outcome().unwrap().verdict) {
@@ -461,7 +467,7 @@ fn job_is_sent_again_before_its_handle_is_polled() {
             peer.end();
         });
         let client = blocking::Client::connect(path).unwrap();
-        let handle = client.job("b", "x").idempotent(true).start().unwrap();
+        let handle = client.job("b", "x").idempotent(true).deadline(LONG).start().unwrap();
         was_seen.recv().unwrap();
         assert_eq!(handle.wait().unwrap().payload(), b"done");
     });

@@ -36,7 +36,9 @@ fn advice_for_new_bulkhead_reports_missing_observations() {
     let supervisor = Supervisor::start(
         "[bulkhead.fresh]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.other]\nexec = [\"cat\"]\n",
     );
-    let fresh = advice(&supervisor, "fresh");
+    let fresh = wait_for("the worker's memory is measured", || {
+        Some(advice(&supervisor, "fresh")).filter(|fresh| fresh["seen"]["rss_max_bytes"].is_u64())
+    });
     assert_eq!(
         (&fresh["bulkhead"], &fresh["enough"], &fresh["jobs"]),
         (&"fresh".into(), &false.into(), &0.into())

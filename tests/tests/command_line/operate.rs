@@ -117,7 +117,10 @@ fn events_are_filtered_by_kind_severity_and_time() {
     assert!(run(&["--severity", "critical"]).is_empty());
     let of_b = run(&["--bulkhead", "b"]);
     assert!(!of_b.is_empty() && of_b.iter().all(|event| event["bulkhead"] == "b"), "{of_b:?}");
-    assert_eq!(run(&["-n", "1"]), [all.last().unwrap().clone()]);
+    // Further events can follow, for example after a pause of the supervisor on a busy machine.
+    let newest = run(&["-n", "1"]);
+    assert_eq!(newest.len(), 1, "{newest:?}");
+    assert!(newest[0]["seq"].as_u64() >= all.last().unwrap()["seq"].as_u64(), "{newest:?}");
     assert_eq!(run(&["-n", "1", "--kind", "job_crashed"]), [crashed[1].clone()]);
     let at = crashed[2]["at"].as_str().unwrap();
     assert!(run(&["--since", at]).contains(&crashed[2]));
@@ -141,7 +144,7 @@ const BROKEN: &str =
 fn status_selects_and_sorts_bulkheads() {
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_payload = 4\n\
-         [bulkhead.busy]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 3\ndeadline = \"60s\"\n{BROKEN}"
+         [bulkhead.busy]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 3\ndeadline = \"300s\"\n{BROKEN}"
     ));
     wait_for("the worker has failed", || (supervisor.snapshot("broken")["state"] == "failed").then_some(()));
     fed(&supervisor, &["submit", "a", "", "--payload-file", "-"], b"too large").expect(65);
@@ -180,7 +183,10 @@ fn is_ready_reports_and_waits_for_readiness() {
     assert_eq!(bulkhead(&supervisor, &["is-ready", "b"]).expect(0).text(), "ready\n");
     let broken = bulkhead(&supervisor, &["is-ready", "broken", "--json"]).expect(3).object();
     assert_eq!((&broken["status"], &broken["degraded"][0]["name"]), (&"failed".into(), &"broken".into()));
-    bulkhead(&supervisor, &["is-ready", "broken", "--wait", "150ms"]).expect(3);
+    // The exit code is 69 if the response of the supervisor takes several seconds.
+    wait_for("the command waits without success", || {
+        (bulkhead(&supervisor, &["is-ready", "broken", "--wait", "150ms"]).code == Some(3)).then_some(())
+    });
     bulkhead(&supervisor, &["is-ready", "nobody", "--wait", "60s"]).expect(66);
     bulkhead(&supervisor, &["drain", "b"]).expect(0);
     let waiting = spawn(supervisor.command().args(["is-ready", "b", "--wait", "60s"]));
@@ -217,7 +223,7 @@ fn is_ready_waits_for_the_supervisor_to_start() {
 #[test]
 fn jobs_are_listed_and_cancelled_one_by_one() {
     let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\nlookahead = \"0s\"\ndeadline = \"60s\"\n\
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\nlookahead = \"0s\"\ndeadline = \"300s\"\n\
          [bulkhead.idle]\ncommand = [\"MISBEHAVE\"]\n",
     );
     let running = blocker(&supervisor, &["submit", "b", "yield", "--json", "--tenant", "acme"]);
@@ -255,7 +261,7 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
     }
     let ms = |job: &Value, field: &str| job[field].as_f64().unwrap();
     assert!(ms(first, "age_ms") >= ms(second, "age_ms") && ms(first, "ran_ms") <= ms(first, "age_ms"));
-    assert!((0.0..=60_000.0).contains(&ms(first, "left_ms")), "{first}");
+    assert!((0.0..=300_000.0).contains(&ms(first, "left_ms")), "{first}");
 
     let text = bulkhead(&supervisor, &["jobs", "b"]).expect(0);
     let lines: Vec<Vec<&str>> = text.text().lines().map(words).collect();
@@ -307,11 +313,15 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
 #[test]
 fn drain_waits_until_no_jobs_are_left() {
     let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n[bulkhead.idle]\ncommand = [\"MISBEHAVE\"]\n",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\n[bulkhead.idle]\ncommand = [\"MISBEHAVE\"]\n",
     );
     assert!(bulkhead(&supervisor, &["drain", "idle", "--wait=60s"]).expect(0).text().contains("drained"));
     let running = blocker(&supervisor, &["submit", "b", "yield"]);
-    let late = bulkhead(&supervisor, &["drain", "b", "--wait=50ms", "--json"]).expect(124);
+    // The exit code is 69 if the response of the supervisor takes several seconds.
+    let late = wait_for("the command waits without success", || {
+        Some(bulkhead(&supervisor, &["drain", "b", "--wait=50ms", "--json"]))
+            .filter(|ran| ran.code == Some(124))
+    });
     assert!(late.object()["message"].as_str().unwrap().contains("jobs left: 1"), "{}", late.stderr);
     let waiting = spawn(supervisor.command().args(["drain", "--all", "--wait", "--json"]));
     let job = bulkhead(&supervisor, &["jobs", "--json"]).expect(0).object()["jobs"][0]["job"].clone();
@@ -345,7 +355,9 @@ fn restart_waits_until_all_workers_are_replaced() {
     bulkhead(&supervisor, &["reset", "stuck"]).expect(0);
     supervisor.wait_number("stuck", "limit", 1);
     std::fs::remove_file(supervisor.folder.path().join("flag")).unwrap();
-    let late = bulkhead(&supervisor, &["restart", "stuck", "--wait=200ms"]).expect(124);
+    let late = wait_for("the command waits without success", || {
+        Some(bulkhead(&supervisor, &["restart", "stuck", "--wait=200ms"])).filter(|ran| ran.code == Some(124))
+    });
     assert!(late.stderr.contains("old workers left: 1"), "{}", late.stderr);
     bulkhead(&supervisor, &["submit", "stuck"]).expect(0);
     bulkhead(&supervisor, &["restart", "nobody", "--wait"]).expect(66);

@@ -167,7 +167,11 @@ fn row(text: &str, name: &str) -> Option<Vec<String>> {
 fn top_shows_crashes_and_escapes_tenant_names() {
     let supervisor = Supervisor::start(WORKERS);
     let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
-    let text = terminal.shows_all(&["NAME", "CRASH/s", "EVENTS", "? help"]);
+    let text = terminal.shows_as("both bulkheads", |text| {
+        let parts = ["NAME", "CRASH/s", "EVENTS", "? help"];
+        let has_row = |name: &&str| row(text, name).is_some_and(|row| row.len() > 1);
+        parts.iter().all(|part| text.contains(part)) && ["b", "broken"].iter().all(has_row)
+    });
     let state = |name: &str| row(&text, name).unwrap()[1].clone();
     assert_eq!((state("b").as_str(), state("broken").as_str()), ("ready", "failed"), "{text}");
 

@@ -3,6 +3,7 @@
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers, is_root,
 };
+use bulkhead_tests::wait_for;
 
 /// Returns the soft and hard limits on the resource `name`, as a worker or program sees them in `/proc`.
 fn limit(place: &Place, bulkhead: &str, name: &str) -> (String, String) {
@@ -96,8 +97,10 @@ fn worker_that_exceeds_sandbox_tmp_is_killed() {
             // The next worker serves jobs.
             place.ask(name, "pid");
             assert_ne!(place.worker(name), before);
-            let events = place.supervisor.try_get(&format!("/v1/events?bulkhead={name}&follow=false"));
-            assert!(events.is_some_and(|(_, events)| events.contains("sandbox.tmp")));
+            wait_for("an event names `sandbox.tmp`", || {
+                let events = place.supervisor.try_get(&format!("/v1/events?bulkhead={name}&follow=false"));
+                events.is_some_and(|(_, events)| events.contains("sandbox.tmp")).then_some(())
+            });
         }
     }
 }

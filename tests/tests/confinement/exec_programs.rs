@@ -247,11 +247,15 @@ fn output_of_processes_that_outlive_the_program_is_included() {
     });
 }
 
+/// Shell command that waits until the last background process has executed `sleep`.
+const SLEEPS: &str = "until read -r a b c < /proc/$!/stat && [ $b = '(sleep)' ]; do :; done";
+
 #[test]
 fn output_still_open_after_output_grace_fails_the_job() {
     under_each_profile("output_grace = \"50ms\"", |place| {
         let pause = own_pause();
-        let operation = format!("sleep {pause} & echo started");
+        // The program exits once the other process has executed `sleep`, because the error names that process.
+        let operation = format!("sleep {pause} & {SLEEPS}; echo started");
         let error = place.client().job("x", "").operation(operation).send().unwrap_err();
         assert_eq!(code_of(&error), "output_incomplete");
         assert_eq!(error.payload(), b"started\n");
@@ -279,7 +283,7 @@ fn failed_program_returns_its_output() {
     let place = start_shell(NONE, "output_grace = \"100s\"");
     let client = place.client();
     let error =
-        client.job("x", "").operation("(sleep 0.1; echo late) & echo early; exit 3").send().unwrap_err();
+        client.job("x", "").operation("echo early; (sleep 0.1; echo late) & exit 3").send().unwrap_err();
     assert_eq!((code_of(&error), error.payload()), ("exit_3", &b"early\nlate\n"[..]));
     assert_eq!(error.outcome().unwrap().status, Some(3));
     // Only the first 64 KiB reach the client.
@@ -321,8 +325,12 @@ fn job_that_already_failed_skips_output_grace() {
         let large = job("yes & exit 0").send().unwrap_err();
         assert_eq!(code_of(&large), "result_too_large", "{large}");
         assert_eq!(text(job(&format!("echo out; sleep {pause} > /dev/null & exit 0")).send()), "out\n");
-        let late = job(&format!("sleep {pause} & exit 0")).deadline(Duration::from_millis(300)).send();
-        assert_eq!(code_of(&late.unwrap_err()), "running");
+        // On a busy machine, the deadline can pass before the worker has begun the job.
+        let late = wait_for("the worker begins the job before the deadline", || {
+            let late = job(&format!("sleep {pause} & exit 0")).deadline(Duration::from_millis(300)).send();
+            late.err().filter(|late| code_of(late) != "queued")
+        });
+        assert_eq!(code_of(&late), "running");
         let job = job(&format!("sleep {pause} & exit 0")).start().unwrap();
         wait_for("the program has left a process", || (!processes_with(&pause).is_empty()).then_some(()));
         job.cancel();
@@ -437,8 +445,7 @@ fn result_file_is_complete_if_written_after_exit() {
     let send = |operation: String| place.client().job("x", "").operation(operation).send();
     // A remaining process that does not hold the file open does not delay the result.
     assert_eq!(text(send(format!("sleep {pause} > /dev/null & echo done > out"))), "done\n");
-    let error =
-        send(format!("(echo some; exec sleep {pause}) > out & while [ ! -s out ]; do :; done")).unwrap_err();
+    let error = send(format!("(echo some; exec sleep {pause}) > out & {SLEEPS}")).unwrap_err();
     assert_eq!((code_of(&error), error.payload()), ("output_incomplete", &b"some\n"[..]));
     assert!(error.to_string().contains("file `out` was still open in sleep (pid "), "{error}");
     assert!(processes_with(&pause).is_empty());
@@ -484,9 +491,13 @@ fn host_holds_no_descriptors_for_readable_paths() {
     };
     let bulkheads = bulkhead("few", &[]) + &bulkhead("many", &paths);
     let place = Setup { bulkheads: &bulkheads, ..Setup::default() }.start();
-    let count = |name: &str| {
+    let serve = |name: &str| {
         assert_eq!(text(place.client().job(name, "here").send()), "here");
-        descriptors(place.worker(name))
+        place.worker(name)
     };
-    assert_eq!(count("many"), count("few"));
+    let (many, few) = (serve("many"), serve("few"));
+    // A host can close the last descriptors after it has sent the outcome.
+    wait_for("both hosts have the same number of descriptors", || {
+        (descriptors(many) == descriptors(few)).then_some(())
+    });
 }

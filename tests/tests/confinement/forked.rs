@@ -10,7 +10,7 @@ use bulkhead_tests::attempts::{ATTEMPTS, Attempt, BETWEEN_FORKED, Expected, KERN
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, Place, STRICT_LAYERS, Setup, has_layers, is_root, status_field,
 };
-use bulkhead_tests::{is_alive, kill_pid, refuses_descriptors, wait_for};
+use bulkhead_tests::{is_alive, kill_pid, overrun_blocking, refuses_descriptors, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -38,7 +38,7 @@ fn profiles() -> impl Iterator<Item = &'static str> {
 
 fn ask(client: &Client, bulkhead: &str, operation: &str) -> String {
     let reply =
-        client.job(bulkhead, "").operation(operation).deadline(Duration::from_secs(30)).send().unwrap();
+        client.job(bulkhead, "").operation(operation).deadline(Duration::from_secs(60)).send().unwrap();
     String::from_utf8(reply.payload().to_vec()).unwrap()
 }
 
@@ -342,7 +342,8 @@ fn each_forked_worker_has_its_own_cgroup() {
                 .supervisor
                 .events("worker_exited")
                 .iter()
-                .filter(|event| event["signal"] == "SIGKILL")
+                // The supervisor kills a replaced worker that takes too long to exit.
+                .filter(|event| event["signal"] == "SIGKILL" && event["killed"].is_null())
                 .count(),
             0
         );
@@ -412,9 +413,14 @@ fn quickly_forking_leftover_process_is_killed() {
 /// The test stops the template, so the template does not answer fork orders.
 #[test]
 fn hanging_template_does_not_delay_other_bulkheads() {
-    if !profiles().any(|profile| profile == DEFAULT) {
-        return;
+    // A template has ten seconds to answer. On a busy machine, the jobs can take longer.
+    if profiles().any(|profile| profile == DEFAULT) {
+        assert!((0..5).any(|_| serves_while_template_hangs()), "the jobs wait for the template");
     }
+}
+
+/// Returns true if the other bulkhead has served its jobs before the fork fails.
+fn serves_while_template_hangs() -> bool {
     let place = start(
         &(bulkhead("pair", DEFAULT, "processes = 2") + &bulkhead("other", DEFAULT, "recycle = { jobs = 1 }")),
     );
@@ -429,10 +435,10 @@ fn hanging_template_does_not_delay_other_bulkheads() {
         place.attempt(&client, "other", "leave-processes-behind", &json!({}));
         seen.insert(place.worker("other"));
     }
-    // The fork has not failed yet, because a template has ten seconds to answer.
-    assert_eq!(place.supervisor.events("worker_not_started").len(), 0);
+    let is_pending = place.supervisor.events("worker_not_started").is_empty();
     place.supervisor.wait_events("worker_not_started", 1);
     assert_ne!(pair(&place), before);
+    is_pending
 }
 
 #[test]
@@ -442,8 +448,8 @@ fn deadline_kills_hanging_forked_worker() {
         let client = place.client();
         let before = pair(&place);
         let nest = parent(before[0]);
-        let job = client.job("pair", "").operation("hang").send();
-        assert_eq!(bulkhead_tests::outcome(&job), "deadline_exceeded/running");
+        let late = overrun_blocking(&client.job("pair", "").operation("hang"));
+        assert_eq!(bulkhead_tests::outcome(&late), "deadline_exceeded/running");
         let after = wait_for("a worker is replaced", || Some(pair(&place)).filter(|now| *now != before));
         assert_eq!(before.iter().filter(|pid| after.contains(pid)).count(), 1);
         assert_eq!(after.map(parent), [nest; 2]);

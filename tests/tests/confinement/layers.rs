@@ -149,13 +149,8 @@ fn assert_error_or_told(profile: &str, layer: &str, missing: &[&str], user: Opti
     let told = only(&place, "lenient");
     assert!(told.missing.iter().any(|missing| missing == layer), "{profile} without {layer}: {told:?}");
     assert!(place.ask("lenient", "pid").parse::<u32>().is_ok(), "{profile} without {layer}");
-    let state = place.supervisor.snapshot("required")["state"].clone();
-    assert_eq!(state, "failed", "{profile} without {layer} runs");
-    assert!(
-        place.failure("required").contains(layer),
-        "{profile} without {layer}: {}",
-        place.failure("required")
-    );
+    let why = place.failure("required");
+    assert!(why.contains(layer), "{profile} without {layer}: {why}");
     assert_eq!(outcome(&place.client().job("required", "").send()), "rejected/unavailable");
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bulkhead_tests::attempts::Expected;
 use bulkhead_tests::confined::{DEFAULT_LAYERS, Ended, Place, STRICT_LAYERS, Setup, has_layers, has_program};
-use bulkhead_tests::{kill_pid, not_run, outcome, programs, wait_for};
+use bulkhead_tests::{kill_pid, not_run, outcome, overrun_blocking, programs, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -116,8 +116,11 @@ fn examples_run_under_default_profile() {
     let bulkheads = bulkheads.replace("../target/release", built.to_str().unwrap());
     let place = start(&format!("[defaults]\nsandbox = {{ profile = \"default\" }}\n{bulkheads}"));
     let client = place.client();
+    let job = |bulkhead: &str, operation: &str, payload: &[u8]| {
+        client.job(bulkhead, payload).operation(operation).tenant("acme")
+    };
     let submit = |bulkhead: &str, operation: &str, payload: &[u8]| {
-        outcome(&client.job(bulkhead, payload).operation(operation).tenant("acme").send())
+        outcome(&job(bulkhead, operation, payload).deadline(Duration::from_secs(60)).send())
     };
     let picture = |name: &str| std::fs::read(source.join("data").join(name)).unwrap();
     assert_eq!(submit("thumbnail", "", &picture("pictures/landscape.jpg")), "ok");
@@ -126,7 +129,8 @@ fn examples_run_under_default_profile() {
     assert_eq!(submit("sql", "", b"SELECT 1"), "ok");
     assert_eq!(submit("sort", "", b"3\n1\n2\n"), "ok");
     assert_eq!(submit("hostile", "echo", b"x"), "ok");
-    assert_eq!(submit("hostile", "fork", b""), "deadline_exceeded/running");
+    let forked = overrun_blocking(&job("hostile", "fork", b""));
+    assert_eq!(outcome(&forked), "deadline_exceeded/running");
 }
 
 /// A worker that can write to its program's folder must not be able to gain more access for later workers.

@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_fleet::{Fleet, FleetError};
 use bulkhead_tests::fleet::{HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, server_program, streams_with};
 use bulkhead_tests::machine::is_root;
 use bulkhead_tests::ports::free_port;
-use bulkhead_tests::{SAME_NUMBERS, Supervisor, run, wait_for};
+use bulkhead_tests::{PATIENCE, SAME_NUMBERS, Supervisor, run, wait_for};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 
@@ -225,9 +225,17 @@ fn host_clock_that_is_ahead_does_not_shorten_deadlines() {
     });
     run(async {
         let client = fleet.connect().await;
-        for _ in 0..10 {
+        // The clock is five seconds ahead, so no job would succeed if the deadline were shorter by this time. On a busy
+        // machine, some of the jobs can miss their deadline.
+        let (began, mut served) = (Instant::now(), 0);
+        while served < 10 {
+            assert!(began.elapsed() < PATIENCE, "only {served} jobs ended before their deadline");
             let job = client.job("b", b"x".to_vec()).deadline(Duration::from_secs(3));
-            assert_eq!(job.submit().await.unwrap().result().await.unwrap().payload(), b"x");
+            let Ok(submitted) = job.submit().await else { continue };
+            if let Ok(reply) = submitted.result().await {
+                assert_eq!(reply.payload(), b"x");
+                served += 1;
+            }
         }
     });
 }

@@ -45,8 +45,11 @@ fn failure_has_the_same_type_as_a_local_failure() {
         assert_eq!(error.outcome().unwrap().verdict.reason(), Some("signal"));
         assert_eq!(error.exit_code(), 70);
     });
-    let (code, letters) = fleet.json(&["dead", "list"]);
-    assert_eq!((code, letters.len()), (0, 1));
+    let letters = wait_for("the dead letter is stored", || {
+        let (code, letters) = fleet.json(&["dead", "list"]);
+        (code == 0 && !letters.is_empty()).then_some(letters)
+    });
+    assert_eq!(letters.len(), 1);
     assert_eq!((&letters[0]["id"], &letters[0]["reason"]), (&"dies".into(), &"signal".into()));
 }
 

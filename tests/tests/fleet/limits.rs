@@ -160,16 +160,19 @@ fn lanes_let_a_quiet_tenant_overtake_a_busy_one() {
         let client = fleet.connect().await;
         let mut busy = Vec::new();
         for _ in 0..100 {
-            busy.push(client.job("b", "50").operation("sleep").tenant("acme").submit().await.unwrap());
+            let job = client.job("b", "").operation("steps:ledger order 50 busy").tenant("acme");
+            busy.push(job.submit().await.unwrap());
         }
         // The tenant `quiet` is in a different lane.
-        let quiet = client.job("b", "").tenant("quiet").submit().await.unwrap();
+        let job = client.job("b", "").operation("steps:ledger order 0 quiet").tenant("quiet");
+        let quiet = job.submit().await.unwrap();
         let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
         fleet.add_host("host-a", &bulkheads);
         quiet.result().await.unwrap();
-        let last = busy.pop().unwrap();
-        assert!(client.result("acme", last.id(), std::time::Duration::from_millis(1)).await.is_err());
-        last.result().await.unwrap();
+        busy.pop().unwrap().result().await.unwrap();
+        let order = std::fs::read_to_string(fleet.hosts[0].supervisor.file("order")).unwrap();
+        let (_, after) = order.split_once("begin quiet\n").unwrap();
+        assert!(after.contains("begin busy\n"), "{order}");
     });
 }
 

@@ -100,15 +100,20 @@ fn limit_falls_for_slow_jobs_and_recovers_for_fast_jobs() {
     let told = supervisor.wait_events("limit_adapted", 1);
     assert_eq!((&told[0]["bulkhead"], &told[0]["from"]), (&"b".into(), &8.into()), "{told:?}");
     assert!(told[0]["to"].as_u64() < Some(8) && told[0]["target_ms"] == 200.0, "{told:?}");
-    let metrics = supervisor.try_get("/metrics").unwrap().1;
-    assert!(metrics.contains("bulkhead_adaptive_limit{bulkhead=\"b\"} 8"), "{metrics}");
+    // On a busy machine, the limit can fall again for a moment.
+    let metrics = wait_for("the metrics contain the limit", || {
+        let metrics = supervisor.try_get("/metrics")?.1;
+        metrics.contains("bulkhead_adaptive_limit{bulkhead=\"b\"} 8").then_some(metrics)
+    });
     assert!(
         metrics.contains("bulkhead_adaptive_changes_total{bulkhead=\"b\",direction=\"down\"}"),
         "{metrics}"
     );
-    let status = supervisor.command().args(["status", "b"]).output().unwrap();
-    let status = String::from_utf8(status.stdout).unwrap();
-    assert!(status.contains("adaptive  enforce limit 8 of 1..8"), "{status}");
+    wait_for("the status shows the limit", || {
+        let status = supervisor.command().args(["status", "b"]).output().unwrap();
+        let status = String::from_utf8(status.stdout).unwrap();
+        status.contains("adaptive  enforce limit 8 of 1..8").then_some(())
+    });
     let advice = supervisor.get("/v1/bulkheads/b/advice");
     let keeps = advice["kept"].as_array().unwrap();
     let kept = keeps.iter().find(|kept| kept["key"] == "adaptive");

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Executed, Job, JobError, Priority, Reply};
 use bulkhead_tests::{
-    Auditor, SAME_NUMBERS, Supervisor, connect, heavy, outcome, run, spawn, tally, wait_for,
+    Auditor, SAME_NUMBERS, Supervisor, connect, heavy, outcome, overrun, run, spawn, tally, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -263,7 +263,7 @@ fn job_specific_failures_do_not_use_fallback() {
         assert_eq!(end(&dear), ended("rejected/rate_limited", "entry"));
         let large = client.job("entry", vec![0; 1001]).send().await;
         assert_eq!(end(&large), ended("rejected/too_large", "entry"));
-        let late = job("hang").deadline(Duration::from_secs(2)).send().await;
+        let late = overrun(&job("hang").deadline(Duration::from_secs(2))).await;
         assert_eq!(end(&late), ended("deadline_exceeded/running", "entry"));
         supervisor.wait_number("entry", "available", 1);
         assert_eq!(end(&job("abort").idempotent(false).send().await), ended("crashed/signal", "entry"));

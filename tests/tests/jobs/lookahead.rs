@@ -215,10 +215,11 @@ fn lookahead_of_zero_disables_prefetching() {
     // Without prefetching, a job behind a slow job stays in the queue and misses its deadline there.
     run(async {
         let client = connect(&supervisor).await;
-        let slow = spawn(steps(&client, "sleep 200"));
+        let slow = spawn(steps(&client, "wait go"));
         supervisor.wait_number("b", "in_flight", 1);
         let short = client.job("b", "x").deadline(Duration::from_millis(20)).send().await;
         assert_eq!(outcome(&short), "deadline_exceeded/queued");
+        supervisor.touch("go");
         assert_eq!(outcome(&slow.await.unwrap()), "ok");
     });
 }
@@ -226,7 +227,8 @@ fn lookahead_of_zero_disables_prefetching() {
 /// The worker answers a prefetched job before it answers the current job.
 #[test]
 fn worker_that_answers_prefetched_job_early_is_killed() {
-    let supervisor = start_with("raw\", \"liar", LONG);
+    // The worker sends no heartbeats.
+    let supervisor = start_with("raw\", \"liar", &format!("health = {{ heartbeat = \"60s\" }}\n{LONG}"));
     run(async {
         let client = connect(&supervisor).await;
         warm_up(&client).await;
@@ -249,7 +251,8 @@ fn worker_that_answers_prefetched_job_early_is_killed() {
 /// frames on the link.
 #[test]
 fn invalid_journal_does_not_affect_other_jobs() {
-    let supervisor = start_with("raw\", \"scribbler", LONG);
+    // The worker sends no heartbeats.
+    let supervisor = start_with("raw\", \"scribbler", &format!("health = {{ heartbeat = \"60s\" }}\n{LONG}"));
     run(async {
         let client = connect(&supervisor).await;
         for (operation, end) in [("scribble garbage", "crashed/signal"), ("scribble results", "ok")] {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
 use bulkhead_shared::{Executed, RejectReason, Verdict};
-use bulkhead_tests::{Supervisor, heavy, outcome, run, tally, wait_for};
+use bulkhead_tests::{Supervisor, heavy, outcome, overrun, run, tally, wait_for};
 
 #[test]
 fn payloads_of_every_size_come_back_unchanged() {
@@ -31,16 +31,21 @@ fn limit_and_queue_size_are_never_exceeded() {
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 5\n",
     );
     supervisor.wait_number("b", "limit", 4);
-    let marks = supervisor.folder.path().join("marks");
     let results = run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
-        let path = marks.to_str().unwrap().as_bytes().to_vec();
-        let jobs: Vec<_> = (0..30)
-            .map(|_| {
-                let (client, path) = (client.clone(), path.clone());
-                tokio::spawn(async move { client.job("b", path).operation("mark").send().await })
-            })
-            .collect();
+        let steps = "steps:count begun;wait end;ledger marks 200 job";
+        let send = |_| tokio::spawn(client.job("b", "").operation(steps).send());
+        let mut jobs: Vec<_> = (0..4).map(send).collect();
+        // While a worker is slow to begin a job, the queue accepts more jobs than `max_queue`.
+        wait_for("four jobs have begun", || (supervisor.file_bytes("begun") == 4).then_some(()));
+        supervisor.wait_number("b", "queue_capacity", 5);
+        jobs.extend((0..26).map(send));
+        wait_for("all other jobs are queued or rejected", || {
+            let snapshot = supervisor.snapshot("b");
+            (snapshot["queued"] == 5 && snapshot["rejected"]["queue_full"] == 21).then_some(())
+        });
+        assert_eq!(supervisor.file_bytes("begun"), 4);
+        supervisor.touch("end");
         let mut results = Vec::new();
         for job in jobs {
             results.push(job.await.unwrap());
@@ -56,18 +61,18 @@ fn limit_and_queue_size_are_never_exceeded() {
     assert_eq!(counts.get("ok"), Some(&9), "{counts:?}");
     assert_eq!(counts.get("rejected/queue_full"), Some(&21), "{counts:?}");
     let (mut running, mut most) = (0, 0);
-    for mark in std::fs::read(marks).unwrap() {
-        running += if mark == b'+' { 1 } else { -1 };
+    for mark in std::fs::read_to_string(supervisor.file("marks")).unwrap().lines() {
+        running += if mark.starts_with("begin") { 1 } else { -1 };
         most = most.max(running);
     }
-    assert_eq!(most, 4, "the maximum number of concurrent jobs");
+    assert!(most <= 4, "{most} jobs ran at once");
     assert_eq!(running, 0);
 }
 
 #[test]
 fn hanging_job_does_not_affect_other_jobs_in_worker() {
     let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\ndeadline = \"20s\"\ngrace = \"50ms\"\n",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\ndeadline = \"60s\"\ngrace = \"50ms\"\n",
     );
     supervisor.wait_number("b", "limit", 4);
     run(async {
@@ -82,7 +87,7 @@ fn hanging_job_does_not_affect_other_jobs_in_worker() {
 
         let bad = Client::connect(supervisor.socket()).await.unwrap();
         // The deadline is long enough for the job to begin, because a job that has not begun holds no permit.
-        let asked = bad.job("b", "").operation("hang").deadline(Duration::from_secs(2)).send().await;
+        let asked = overrun(&bad.job("b", "").operation("hang").deadline(Duration::from_secs(2))).await;
         assert_eq!(outcome(&asked), "deadline_exceeded/running");
         // The hanging job still holds its permit, so a fifth job is rejected at once.
         assert_eq!(outcome(&good.job("b", "").send().await), "rejected/queue_full");
@@ -101,8 +106,8 @@ fn hanging_job_does_not_affect_other_jobs_in_worker() {
 #[test]
 fn worker_is_killed_if_its_only_job_ignores_cancellation() {
     let supervisor = Supervisor::start(
-        "[defaults]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n[bulkhead.b]\ngrace = \"20ms\"\n\
-         [bulkhead.patient]\ngrace = \"60s\"\n",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n\
+         [bulkhead.patient]\ncommand = [\"MISBEHAVE\"]\ngrace = \"60s\"\ndeadline = \"60s\"\nmax_queue = 1\n",
     );
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -123,8 +128,10 @@ fn worker_is_killed_if_its_only_job_ignores_cancellation() {
         supervisor.wait_number("b", "restarts", 2);
         // If a job obeys the cancellation, its worker is kept.
         let pid = client.job("patient", "").operation("pid").send().await.unwrap().outcome().worker_pid;
-        let job = client.job("patient", "").operation("yield").send();
-        assert!(tokio::time::timeout(Duration::from_millis(50), job).await.is_err());
+        let obedient = client.job("patient", "").operation("steps:count obedient;wait never");
+        let task = tokio::spawn(obedient.send());
+        wait_for("the third job has begun", || (supervisor.file_bytes("obedient") == 1).then_some(()));
+        task.abort();
         let again = client.job("patient", "").operation("pid").send().await.unwrap();
         assert_eq!(again.outcome().worker_pid, pid);
     });
@@ -133,7 +140,7 @@ fn worker_is_killed_if_its_only_job_ignores_cancellation() {
 #[test]
 fn async_handlers_run_concurrently_and_stop_when_cancelled() {
     let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 50\ngrace = \"5s\"\ndeadline = \"60s\"\n",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 50\ngrace = \"60s\"\ndeadline = \"60s\"\n",
     );
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -146,7 +153,7 @@ fn async_handlers_run_concurrently_and_stop_when_cancelled() {
         sleeping.iter().for_each(tokio::task::JoinHandle::abort);
         wait_for("all handlers have stopped", || (supervisor.number("b", "in_flight") == 0).then_some(()));
         let late = client.job("b", "50000").operation("async-sleep").deadline(Duration::from_secs(2));
-        assert_eq!(outcome(&late.send().await), "deadline_exceeded/running");
+        assert_eq!(outcome(&overrun(&late).await), "deadline_exceeded/running");
         let again = client.job("b", "").operation("pid").send().await.unwrap();
         assert_eq!(again.outcome().worker_pid, pid, "the worker was replaced");
     });
@@ -173,14 +180,14 @@ fn deadline_kills_the_whole_process_tree() {
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let began = Instant::now();
-        let result = client.job("b", marker.clone()).operation("tree").send().await;
+        let result = overrun(&client.job("b", marker.clone()).operation("tree")).await;
         let took = began.elapsed();
         assert_eq!(outcome(&result), "deadline_exceeded/running");
         assert!(took >= Duration::from_secs(2), "{took:?}");
         wait_for("the tree is gone", || bulkhead_tests::processes_with(&marker).is_empty().then_some(()));
         supervisor.wait_number("b", "available", 1);
 
-        let result = client.job("x", "").send().await;
+        let result = overrun(&client.job("x", "")).await;
         assert_eq!(outcome(&result), "deadline_exceeded/running");
         wait_for("the program's process tree is gone", || {
             bulkhead_tests::processes_with(&program).is_empty().then_some(())
@@ -194,7 +201,7 @@ fn deadline_kills_the_whole_process_tree() {
 fn rejections_and_failures_have_specific_reasons() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"1KiB\"\nmax_result = \"100KiB\"\n\
-         max_queue = 10\nqueue_timeout = \"50ms\"\ndeadline = \"10s\"\ndeadline_max = \"20s\"\n",
+         max_queue = 10\nqueue_timeout = \"50ms\"\ndeadline = \"60s\"\ndeadline_max = \"120s\"\n",
     );
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -228,7 +235,7 @@ fn rejections_and_failures_have_specific_reasons() {
         assert_eq!(outcome(&slow), "ok");
         assert_eq!(outcome(&waited), rejected(RejectReason::QueueTimeout));
         let clamped = client.job("b", "").deadline(Duration::from_secs(3600)).send().await.unwrap();
-        assert_eq!(clamped.outcome().deadline, Duration::from_secs(20));
+        assert_eq!(clamped.outcome().deadline, Duration::from_secs(120));
     });
     assert_eq!(supervisor.number("b", "restarts"), 0);
     let snapshot = supervisor.snapshot("b");
@@ -353,8 +360,11 @@ fn result_sent_during_supervisor_pause_is_delivered() {
         let reply = job.await.unwrap().unwrap();
         assert!(reply.outcome().ran > deadline, "{:?}", reply.outcome());
     });
-    let told = &supervisor.wait_events("held_up", 1)[0];
-    assert!(told["late_ms"].as_u64().unwrap() > 500, "{told}");
+    // On a busy machine, there can be events about shorter pauses.
+    let told = wait_for("there is an event about the pause", || {
+        let mut told = supervisor.events("held_up").into_iter();
+        told.find(|event| event["late_ms"].as_u64() > Some(500))
+    });
     assert_eq!((&told["severity"], supervisor.number("b", "deadline_exceeded")), (&"warning".into(), 0));
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use bulkhead_client::{Client, Job};
 use bulkhead_tests::{
     Auditor, Running, SAME_NUMBERS, Supervisor, connect, descriptors, heavy, is_alive, kill_pid, not_run,
-    outcome, programs, run, spawn, tally, threads, wait_for,
+    outcome, overrun, programs, run, spawn, tally, threads, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -146,13 +146,15 @@ fn reload_changes_limits_without_replacing_workers() {
 
 #[test]
 fn shorter_deadline_applies_only_to_later_jobs() {
-    let supervisor = start(&format!("{B}max_in_flight = 2\n"));
+    // Gives the handler enough time to obey the cancellation. Otherwise, the worker would be killed with both jobs.
+    let b = format!("{B}max_in_flight = 2\ngrace = \"60s\"\n");
+    let supervisor = start(&b);
     run(async {
         let client = connect(&supervisor).await;
         let before = holders(&client, "b", 1);
         wait_ran(&supervisor, 1);
-        reload(&supervisor, &format!("{B}max_in_flight = 2\ndeadline = \"2s\"\n"));
-        let after = steps(&client, "b", "wait end").send().await;
+        reload(&supervisor, &format!("{b}deadline = \"2s\"\n"));
+        let after = overrun(&steps(&client, "b", "wait end")).await;
         assert_eq!(outcome(&after), "deadline_exceeded/running");
         supervisor.touch("end");
         assert_eq!(outcomes(before).await, ["ok"]);
@@ -233,7 +235,7 @@ fn changing_environment_or_program_replaces_workers() {
         assert_eq!(answer(&client, "e", "").await, "not two");
         assert_eq!(supervisor.worker_pids("b"), others, "workers of another bulkhead were replaced");
     });
-    let recycled = supervisor.events("worker_recycled");
+    let recycled = supervisor.wait_events("worker_recycled", 2);
     assert!(recycled.len() == 2 && recycled.iter().all(|event| event["reason"] == "reload"), "{recycled:?}");
     auditor.finish();
 }

@@ -58,7 +58,7 @@ fn workers_die_when_the_keeper_is_killed() {
     assert_ne!(supervisor.keeper(), keeper);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
-        let reply = client.job("b", "x").deadline(Duration::from_secs(20)).send().await.unwrap();
+        let reply = client.job("b", "x").deadline(Duration::from_secs(60)).send().await.unwrap();
         assert_eq!(reply.payload(), b"x");
     });
     supervisor.wait_number("b", "limit", 2);
@@ -71,13 +71,14 @@ fn shutdown_finishes_running_jobs_and_rejects_new_ones() {
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let slow = client.clone();
-        let slow = tokio::spawn(async move { slow.job("b", "5000").operation("sleep").send().await });
+        let slow = tokio::spawn(async move { slow.job("b", "").operation("steps:wait end").send().await });
         tokio::task::yield_now().await;
         wait_for("the job runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
         supervisor.signal(Signal::SIGTERM);
         wait_for("the supervisor drains", || (supervisor.try_get("/readyz")?.0 == 503).then_some(()));
         let refused = client.job("b", "").send().await.unwrap_err();
         assert_eq!(refused.outcome().unwrap().verdict.reason(), Some("draining"));
+        supervisor.touch("end");
         assert_eq!(slow.await.unwrap().unwrap().payload(), b"done");
     });
     assert_eq!(supervisor.wait().code(), Some(0));
@@ -93,9 +94,9 @@ fn second_signal_or_drain_timeout_forces_immediate_stop() {
         run(async {
             let client = Client::connect(supervisor.socket()).await.unwrap();
             let job = client.clone();
-            let job = tokio::spawn(async move { job.job("b", "").operation("hang").send().await });
-            tokio::task::yield_now().await;
-            wait_for("the job runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+            let steps = "steps:count begun;sleep 3600000";
+            let job = tokio::spawn(async move { job.job("b", "").operation(steps).send().await });
+            wait_for("the job runs", || (supervisor.file_bytes("begun") == 1).then_some(()));
             supervisor.signal(Signal::SIGTERM);
             if is_second_signal {
                 wait_for("the supervisor drains", || (supervisor.try_get("/readyz")?.0 == 503).then_some(()));
@@ -160,18 +161,25 @@ fn command_drains_resumes_restarts_and_resets_bulkhead() {
 #[test]
 fn stopped_keeper_is_killed_and_replaced() {
     let mut supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"2s\"\ngrace = \"10ms\"\n\
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"2s\"\n\
+         deadline_max = \"60s\"\ngrace = \"10ms\"\n\
          [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n",
     );
     supervisor.wait_number("b", "limit", 1);
     let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
     let keeper = supervisor.keeper();
     kill_pid(keeper, Signal::SIGSTOP);
-    let late = client.job("b", "").operation("hang").send().unwrap_err();
+    // On a busy machine, the deadline can pass before the job has begun. Then there is no worker to kill.
+    let late = wait_for("a job exceeds its deadline while it runs", || {
+        let late = client.job("b", "").operation("hang").send().unwrap_err();
+        let is_queued = late.outcome().is_some_and(|outcome| outcome.verdict.reason() == Some("queued"));
+        (!is_queued).then_some(late)
+    });
     assert_eq!(late.exit_code(), 124);
     wait_for("the stopped keeper is killed", || (!is_alive(keeper)).then_some(()));
     supervisor.wait_number("b", "limit", 1);
-    assert!(client.job("b", "x").send().is_ok() && client.job("other", "x").send().is_ok());
+    assert!(client.job("b", "x").deadline(Duration::from_secs(60)).send().is_ok());
+    assert!(client.job("other", "x").send().is_ok());
     supervisor.signal(Signal::SIGTERM);
     assert!(supervisor.wait().success());
 }

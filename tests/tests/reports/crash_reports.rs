@@ -3,9 +3,12 @@
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::Output;
+use std::time::Instant;
 
 use bulkhead_client::blocking::Client;
-use bulkhead_tests::{Supervisor, children, is_alive, not_run, outcome, programs, tally, wait_for};
+use bulkhead_tests::{
+    Supervisor, children, is_alive, kill_pid, not_run, outcome, overrun_blocking, programs, tally, wait_for,
+};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -48,6 +51,16 @@ fn after(bulkhead: &str, operation: &str, payload: &str) -> (Supervisor, Value) 
     assert!(ended.starts_with("crashed/"), "{ended}");
     let report = reports(&supervisor, 1).remove(0);
     (supervisor, report)
+}
+
+/// Crashes a worker with one job. Returns the outcome, and the report that the outcome names. Other workers can have
+/// reports, too.
+fn crash(supervisor: &Supervisor, bulkhead: &str, operation: &str) -> (String, Value) {
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let ended = client.job(bulkhead, "x").operation(operation).tenant("acme").send();
+    let error = ended.as_ref().expect_err("the job crashes its worker");
+    let id = error.outcome().and_then(|outcome| outcome.report.clone()).expect("an id");
+    (outcome(&ended), supervisor.crash_report(&id))
 }
 
 fn replay(supervisor: &Supervisor, report: &Value) -> Value {
@@ -140,8 +153,9 @@ fn reports_contain_exit_code_even_if_zero() {
 
 #[test]
 fn replay_reproduces_hung_worker() {
-    let hasty = format!("{B}health = {{ heartbeat = \"100ms\", missed = 2 }}\n");
-    let (supervisor, report) = after(&hasty, "stop", "");
+    let hasty = format!("{B}health = {{ heartbeat = \"100ms\", missed = 2 }}\nrestart = {{ max = 1000 }}\n");
+    let supervisor = Supervisor::start(&hasty);
+    let (_, report) = crash(&supervisor, "b", "stop");
     assert_eq!((&report["cause"], &report["signal"]), (&"hung".into(), &Value::Null), "{report}");
     let told = replay(&supervisor, &report);
     assert_eq!(told["verdict"], "same", "{told}");
@@ -207,7 +221,8 @@ fn failed_starts_and_idle_deaths_cannot_be_replayed() {
          [bulkhead.mute]\ncommand = [\"MISBEHAVE\", \"raw\", \"never-hello\"]\n{never}start = {{ handshake = \"200ms\" }}\n\
          [bulkhead.slow]\ncommand = [\"MISBEHAVE\", \"init-hangs\"]\n{never}start = {{ ready = \"200ms\" }}\n"
     ));
-    assert_eq!(send(&supervisor, "die-idle", "1"), "ok");
+    assert_eq!(send(&supervisor, "echo", ""), "ok");
+    kill_pid(supervisor.worker_pids("b")[0], Signal::SIGKILL);
     let all = reports(&supervisor, 4);
     let told = tally(all.iter().map(|report| {
         format!("{} {} {}", report["bulkhead"], report["stage"], report["cause"]).replace('"', "")
@@ -229,13 +244,15 @@ fn failures_and_restarts_produce_no_report() {
          [bulkhead.late]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"2s\"\ngrace = \"10ms\"\n",
     );
     let client = Client::connect(supervisor.socket()).unwrap();
-    assert_eq!(outcome(&client.job("late", "").operation("hang").send()), "deadline_exceeded/running");
+    let late = overrun_blocking(&client.job("late", "").operation("hang"));
+    assert_eq!(outcome(&late), "deadline_exceeded/running");
     assert_eq!(send(&supervisor, "fail", ""), "failed/bad_input");
     assert_eq!(supervisor.post("/v1/bulkheads/b/restart").0, 200);
     // One worker was killed at the deadline, and one was replaced by the restart.
     supervisor.wait_events("worker_exited", 2);
     // The only report is about the overdue job.
-    let causes: Vec<Value> = crashes(&supervisor).into_iter().map(|crash| crash["cause"].clone()).collect();
+    let causes: Vec<Value> =
+        reports(&supervisor, 1).into_iter().map(|crash| crash["cause"].clone()).collect();
     assert_eq!(causes, ["deadline"]);
     let listed = command(&supervisor, &["crashes"]);
     assert_eq!((listed.status.code(), stdout(&listed).lines().count()), (Some(0), 2));
@@ -335,16 +352,16 @@ fn report_ids_cannot_leave_the_crash_folder() {
 #[test]
 fn replay_tries_each_job_until_crash_recurs() {
     let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 3\ndeadline = \"1s\"\n\
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 3\ndeadline = \"60s\"\n\
          grace = \"10ms\"\n",
     );
     let client = Client::connect(supervisor.socket()).unwrap();
     std::thread::scope(|scope| {
         let client = &client;
         for payload in ["first", "second"] {
-            scope.spawn(move || client.job("b", payload).operation("steps:sleep 10;wait end").send());
+            scope.spawn(move || client.job("b", payload).operation("steps:count ran;wait end").send());
         }
-        wait_for("both jobs run", || (supervisor.number("b", "in_flight") == 2).then_some(()));
+        wait_for("both jobs run", || (supervisor.file_bytes("ran") == 2).then_some(()));
         let ended = client.job("b", "third").operation("steps:sleep 10;die").send();
         assert_eq!(outcome(&ended), "crashed/signal");
     });
@@ -376,11 +393,16 @@ fn replay_tries_each_job_until_crash_recurs() {
 
 #[test]
 fn replay_distinguishes_no_crash_from_different_crash() {
-    let hasty = format!("{B}health = {{ heartbeat = \"100ms\", missed = 2 }}\n");
+    let patient = format!("{B}[bulkhead.hasty]\ncommand = [\"MISBEHAVE\"]\nrestart = {{ max = 1000 }}\n");
+    let hasty = format!("{patient}health = {{ heartbeat = \"100ms\", missed = 2 }}\n");
     let supervisor = Supervisor::start(&hasty);
-    assert_eq!(send(&supervisor, "steps:die-first 1 once", "x"), "crashed/signal");
-    assert_eq!(send(&supervisor, "steps:freeze-first 1 frozen;die", "x"), "crashed/hung");
-    let all = reports(&supervisor, 2);
+    let (died, of_death) = crash(&supervisor, "b", "steps:die-first 1 once");
+    let (hung, of_hang) = crash(&supervisor, "hasty", "steps:freeze-first 1 frozen;die");
+    assert_eq!((died.as_str(), hung.as_str()), ("crashed/signal", "crashed/hung"));
+    let all = [of_death, of_hang];
+    // On a busy machine, the worker of the replay could count as hung, too.
+    supervisor.configure("", &patient);
+    assert_eq!(supervisor.post("/v1/reload").0, 200);
     let told = replay(&supervisor, &all[0]);
     assert_eq!((&told["verdict"], &told["replays"][0]["outcome"]), (&"no_crash".into(), &"ok".into()));
     let told = replay(&supervisor, &all[1]);
@@ -403,6 +425,9 @@ fn replays_do_not_change_statistics_or_workers() {
         "x",
     );
     wait_for("the next worker is ready", || (supervisor.number("b", "limit") == 1).then_some(()));
+    for (kind, count) in [("worker_started", 2), ("worker_exited", 1), ("job_crashed", 1)] {
+        supervisor.wait_events(kind, count);
+    }
     let books = || {
         let mut books = supervisor.snapshot("b");
         for worker in books["workers"].as_array_mut().unwrap() {
@@ -422,19 +447,22 @@ fn replays_do_not_change_statistics_or_workers() {
         assert_eq!(replay(&supervisor, &report)["verdict"], "same");
     }
     assert_eq!(books(), before);
+    assert_eq!(supervisor.wait_events("crash_replayed", 5).len(), 5);
     assert_eq!((kinds("worker_started"), kinds("worker_exited"), kinds("job_crashed")), told_before);
-    assert_eq!(kinds("crash_replayed"), 5);
     assert_eq!(children(supervisor.keeper()), workers);
     reports(&supervisor, 1);
 }
 
 #[test]
 fn replay_works_in_failed_and_draining_bulkheads() {
-    let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\nstart = { ready = \"2s\" }\n\
-         restart = { backoff = \"10ms\", backoff_max = \"1h\", max = 1 }\n",
-    );
-    assert_eq!(send(&supervisor, "steps:die", "x"), "crashed/signal");
+    let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\n\
+                    start = { ready = \"2s\" }\n\
+                    restart = { backoff = \"10ms\", backoff_max = \"1h\", max = 1 }\n";
+    // On a busy machine, even the first worker can become ready too late.
+    let supervisor = wait_for("the first worker serves a job", || {
+        let supervisor = Supervisor::start(bulkhead);
+        (send(&supervisor, "steps:die", "x") == "crashed/signal").then_some(supervisor)
+    });
     wait_for("the bulkhead has failed", || (supervisor.snapshot("b")["state"] == "failed").then_some(()));
     let all =
         wait_for("both deaths are reported", || Some(crashes(&supervisor)).filter(|all| all.len() >= 2));
@@ -446,10 +474,16 @@ fn replay_works_in_failed_and_draining_bulkheads() {
     assert!(stdout(&told).contains("not ready within start.ready"), "{}", stdout(&told));
     // A worker could start now, but the bulkhead has not been reset.
     supervisor.touch("go");
-    assert_eq!(replay(&supervisor, &report)["verdict"], "same");
+    let replay_in_time = || {
+        wait_for("the worker of the replay is ready in time", || {
+            let told = replay(&supervisor, &report);
+            (!told.to_string().contains("not ready within start.ready")).then_some(told)
+        })
+    };
+    assert_eq!(replay_in_time()["verdict"], "same");
     assert_eq!(supervisor.snapshot("b")["state"], "failed");
     assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
-    assert_eq!(replay(&supervisor, &report)["verdict"], "same");
+    assert_eq!(replay_in_time()["verdict"], "same");
 }
 
 #[test]
@@ -545,8 +579,10 @@ fn crash_keep_retains_newest_reports() {
         wait_for("only the newest reports are kept", || (codes() == expected).then_some(()));
         let listed = command(&supervisor, &["crashes", "--limit", "1"]);
         assert!(stdout(&listed).lines().count() == 2 && stdout(&listed).contains("exit:5"));
+        wait_for("the files of older reports are deleted", || {
+            (files(&folder.path().join("crashes")).len() == 3).then_some(())
+        });
     }
-    assert_eq!(files(&folder.path().join("crashes")).len(), 3);
 }
 
 /// Other users must not be able to read the folder, and no other supervisor must be using it.
@@ -605,6 +641,7 @@ fn foreign_files_in_crash_folder_are_ignored() {
     put("\u{1b}[31m", "");
     let second = Supervisor::start_with(&keys, B);
     assert_eq!(reports(&second, 1), [report]);
+    wait_for("the log has a warning", || second.log().contains("that are not crash reports").then_some(()));
     let log = second.log();
     assert_eq!(log.matches("that are not crash reports").count(), 1, "{log}");
     assert!(log.contains("5 files") && !log.contains('\u{1b}'), "{log}");
@@ -627,6 +664,9 @@ fn unwritable_report_is_kept_in_memory() {
     assert_eq!(send(&supervisor, "abort", "x"), "crashed/signal");
     let all = reports(&supervisor, 2);
     assert_eq!(replay(&supervisor, &all[0])["verdict"], "same");
+    wait_for("the log has a warning", || {
+        supervisor.log().contains("failed to write a crash report").then_some(())
+    });
     let log = supervisor.log();
     assert_eq!(log.matches("failed to write a crash report").count(), 1, "{log}");
     assert_eq!(send(&supervisor, "echo", "x"), "ok");
@@ -643,6 +683,7 @@ fn crash_storm_produces_limited_number_of_reports() {
          [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n",
     );
     let client = Client::connect(supervisor.socket()).unwrap();
+    let began = Instant::now();
     std::thread::scope(|scope| {
         let client = &client;
         for _ in 0..10 {
@@ -666,7 +707,11 @@ fn crash_storm_produces_limited_number_of_reports() {
         let counted: u64 = told.iter().map(|event| event["crashes"].as_u64().unwrap()).sum();
         (counted as usize == CRASHES - reported).then_some(())
     });
-    assert!(supervisor.events("crashes_not_reported").len() <= 5);
-    assert!(crashes(&supervisor).len() <= 20 && files(&crash_dir).len() <= 20);
+    // One event is allowed every ten seconds.
+    let most = 5 + began.elapsed().as_secs() / 10;
+    assert!(supervisor.events("crashes_not_reported").len() as u64 <= most);
+    wait_for("older reports are deleted", || {
+        (crashes(&supervisor).len() <= 20 && files(&crash_dir).len() <= 20).then_some(())
+    });
     assert_eq!(supervisor.number("b", "crashed"), CRASHES as u64);
 }

@@ -173,7 +173,11 @@ const TWO: &str = "[defaults]\nmax_queue = 4\noverflow = \"evict-oldest\"\nbreak
 #[test]
 fn first_scrape_contains_every_metric() {
     let supervisor = Supervisor::start(TWO);
-    let page = page(&supervisor);
+    // The memory is measured a moment after the worker has started.
+    let page = wait_for("the worker's memory is measured", || {
+        let worker = [("bulkhead", "plain"), ("slot", "0")];
+        Some(page(&supervisor)).filter(|page| page.sum("bulkhead_worker_rss_bytes", &worker) > 0)
+    });
     check_books(&page);
     let labels_of = |name: &str| -> BTreeSet<String> {
         page.samples(name, &[]).flat_map(|sample| sample.labels.keys().cloned()).collect()
@@ -488,7 +492,8 @@ fn metrics_count_evictions_restarts_and_late_replies() {
             job.await.unwrap().unwrap();
         }
         // The client gets the outcome long before the job ends.
-        let late = job("wait later").deadline(Duration::from_secs(2)).send().await;
+        // Unlike a deadline, a run limit does not pass before the worker has begun the job.
+        let late = job("wait later").run_limit(Duration::from_secs(2)).send().await;
         assert_eq!(outcome(&late), "deadline_exceeded/running");
         supervisor.touch("later");
         supervisor.wait_number("b", "late_replies", 1);
@@ -496,6 +501,9 @@ fn metrics_count_evictions_restarts_and_late_replies() {
         wait_for("the worker has been replaced", || (supervisor.number("b", "limit") == 1).then_some(()));
         supervisor.post("/v1/bulkheads/b/restart");
         supervisor.wait_events("worker_recycled", 1);
+        wait_for("both restarts are counted", || {
+            (page(&supervisor).sum("bulkhead_worker_restarts_total", &[]) == 2).then_some(())
+        });
         supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
         assert_eq!(outcome(&client.job("b", "").send().await), "rejected/circuit_open");
         supervisor.resize("b", r#"{"breaker": "auto"}"#);

@@ -9,8 +9,8 @@ use bulkhead_tests::tenants::{
     assert_balanced, isolated, outcomes, part, patch, pids, wait_for_rest, wait_part,
 };
 use bulkhead_tests::{
-    Running, Supervisor, children, connect, descriptors, heavy, is_alive, kill_pid, outcome, resident_bytes,
-    run, spawn, tally, threads, wait_for,
+    PATIENCE, Running, Supervisor, children, connect, descriptors, heavy, is_alive, kill_pid, outcome,
+    resident_bytes, run, spawn, tally, threads, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -82,7 +82,9 @@ fn longest_idle_tenant_yields_its_workers() {
         assert_eq!(pids(&supervisor, "c"), c);
         assert!(!is_alive(a[0]));
         let yielded = supervisor.events("worker_exited");
-        assert!(yielded.iter().all(|event| event["exit_code"] == 0), "{yielded:?}");
+        // On a busy machine, an idle worker can be killed because it did not exit in time.
+        let is_late = |event: &Value| event["killed"] == "the worker was asked to stop but was still running";
+        assert!(yielded.iter().all(|event| event["exit_code"] == 0 || is_late(event)), "{yielded:?}");
         busy.abort();
     });
 }
@@ -185,7 +187,7 @@ fn retrying_tenants_are_all_served_eventually() {
                                 other => panic!("{other}"),
                             }
                             assert!(
-                                began.elapsed() < Duration::from_secs(60),
+                                began.elapsed() < PATIENCE,
                                 "tenant {lane} has finished only {done} jobs"
                             );
                         }
@@ -223,9 +225,16 @@ fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
     });
 }
 
+/// Returns the configuration of a bulkhead whose workers, except for the first one, become ready when the file `go`
+/// exists. Until then, the job of a new tenant waits, even if the machine is so busy that the workers of another tenant
+/// have exited.
+fn starting_on_request(tenants: &str, more: &str) -> String {
+    isolated(tenants, more).replace("[\"MISBEHAVE\"]", "[\"MISBEHAVE\", \"slow-again\", \"starts\"]")
+}
+
 #[test]
 fn cancelled_tenant_does_not_block_the_next_tenant() {
-    let supervisor = Supervisor::start(&isolated("max_active = 1", "max_queue = 5"));
+    let supervisor = Supervisor::start(&starting_on_request("max_active = 1", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
         ok(&client, "a").await;
@@ -234,6 +243,7 @@ fn cancelled_tenant_does_not_block_the_next_tenant() {
         wait_part(&supervisor, "gone", "queued", 1);
         gone.abort();
         wait_part(&supervisor, "gone", "cancelled", 1);
+        supervisor.touch("go");
         ok(&client, "next").await;
     });
 }
@@ -304,10 +314,11 @@ fn disabled_tenants_do_not_evict_other_tenants() {
 
 #[test]
 fn shutdown_finishes_running_jobs_and_rejects_waiting_tenants() {
-    let mut supervisor = Supervisor::start(&isolated("max_active = 3", "max_queue = 5"));
+    let mut supervisor = Supervisor::start(&starting_on_request("max_active = 3", "max_queue = 5"));
     let keeper = supervisor.keeper();
     let workers = run(async {
         let client = connect(&supervisor).await;
+        supervisor.touch("go");
         ok(&client, "leaving").await;
         ok(&client, "idle").await;
         let busy = spawn(client.job("b", "").operation("steps:wait end").tenant("busy"));
@@ -315,6 +326,7 @@ fn shutdown_finishes_running_jobs_and_rejects_waiting_tenants() {
         let behind = spawn(client.job("b", "").tenant("busy"));
         wait_part(&supervisor, "busy", "queued", 1);
         let workers = supervisor.worker_pids("b");
+        std::fs::remove_file(supervisor.file("go")).unwrap();
         kill_pid(pids(&supervisor, "leaving")[0], Signal::SIGSTOP);
         let waiting = spawn(client.job("b", "").tenant("waiting"));
         wait_part(&supervisor, "waiting", "queued", 1);
@@ -340,13 +352,16 @@ fn drain_timeout_kills_workers_of_every_tenant() {
         Supervisor::start_with("drain_timeout = \"200ms\"", &isolated("max_active = 4", "processes = 2"));
     let workers = run(async {
         let client = connect(&supervisor).await;
-        let jobs: Vec<_> = ["a", "b", "c", "d"].map(|tenant| hang(&client, tenant)).into();
+        let mut jobs = Vec::new();
+        for tenant in ["a", "b", "c", "d"] {
+            jobs.push(running(&client, tenant).await);
+        }
         supervisor.wait_number("b", "in_flight", 4);
         supervisor.wait_number("b", "limit", 8);
         let workers = supervisor.worker_pids("b");
         supervisor.signal(Signal::SIGTERM);
         for job in jobs {
-            assert_eq!(outcome(&job.await.unwrap()), "crashed/stopped");
+            assert_eq!(outcome(&job.await), "crashed/stopped");
         }
         workers
     });
@@ -356,19 +371,25 @@ fn drain_timeout_kills_workers_of_every_tenant() {
 
 #[test]
 fn killed_keeper_is_replaced_for_all_tenants() {
-    let supervisor = Supervisor::start(&isolated("max_active = 3", "max_queue = 5"));
+    let supervisor = Supervisor::start(&starting_on_request("max_active = 3", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
-        for _ in 0..4 {
+        supervisor.touch("go");
+        for round in 1..=4 {
             ok(&client, "leaving").await;
             ok(&client, "idle").await;
-            let busy = running(&client, "busy").await;
+            let busy = client.job("b", "").operation("steps:count begun;sleep 3600000").tenant("busy");
+            let busy = spawn(busy);
+            // A job that the dying worker has not read would go to another worker.
+            wait_for("the job has begun", || (supervisor.file_bytes("begun") == round).then_some(()));
+            std::fs::remove_file(supervisor.file("go")).unwrap();
             kill_pid(pids(&supervisor, "leaving")[0], Signal::SIGSTOP);
             let waiting = spawn(client.job("b", "").tenant("waiting"));
             wait_part(&supervisor, "waiting", "queued", 1);
             let (keeper, before) = (supervisor.keeper(), supervisor.worker_pids("b"));
             kill_pid(keeper, Signal::SIGKILL);
-            assert_eq!(outcome(&busy.await), "crashed/signal");
+            assert_eq!(outcome(&busy.await.unwrap()), "crashed/signal");
+            supervisor.touch("go");
             assert_eq!(outcome(&waiting.await.unwrap()), "ok");
             wait_for("no old workers are left", || (!before.iter().any(|&pid| is_alive(pid))).then_some(()));
             for tenant in ["busy", "idle", "leaving", "waiting", "new"] {

@@ -9,18 +9,13 @@ use bulkhead_tests::tenants::{
     assert_balanced, isolated, outcomes, part, patch, pids, wait_for_rest, wait_part,
 };
 use bulkhead_tests::{
-    Running, Supervisor, children, connect, is_alive, outcome, run, spawn, tally, wait_for,
+    Running, Supervisor, children, connect, is_alive, outcome, overrun, run, spawn, tally, wait_for,
 };
 use serde_json::Value;
 
 async fn pid_of(client: &Client, tenant: &str) -> u32 {
     let reply = client.job("b", "").operation("pid").tenant(tenant).send().await.unwrap();
     std::str::from_utf8(reply.payload()).unwrap().parse().unwrap()
-}
-
-/// Starts a job that holds a tenant's permit until it is aborted.
-fn hang(client: &Client, tenant: &str) -> Running {
-    spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
 #[test]
@@ -87,11 +82,17 @@ fn saturated_tenant_does_not_use_permits_of_other_tenants() {
     run(async {
         let client = connect(&supervisor).await;
         let flood = async |tenant: &str| {
-            let mut jobs = vec![hang(&client, tenant)];
+            let begun = format!("begun-{tenant}");
+            let steps = format!("steps:count {begun};sleep 3600000");
+            let hang = || spawn(client.job("b", "").operation(steps.clone()).tenant(tenant));
+            let mut jobs = vec![hang()];
             wait_part(&supervisor, tenant, "limit", 4);
-            jobs.extend((0..6).map(|_| hang(&client, tenant)));
+            jobs.extend((0..6).map(|_| hang()));
+            wait_for("four jobs have begun", || (supervisor.file_bytes(&begun) == 4).then_some(()));
             wait_part(&supervisor, tenant, "in_flight", 4);
             wait_part(&supervisor, tenant, "queued", 3);
+            // While a worker is slow to begin a job, the queue accepts more jobs.
+            wait_part(&supervisor, tenant, "queue_capacity", 3);
             assert_eq!(outcome(&client.job("b", "").tenant(tenant).send().await), "rejected/queue_full");
             jobs
         };
@@ -112,7 +113,8 @@ fn saturated_tenant_does_not_use_permits_of_other_tenants() {
         }
         assert_eq!(all["workers"].as_array().unwrap().len(), 4);
         assert_balanced(&all);
-        let pressed = tally(supervisor.events("queue_pressure").iter().map(|e| e["tenant"].to_string()));
+        let pressed =
+            tally(supervisor.wait_events("queue_pressure", 2).iter().map(|e| e["tenant"].to_string()));
         assert_eq!(pressed.into_values().collect::<Vec<_>>(), [1, 1], "one event per tenant");
         first.iter().chain(&second).for_each(Running::abort);
     });
@@ -133,13 +135,14 @@ fn crashes_and_hangs_affect_only_their_tenant() {
             assert_eq!(outcome(&result), expected);
             assert_eq!(outcome(&client.job("b", "").tenant("quiet").send().await), "ok");
         }
-        let late = client.job("b", "").operation("spin").tenant("loud").deadline(Duration::from_secs(2));
-        assert_eq!(outcome(&late.send().await), "deadline_exceeded/running");
+        let spin = client.job("b", "").operation("spin").tenant("loud").deadline(Duration::from_secs(2));
+        let late = overrun(&spin).await;
+        assert_eq!(outcome(&late), "deadline_exceeded/running");
         let long = long.await.unwrap().unwrap();
         assert_eq!((long.outcome().attempts, long.outcome().worker_pid), (1, Some(quiet)));
         assert_eq!(pid_of(&client, "quiet").await, quiet);
         let (loud, quiet) = (part(&supervisor, "loud"), part(&supervisor, "quiet"));
-        assert_eq!((&loud["crashed"], &loud["deadline_exceeded"]), (&3.into(), &1.into()), "{loud}");
+        assert!(loud["crashed"] == 3 && loud["deadline_exceeded"].as_u64() >= Some(1), "{loud}");
         assert_eq!((&quiet["crashed"], &quiet["restarts"]), (&0.into(), &0.into()), "{quiet}");
         assert_eq!(outcome(&client.job("b", "").tenant("loud").send().await), "ok");
     });
@@ -161,7 +164,7 @@ fn open_tenant_breaker_survives_idle_shutdown() {
         assert_eq!(outcome(&client.job("b", "").tenant("good").send().await), "ok");
         assert_eq!(part(&supervisor, "bad")["breaker"], "open");
         assert_eq!(part(&supervisor, "good")["breaker"], "closed");
-        let opened = supervisor.events("breaker_opened");
+        let opened = supervisor.wait_events("breaker_opened", 1);
         assert_eq!((opened.len(), &opened[0]["tenant"]), (1, &"bad".into()), "{opened:?}");
 
         wait_for_rest(&supervisor);
@@ -196,7 +199,7 @@ fn tenant_rate_limit_survives_idle_shutdown() {
                 wait_for_rest(&supervisor);
                 assert_eq!(outcome(&client.job("b", "").tenant("a").send().await), "rejected/rate_limited");
             }
-            let throttled = supervisor.events("tenant_throttled");
+            let throttled = supervisor.wait_events("tenant_throttled", 3);
             let by_tenant = tally(throttled.iter().map(|event| event["tenant"].to_string()));
             assert_eq!(by_tenant.len(), 3, "{throttled:?}");
         });
@@ -313,12 +316,14 @@ fn tenant_latency_excludes_other_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", ""));
     run(async {
         let client = connect(&supervisor).await;
-        assert_eq!(outcome(&client.job("b", "").tenant("fast").send().await), "ok");
+        let fast = client.job("b", "").tenant("fast").send().await.unwrap();
+        let own = fast.outcome().ran.as_secs_f64() * 1000.0;
         let slow = client.job("b", "3000").operation("sleep").tenant("slow").send().await;
         assert_eq!(outcome(&slow), "ok");
         let fast = part(&supervisor, "fast");
         let most = fast["latency_ms"]["run"]["max"].as_f64().unwrap_or(0.0);
-        assert!(most < 2900.0, "its only job was short: {}", fast["latency_ms"]);
+        // On a busy machine, even the short job can take seconds.
+        assert!(most < (1.5 * own).max(2900.0), "its only job took {own} ms: {}", fast["latency_ms"]);
     });
 }
 
@@ -438,7 +443,7 @@ fn operator_events_name_the_tenant() {
         let crash = client.job("b", "").operation("abort").tenant(name).send().await;
         assert_eq!(outcome(&crash), "crashed/signal");
         let late = client.job("b", "").operation("hang").tenant(name).deadline(Duration::from_secs(2));
-        assert_eq!(outcome(&late.send().await), "deadline_exceeded/running");
+        assert_eq!(outcome(&overrun(&late).await), "deadline_exceeded/running");
         wait_for_rest(&supervisor);
         for kind in
             ["worker_started", "worker_ready", "worker_exited", "job_crashed", "job_timeout", "worker_killed"]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bulkhead_client::Client;
 use bulkhead_tests::tenants::{assert_balanced, isolated, part, patch, pids, wait_for_rest, wait_part};
-use bulkhead_tests::{Running, Supervisor, connect, outcome, run, spawn, wait_for};
+use bulkhead_tests::{PATIENCE, Running, Supervisor, connect, outcome, overrun, run, spawn, wait_for};
 use serde_json::{Value, json};
 
 /// Returns the configuration of a bulkhead `b` whose tenants share its workers.
@@ -15,6 +15,22 @@ fn shared(keys: &str) -> String {
 
 fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
+}
+
+/// Starts a job that ignores cancellation and appends a byte to the file `begun-TENANT`.
+fn hold(client: &Client, tenant: &str) -> Running {
+    let steps = format!("steps:count begun-{tenant};sleep 3600000");
+    spawn(client.job("b", "").operation(steps).tenant(tenant))
+}
+
+/// Waits until `count` jobs of [`hold`] have begun and no worker of the isolated tenant is slow to begin a job. A slow
+/// worker extends the queue.
+fn wait_begun(supervisor: &Supervisor, tenant: &str, count: u64, max_queue: u64) {
+    let file = format!("begun-{tenant}");
+    wait_for(&format!("{count} jobs of {tenant} have begun"), || {
+        (supervisor.file_bytes(&file) as u64 == count).then_some(())
+    });
+    wait_part(supervisor, tenant, "queue_capacity", max_queue);
 }
 
 /// Sends jobs that hang until one of them is counted in `field`. On a busy machine, a job can be rejected before the
@@ -100,7 +116,7 @@ fn tenant_that_lost_a_worker_waits_for_replacement() {
         let client = connect(&supervisor).await;
         let ends_a_worker = || client.job("b", "").tenant("greedy").operation("steps:sleep 3600000");
         // The deadline leaves the job enough time to begin.
-        let end = ends_a_worker().deadline(Duration::from_secs(2)).send().await;
+        let end = overrun(&ends_a_worker().deadline(Duration::from_secs(2))).await;
         assert!(outcome(&end).starts_with("deadline_exceeded"), "{end:?}");
         supervisor.wait_number("b", "limit", 2);
         let next = spawn(client.job("b", "").tenant("greedy").operation("steps:count begun"));
@@ -150,7 +166,7 @@ fn tenant_table_overrides_the_rate_limit() {
 
 #[test]
 fn raised_rate_limit_applies_to_the_next_job() {
-    let keys = "max_in_flight = 100\nrate_limit = { per_second = 1, burst = 120, per = \"tenant\" }";
+    let keys = "max_in_flight = 100\nrate_limit = { per_second = 0.1, burst = 120, per = \"tenant\" }";
     for (path, body) in [
         ("b/tenants/acme", r#"{"rate_limit": {"per_second": 1000, "burst": 1000}}"#),
         ("b", r#"{"rate_limit": {"per_second": 1000, "burst": 1000}}"#),
@@ -187,6 +203,9 @@ fn larger_share_starts_the_tenants_waiting_jobs() {
         let other: Vec<_> = (0..2).map(|_| hang(&client, "other")).collect();
         wait_share(&supervisor, "acme", "queued", 7);
         wait_share(&supervisor, "other", "queued", 1);
+        // A worker that is slow to begin a job gets no further jobs, and extends the queue.
+        jobs[0].progress().await.expect("the job reports progress when it starts");
+        supervisor.wait_number("b", "queue_capacity", 100);
         // The resize has to start the jobs, because no other event would wake them.
         let (status, own) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 4}"#);
         assert_eq!((status, &own), (200, &json!({"max_in_flight": 4})));
@@ -205,7 +224,7 @@ fn larger_share_starts_the_tenants_waiting_jobs() {
         }
         drop(jobs);
         other.iter().for_each(Running::abort);
-        let changes = supervisor.events("limits_changed");
+        let changes = supervisor.wait_events("limits_changed", 2);
         let of_acme = |event: &Value| event["tenant"] == "acme" && event["bulkhead"] == "b";
         assert!(changes.len() == 2 && changes.iter().all(of_acme), "{changes:?}");
         assert_eq!((&changes[1]["max_in_flight"], &changes[1]["max_queue"]), (&2.into(), &1.into()));
@@ -224,9 +243,10 @@ fn tenant_table_overrides_limits_of_isolated_tenant() {
         let client = connect(&supervisor).await;
         let mut running = Vec::new();
         for (tenant, limit, queued, workers) in [("acme", 6, 2, 2), ("other", 1, 1, 1)] {
-            running.push(hang(&client, tenant));
+            running.push(hold(&client, tenant));
             wait_part(&supervisor, tenant, "limit", limit);
-            running.extend((1..limit + queued).map(|_| hang(&client, tenant)));
+            running.extend((1..limit + queued).map(|_| hold(&client, tenant)));
+            wait_begun(&supervisor, tenant, limit, queued);
             wait_part(&supervisor, tenant, "in_flight", limit);
             wait_part(&supervisor, tenant, "queued", queued);
             assert_eq!(pids(&supervisor, tenant).len(), workers);
@@ -245,7 +265,7 @@ fn live_limits_for_isolated_tenant_survive_idle_shutdown() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"300ms\"", "max_queue = 10"));
     run(async {
         let client = connect(&supervisor).await;
-        let jobs: Vec<_> = (0..6).map(|_| hang(&client, "acme")).collect();
+        let jobs: Vec<_> = (0..6).map(|_| hold(&client, "acme")).collect();
         let other: Vec<_> = (0..2).map(|_| hang(&client, "other")).collect();
         wait_part(&supervisor, "acme", "queued", 5);
         wait_part(&supervisor, "other", "queued", 1);
@@ -260,6 +280,7 @@ fn live_limits_for_isolated_tenant_survive_idle_shutdown() {
         );
         wait_part(&supervisor, "acme", "in_flight", 4);
         wait_part(&supervisor, "acme", "queued", 2);
+        wait_begun(&supervisor, "acme", 4, 10);
         // Common limits do not apply to a tenant with separate limits.
         let (status, snapshot) =
             patch(&supervisor, "b", r#"{"max_in_flight": 1, "processes": 1, "max_queue": 1}"#);
@@ -305,14 +326,16 @@ fn tenant_limits_accept_unusual_tenant_names() {
                 supervisor.command().args(["--json", "status", "b", "--tenant", name]).output().unwrap();
             let shown: Value = serde_json::from_slice(&shown.stdout).unwrap();
             assert_eq!((&shown["tenant"], &shown["limit"]), (&name.into(), &3.into()), "{shown}");
-            let last = supervisor.events("limits_changed").pop().unwrap();
+            let last = wait_for("there is an event about the change", || {
+                supervisor.events("limits_changed").pop().filter(|event| event["tenant"] == name)
+            });
             assert_eq!((&last["tenant"], &last["max_in_flight"]), (&name.into(), &3.into()), "{last}");
         }
         // A handwritten path with every byte percent-encoded.
         assert_eq!(patch(&supervisor, "b/tenants/%61%2f%62", r#"{"max_in_flight": 4}"#).0, 200);
         wait_part(&supervisor, "a/b", "limit", 4);
     });
-    let before = supervisor.events("limits_changed").len();
+    let before = supervisor.wait_events("limits_changed", 10).len();
     let too_long = "l".repeat(257);
     for (path, status) in [
         (format!("b/tenants/{too_long}"), 400),
@@ -417,10 +440,7 @@ fn changing_limits_under_load_loses_no_jobs() {
             assert_eq!(patch(&supervisor, path, &numbers).0, 200);
         }
         for job in jobs {
-            assert_eq!(
-                outcome(&tokio::time::timeout(Duration::from_secs(50), job).await.unwrap().unwrap()),
-                "ok"
-            );
+            assert_eq!(outcome(&tokio::time::timeout(PATIENCE, job).await.unwrap().unwrap()), "ok");
         }
         let all = supervisor.snapshot("b");
         assert_eq!((&all["done"], &all["submitted"]), (&200.into(), &200.into()), "{all}");

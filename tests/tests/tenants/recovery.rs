@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use bulkhead_client::Client;
 use bulkhead_tests::tenants::{assert_balanced, isolated, part, pids, wait_for_rest, wait_part};
 use bulkhead_tests::{
-    Ended, Running, Supervisor, connect, is_alive, kill_pid, outcome, run, spawn, wait_for,
+    Ended, PATIENCE, Running, Supervisor, connect, is_alive, kill_pid, outcome, run, spawn, wait_for,
 };
 use nix::sys::signal::Signal;
 
@@ -42,7 +42,7 @@ fn retry_runs_in_worker_of_same_tenant() {
         let (loud, quiet) = (part(&supervisor, "loud"), part(&supervisor, "quiet"));
         assert_eq!((&loud["retries"], &loud["done"], &loud["crashed"]), (&1.into(), &2.into(), &0.into()));
         assert_eq!((&quiet["retries"], &quiet["restarts"]), (&0.into(), &0.into()));
-        let retried = supervisor.events("job_retried");
+        let retried = supervisor.wait_events("job_retried", 1);
         assert_eq!((retried.len(), &retried[0]["tenant"]), (1, &"loud".into()), "{retried:?}");
         // A crash in the last attempt is final.
         let crash = client.job("b", "").operation("abort").tenant("loud").idempotent(true).send().await;
@@ -71,7 +71,7 @@ fn poison_payload_is_quarantined_for_its_tenant_only() {
         let counts = ["a", "b"].map(|tenant| part(&supervisor, tenant)["quarantined"].clone());
         assert_eq!((&counts[0], &counts[1]), (&1.into(), &0.into()));
         assert_eq!(supervisor.number("b", "quarantined"), 1);
-        let told = supervisor.events("job_quarantined");
+        let told = supervisor.wait_events("job_quarantined", 1);
         assert_eq!((told.len(), &told[0]["tenant"]), (1, &"a".into()), "{told:?}");
 
         wait_for_rest(&supervisor);
@@ -112,7 +112,7 @@ fn failed_starts_of_one_tenant_do_not_affect_others() {
         assert_eq!(part(&supervisor, "well")["state"], "ready");
         let (status, body) = supervisor.try_get("/readyz").unwrap();
         assert!(status == 200 && body.contains("degraded"), "{body}");
-        let failed = supervisor.events("bulkhead_failed");
+        let failed = supervisor.wait_events("bulkhead_failed", 1);
         assert_eq!((failed.len(), &failed[0]["tenant"]), (1, &"ill".into()), "{failed:?}");
 
         std::fs::remove_file(&marker).unwrap();
@@ -160,7 +160,7 @@ fn breaker_closes_even_if_worker_start_exceeds_idle_time() {
             refusals += 1;
             tokio::time::sleep(Duration::from_millis(20)).await;
             // If `idle` stopped a worker that is still starting, the breaker's probe would never run.
-            assert!(began.elapsed() < Duration::from_secs(10), "{refusals} rejections, but no probe");
+            assert!(began.elapsed() < PATIENCE, "{refusals} rejections, but no probe");
         }
     });
 }
@@ -261,14 +261,18 @@ fn fallback_serves_tenant_beyond_max_active() {
 /// The supervisor keeps the tenant's record even when a flood of other tenants arrives.
 #[test]
 fn tenant_with_job_in_fallback_is_remembered() {
-    let supervisor = Supervisor::start(&with_fallback("", ""));
+    let supervisor = Supervisor::start(&with_fallback("deadline_max = \"1h\"", ""));
     supervisor.wait_number("safe", "limit", 1);
     run(async {
         let client = connect(&supervisor).await;
-        let busy = hang(&client, "b", "busy");
+        // Both jobs must outlast all others, even on a busy machine.
+        let hang = |tenant: &str| {
+            client.job("b", "").operation("hang").tenant(tenant).deadline(Duration::from_secs(3600))
+        };
+        let busy = spawn(hang("busy"));
         wait_part(&supervisor, "busy", "in_flight", 1);
         // Waits until the job has begun, because an unread job would go to the next worker.
-        let mut away = client.job("b", "").operation("hang").tenant("away").start().await.unwrap();
+        let mut away = hang("away").start().await.unwrap();
         away.progress().await.expect("the job reports progress when it starts");
         wait_part(&supervisor, "away", "elsewhere", 1);
         supervisor.wait_number("safe", "in_flight", 1);

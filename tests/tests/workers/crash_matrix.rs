@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use bulkhead_client::Client;
 use bulkhead_tests::{
-    SAME_NUMBERS, Supervisor, descriptors, heavy, is_alive, outcome, resident_bytes, run, threads, wait_for,
+    SAME_NUMBERS, Supervisor, descriptors, heavy, is_alive, outcome, overrun, resident_bytes, run, threads,
+    wait_for,
 };
 
 const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\n\
@@ -106,14 +107,14 @@ fn deadline_stops_hanging_and_spinning_jobs() {
     for operation in ["hang", "spin", "leak"] {
         let supervisor = Supervisor::start(
             "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"1s\"\ngrace = \"20ms\"\n\
-             [bulkhead.b.rlimits]\nas = \"2GiB\"\n",
+             deadline_max = \"60s\"\n[bulkhead.b.rlimits]\nas = \"2GiB\"\n",
         );
         run(async {
             let client = Client::connect(supervisor.socket()).await.unwrap();
-            let ended = outcome(&client.job("b", "").operation(operation).send().await);
+            let ended = outcome(&overrun(&client.job("b", "").operation(operation)).await);
             let expected = ["deadline_exceeded/running", "crashed/signal"];
             assert!(expected.contains(&ended.as_str()), "{operation}: {ended}");
-            let deadline = Duration::from_secs(20);
+            let deadline = Duration::from_secs(60);
             supervisor.wait_number("b", "available", 1);
             let reply = client.job("b", "x").deadline(deadline).send().await;
             assert_eq!(outcome(&reply), "ok");
@@ -124,15 +125,22 @@ fn deadline_stops_hanging_and_spinning_jobs() {
 #[test]
 fn stopped_worker_counts_as_hung() {
     let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nhealth = { heartbeat = \"50ms\", missed = 4 }\n",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nhealth = { heartbeat = \"50ms\", missed = 4 }\n\
+         restart = { max = 1000, backoff_max = \"1s\" }\n",
     );
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         assert_eq!(outcome(&client.job("b", "").operation("stop").send().await), "crashed/hung");
-        assert!(client.job("b", "x").send().await.is_ok());
+    });
+    // On a busy machine, a worker that runs this job can also count as hung.
+    wait_for("a worker serves a job", || {
+        run(async {
+            let client = Client::connect(supervisor.socket()).await.unwrap();
+            client.job("b", "x").send().await.ok().map(drop)
+        })
     });
     // An idle worker that is stopped counts as hung, too.
-    let pid = supervisor.worker_pids("b")[0];
+    let pid = wait_for("a worker runs", || supervisor.worker_pids("b").first().copied());
     bulkhead_tests::kill_pid(pid, nix::sys::signal::Signal::SIGSTOP);
     wait_for("the worker is replaced", || (!is_alive(pid)).then_some(()));
 }
@@ -143,16 +151,23 @@ fn stopped_worker_counts_as_hung() {
 fn worker_without_journal_heartbeats_counts_as_hung() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"beater\"]\n\
-         health = { heartbeat = \"200ms\", missed = 4 }\n",
+         health = { heartbeat = \"200ms\", missed = 4 }\nrestart = { max = 1000, backoff_max = \"1s\" }\n",
     );
-    supervisor.wait_number("b", "available", 1);
-    let pid = supervisor.worker_pids("b")[0];
-    // The heartbeats continue for three times the permitted silence.
-    wait_for("there are 150 heartbeats", || (supervisor.file_bytes("beats") >= 150).then_some(()));
-    assert_eq!((supervisor.worker_pids("b")[0], supervisor.number("b", "restarts")), (pid, 0));
+    // The heartbeats continue for three times the permitted silence. On a busy machine, a worker can pause for longer
+    // than permitted and is then replaced, so the count starts again with each worker.
+    let (mut seen, mut beats_before) = (0, 0);
+    let pid = wait_for("a worker has written 150 heartbeats", || {
+        let (pid, beats) = (*supervisor.worker_pids("b").first()?, supervisor.file_bytes("beats"));
+        if pid != seen {
+            (seen, beats_before) = (pid, beats);
+        }
+        (beats >= beats_before + 150).then_some(pid)
+    });
     supervisor.touch("still");
     wait_for("the worker is replaced", || (!is_alive(pid)).then_some(()));
-    assert_eq!(supervisor.wait_events("worker_hung", 1)[0]["pid"], pid);
+    wait_for("an event says that the worker was hung", || {
+        supervisor.events("worker_hung").iter().any(|event| event["pid"] == pid).then_some(())
+    });
 }
 
 #[test]
@@ -176,7 +191,7 @@ fn workers_that_kill_each_other_are_replaced() {
     for count in [1_u64, 2, 5, 13] {
         let supervisor = Supervisor::start(&format!(
             "{SAME_NUMBERS}[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = {count}\nmax_queue = 100\n\
-             restart = {{ max = 100 }}\n"
+             deadline = \"300s\"\nrestart = {{ max = 100 }}\n"
         ));
         supervisor.wait_number("b", "limit", count);
         let pids = supervisor.worker_pids("b");
@@ -201,30 +216,33 @@ fn workers_that_kill_each_other_are_replaced() {
 
 #[test]
 fn failed_starts_stop_the_bulkhead_with_a_reason() {
+    // Only workers that have to exceed a limit have a short one.
+    let (long, hello, ready) = ("", "handshake = \"2s\"", "ready = \"2s\"");
     let cases = [
-        ("exit-at-start", "exited with status 3"),
-        ("hang-at-start", "did not send HELLO"),
-        ("init-fails", "exited with status"),
-        ("init-hangs", "not ready within"),
-        ("raw never-hello", "did not send HELLO"),
-        ("raw wrong-version", "versions 99 to 99"),
-        ("raw rubbish-first", "HELLO"),
-        ("raw text-first", "did not send HELLO: "),
+        ("exit-at-start", "exited with status 3", long),
+        ("hang-at-start", "did not send HELLO", hello),
+        ("init-fails", "exited with status", long),
+        ("init-hangs", "not ready within", ready),
+        ("raw never-hello", "did not send HELLO", hello),
+        ("raw wrong-version", "versions 99 to 99", long),
+        ("raw rubbish-first", "HELLO", long),
+        ("raw text-first", "did not send HELLO: ", long),
     ];
     let bulkheads: String = cases
         .iter()
         .enumerate()
-        .map(|(i, (arguments, _))| {
+        .map(|(i, (arguments, _, limit))| {
             let arguments: Vec<String> = arguments.split(' ').map(|a| format!("{a:?}")).collect();
-            format!("[bulkhead.b{i}]\ncommand = [\"MISBEHAVE\", {}]\n", arguments.join(", "))
+            let command = arguments.join(", ");
+            format!("[bulkhead.b{i}]\ncommand = [\"MISBEHAVE\", {command}]\nstart = {{ {limit} }}\n")
         })
         .collect();
     let supervisor = Supervisor::start(&format!(
-        "[defaults]\nstart = {{ handshake = \"2s\", ready = \"2s\" }}\nmax_queue = 10\n\
-         restart = {{ backoff = \"10ms\", backoff_max = \"20s\", max = 2 }}\n{bulkheads}\
-         [bulkhead.good]\ncommand = [\"MISBEHAVE\"]\nstart = {{ handshake = \"30s\", ready = \"30s\" }}\n"
+        "[defaults]\nstart = {{ handshake = \"60s\", ready = \"60s\" }}\nmax_queue = 10\n\
+         restart = {{ backoff = \"10ms\", backoff_max = \"1h\", max = 2 }}\n{bulkheads}\
+         [bulkhead.good]\ncommand = [\"MISBEHAVE\"]\n"
     ));
-    for (i, (arguments, why)) in cases.iter().enumerate() {
+    for (i, (arguments, why, _)) in cases.iter().enumerate() {
         let name = format!("b{i}");
         wait_for(&format!("{arguments} has failed"), || {
             (supervisor.snapshot(&name)["state"] == "failed").then_some(())
@@ -297,7 +315,12 @@ fn protocol_violation_kills_the_worker() {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         for restarts in 0..3 {
             assert_eq!(outcome(&client.job("b", "").send().await), "failed/result_too_large");
-            assert_eq!(supervisor.number("b", "restarts"), restarts);
+            // The current worker is killed one second later, which can already have happened.
+            let counted = supervisor.number("b", "restarts");
+            assert!(
+                (restarts..=restarts + 1).contains(&counted),
+                "{counted}, expected {restarts} or one more"
+            );
         }
     });
     assert_eq!(supervisor.number("b", "crashed"), 0);
@@ -381,7 +404,7 @@ fn a_thousand_crashes_leak_no_resources() {
     wait_for("the supervisor closes descriptors", || {
         (descriptors(supervisor.pid()) <= before.0 + 4).then_some(())
     });
-    assert!(after.1 <= before.1 + 2, "the keeper's descriptors: {before:?} {after:?}");
+    wait_for("the keeper closes descriptors", || (descriptors(keeper) <= before.1 + 2).then_some(()));
     // The supervisor may have one more thread, which periodically checks temporary folders.
     assert!(after.2 <= before.2 + 1, "threads: {before:?} {after:?}");
     assert!(after.3 <= before.3 + (8 << 20), "memory: {before:?} {after:?}");

@@ -70,7 +70,8 @@ fn error_names_threads_of_rejected_template() {
             tempfile::tempdir().unwrap(),
             "",
             &format!(
-                "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\", \"threads\"]\nsandbox.profile = \"{profile}\"\n{FORK}\n\
+                "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\", \"threads\"]\nsandbox.profile = \"{profile}\"\n\
+                 start = {{ mode = \"fork\", handshake = \"60s\" }}\n\
                  restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n"
             ),
         );

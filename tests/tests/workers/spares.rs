@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bulkhead_client::Executed;
 use bulkhead_client::blocking::Client;
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, outcome, wait_for};
+use bulkhead_tests::{Supervisor, is_alive, kill_pid, outcome, overrun_blocking, wait_for};
 use nix::sys::signal::Signal;
 
 fn bulkhead(keys: &str) -> String {
@@ -28,10 +28,12 @@ fn wait_spares(supervisor: &Supervisor, count: usize) -> Vec<u32> {
 }
 
 fn serving(supervisor: &Supervisor) -> u32 {
-    let workers = supervisor.state("b").workers;
     let serves = |state: &str| state == "ready" || state == "busy";
-    let pid = workers.iter().find(|worker| !worker.spare && serves(worker.state.as_ref()));
-    pid.and_then(|worker| worker.pid).unwrap()
+    wait_for("a worker has the slot", || {
+        let workers = supervisor.state("b").workers;
+        let worker = workers.iter().find(|worker| !worker.spare && serves(worker.state.as_ref()));
+        worker.and_then(|worker| worker.pid)
+    })
 }
 
 #[test]
@@ -57,7 +59,7 @@ fn spare_takes_slot_before_killed_worker_exits() {
     let supervisor = Supervisor::start(&bulkhead(keys));
     let spare = wait_spares(&supervisor, 1)[0];
     let client = Client::connect(supervisor.socket()).unwrap();
-    let hung = client.job("b", "").operation("hang").send();
+    let hung = overrun_blocking(&client.job("b", "").operation("hang"));
     assert_eq!(outcome(&hung), "deadline_exceeded/running");
     supervisor.wait_events("worker_exited", 1);
     let events = supervisor.command().args(["--json", "events"]).output().unwrap();
@@ -99,7 +101,8 @@ fn spares_provide_a_fresh_process_for_each_job() {
 
 #[test]
 fn dead_or_hung_spare_is_replaced() {
-    let keys = "start = { spares = 1 }\nhealth = { heartbeat = \"100ms\", missed = 4 }";
+    let keys = "start = { spares = 1 }\nhealth = { heartbeat = \"100ms\", missed = 4 }\n\
+                restart = { max = 1000, backoff_max = \"1s\" }";
     let supervisor = Supervisor::start(&bulkhead(keys));
     for signal in [Signal::SIGKILL, Signal::SIGSTOP] {
         let (spare, at_work) = (wait_spares(&supervisor, 1)[0], serving(&supervisor));
@@ -108,7 +111,12 @@ fn dead_or_hung_spare_is_replaced() {
             let now = spares(&supervisor);
             (now.len() == 1 && now[0] != spare).then_some(())
         });
-        assert_eq!(serving(&supervisor), at_work, "{signal}: the worker in the slot stays");
+        // On a busy machine, the worker in the slot can count as hung, too.
+        if serving(&supervisor) != at_work {
+            wait_for(&format!("{signal}: the worker in the slot stays, or was hung"), || {
+                supervisor.events("worker_hung").iter().any(|event| event["pid"] == at_work).then_some(())
+            });
+        }
     }
 }
 
