@@ -412,12 +412,6 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 fault: Fault::Caller,
             });
         }
-        "die-idle" => {
-            let after = Duration::from_millis(number(job));
-            die_later(after, || {
-                let _ = raise(Signal::SIGKILL);
-            });
-        }
         "big" => return Ok(vec![b'x'; usize::try_from(number(job)).unwrap_or(0)]),
         // Aborts the worker while its large result is being sent.
         "die-answering" => {
