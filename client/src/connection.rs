@@ -264,7 +264,8 @@ impl Client {
 
     /// Sets the maximum time that this client's jobs wait for it to reconnect after the connection is lost. Jobs
     /// still end at their deadline. If the time is zero, jobs end when the connection is lost, and no job is sent
-    /// again. Other clones of the client keep their setting.
+    /// again. Only jobs that a supervisor being replaced has not accepted still wait up to five seconds for the new
+    /// supervisor. Other clones of the client keep their setting.
     #[must_use = "returns a client with this setting"]
     pub fn reconnect_timeout(mut self, limit: Duration) -> Self {
         self.reconnect_timeout = Some(limit);

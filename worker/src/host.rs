@@ -47,7 +47,7 @@ fn place(descriptor: &OwnedFd) -> String {
 
 fn usage() -> ExitCode {
     eprintln!(
-        "this program is the host for `exec` and `library` bulkheads; bulkhead-supervisor starts the program \
+        "this program is the host for `exec` and `library` bulkheads; bulkhead-supervisor starts it \
          automatically"
     );
     ExitCode::from(USAGE)

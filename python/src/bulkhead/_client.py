@@ -96,7 +96,7 @@ class Client(BaseClient):
     If the connection is lost, the client sends incompletely sent jobs and idempotent jobs again (at most three times).
     Other jobs raise ``Disconnected``. Until the supervisor responds again, jobs wait until their deadline; jobs without
     a deadline wait until five seconds after the loss. ``reconnect_timeout`` is an additional limit for all jobs, in
-    seconds; if it is 0, no job waits or is sent again.
+    seconds. If it is 0, no job waits or is sent again, except jobs that a supervisor being replaced has not accepted.
 
     ``retry`` is the default for the ``retry`` parameter of ``call``.
     """

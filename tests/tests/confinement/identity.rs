@@ -483,7 +483,7 @@ fn host_opens_programs_by_descriptor_if_it_cannot_mount() {
 /// Containers often cannot mount file systems. Programs that need a path then fail, and the error names the folder that
 /// the worker cannot reach.
 #[test]
-fn error_names_unreachable_folder_if_worker_cannot_mount() {
+fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }

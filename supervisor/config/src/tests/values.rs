@@ -189,7 +189,7 @@ fn program_arguments_must_be_strings_without_nul() {
 }
 
 #[test]
-fn environment_requires_valid_names_and_strings() {
+fn environment_requires_valid_names_and_string_values() {
     let folder = Folder::new();
     let cases = [
         ("A = 1", 13, "`env.A` must be a string, not a number", "write `A = \"1\"`"),

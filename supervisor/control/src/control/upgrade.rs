@@ -539,7 +539,7 @@ impl Upgrade {
         let requests = async {
             if timeout(limit, ended).await.is_err() {
                 tracing::warn!(
-                    "some clients have not read the responses to their jobs over HTTP; closing their connections"
+                    "some HTTP clients have not read the responses to their jobs; closing their connections"
                 );
             }
             self.send(HandoverCommand::Leave).await;
