@@ -294,11 +294,10 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
         },
         async |path| {
             let client = Client::connect(path).await.unwrap();
-            let start = async |payload: &str| {
-                client.job("b", payload).idempotent(true).deadline(LONG).start().await.unwrap()
-            };
-            let (dropped, cancelled, stays) =
-                (start("dropped").await, start("cancelled").await, start("stays").await);
+            let job = |payload: &str| client.job("b", payload).idempotent(true).deadline(LONG);
+            let dropped = job("dropped").start().await.unwrap();
+            let cancelled = job("cancelled").start().await.unwrap();
+            let stays = job("stays").start().await.unwrap();
             is_closed.await.unwrap();
             drop(dropped);
             // The job may have begun on the first connection.
