@@ -20,9 +20,9 @@ use crate::report::{Figure, Report, Target};
 /// the same interval if every job crashes.
 const START_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Total number of concurrent jobs in the three honest bulkheads. `CRASH_LANES` is the number of concurrent jobs in
-/// the crashing bulkhead.
+/// Total number of concurrent jobs in the three honest bulkheads.
 const SIBLING_LANES: usize = 48;
+/// Number of concurrent jobs in the crashing bulkhead.
 const CRASH_LANES: usize = 16;
 
 /// Takes all requested measurements.

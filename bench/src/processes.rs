@@ -76,7 +76,8 @@ pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Returns the command that runs a role as elements of a TOML array, to be used in the `command` key.
+/// Returns the command that runs this program's counterpart in `../parts` in the given role, as elements of a TOML
+/// array for the `command` key.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;

@@ -227,7 +227,7 @@ fn signal(verdict: &Verdict) -> Option<String> {
     }
 }
 
-/// Formats the outcome of a job that this command cancelled and whose outcome the supervisor did not report.
+/// Formats an outcome for a job that this command cancelled and for which the supervisor reported no outcome.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!(JobOutcome {
         attempts: 1,

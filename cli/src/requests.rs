@@ -74,7 +74,7 @@ async fn send_in_time(
     })
 }
 
-/// Creates the failure for an unsuccessful response.
+/// Converts an unsuccessful response to the error that the command reports.
 async fn failure_of(target: &Target, response: Response<Incoming>) -> Failure {
     let status = response.status();
     if let (StatusCode::UNAUTHORIZED, Target::Host(host)) = (status, target) {

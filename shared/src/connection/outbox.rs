@@ -153,7 +153,7 @@ impl Outbox {
         self.bytes == 0
     }
 
-    /// Returns the last `bytes` queued bytes. Returns `None` if they are not all in the last buffer.
+    /// Returns the most recently queued `bytes` bytes. Returns `None` unless these bytes are all in the last buffer.
     pub fn tail_bytes(&self, bytes: usize) -> Option<&[u8]> {
         let tail = self.segments.back()?.bytes()?;
         tail.get(tail.len().checked_sub(bytes)?..)
