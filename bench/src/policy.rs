@@ -142,7 +142,7 @@ fn settings() -> Vec<Setting> {
     ]
 }
 
-/// Sets all limits to values that are never reached.
+/// Enables all limits, with values that the measurement never reaches.
 fn everything(limits: Limits) -> Limits {
     Limits {
         queue_timeout: Some(Duration::from_secs(10)),
@@ -251,7 +251,7 @@ impl Scene {
     }
 }
 
-/// Performs only the bulkhead actions that matter for the measurement.
+/// Handler for the actions of the bulkheads. Ignores actions that do not matter for the measurement.
 #[derive(Default)]
 struct Effects {
     actions: Vec<Action<Record>>,

@@ -161,8 +161,8 @@ pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
 
-/// Returns the first process in the PID namespace that contains `pid`. Returns `None` if `pid` itself is that first
-/// process, or if the bench is in the same namespace.
+/// Returns the PID of the first process in the PID namespace that contains `pid`. Returns `None` if `pid` itself is
+/// that first process, or if the namespace is that of the bench.
 pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     let numbers = |pid: u32| -> Result<Vec<u32>> {
         let text = field(pid, "NSpid:")?;

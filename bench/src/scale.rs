@@ -136,7 +136,7 @@ fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
 
 /// Compares jobs that go to all bulkheads in turn with jobs that all go to one bulkhead. If each job goes to a
 /// different worker, each read and write moves fewer bytes. A bare relay with the same number of echo processes shows
-/// how much of the cost this explains.
+/// how much of the extra cost is due to these smaller reads and writes.
 async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let count = plan.bulkheads;
     let mut relay = None;

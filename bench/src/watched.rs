@@ -22,8 +22,8 @@ pub(crate) const GROUP: &str = "watched";
 
 /// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of rounds of each kind: without readers, with readers of another server, and with readers of the
-    /// supervisor.
+    /// Number of rounds in each of three settings: without readers, with readers of another server, and with readers of
+    /// the supervisor.
     pub(crate) pairs: usize,
     /// Number of jobs per round when jobs are sent one at a time.
     pub(crate) one_by_one: usize,

@@ -83,8 +83,8 @@ impl Failure {
         })
     }
 
-    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The command then
-    /// reports the outcome of its work so far instead of an output error.
+    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The exit status then
+    /// reflects the work done so far instead of the closed pipe.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }

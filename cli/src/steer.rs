@@ -30,8 +30,8 @@ impl WaitLimit {
         self.0.is_some_and(|at| at <= Instant::now())
     }
 
-    /// Waits for the response to a poll. If the wait is limited, a timeout ensures that a hung supervisor does not
-    /// prolong it.
+    /// Waits for the response to a poll. If there is a time limit, a timeout ensures that a hung supervisor does not
+    /// prolong the wait indefinitely.
     async fn look<T>(self, response: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
         let Some(end) = self.0 else { return response.await };
         let end = end.max(Instant::now() + LOOK_TIME_MIN);
