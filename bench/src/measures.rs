@@ -113,8 +113,8 @@ async fn latency(
     ])
 }
 
-/// Measures large payloads that the worker returns. The payloads are either copied at both ends, or placed in mapped
-/// files: the client writes each payload once, and the worker copies it once.
+/// Measures large payloads that the worker returns, first copied at both ends and then placed in mapped files. With
+/// mapped files, the client writes each payload once, and the worker copies it once.
 async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: usize) -> Result<Vec<Figure>> {
     let (mut copied, mut mapped) = (Vec::new(), Vec::new());
     let per_second = |round: &Round| round.rate() * bytes as f64 / f64::from(1 << 20);

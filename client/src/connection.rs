@@ -654,7 +654,7 @@ impl Driver {
         });
     }
 
-    /// Forgets connections that have closed after GOAWAY. Jobs on these connections that can be sent again wait for
+    /// Forgets connections that have closed after GOAWAY. Any jobs of these connections that can be sent again wait for
     /// another connection.
     fn forget_left(&mut self) {
         for requests in self.leaving.extract_if(.., |requests| requests.is_closed()) {
