@@ -65,7 +65,7 @@ enum Attacker {
     Jobs(&'static str, usize),
 }
 
-/// Work whose latency is measured.
+/// Honest work whose latency is measured during the attack.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Victim {
     /// Jobs in another bulkhead.

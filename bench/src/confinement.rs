@@ -23,9 +23,9 @@ pub(crate) struct Plan {
     pub(crate) pairs: usize,
     /// Maximum total duration of all pairs, or `None` for no limit.
     pub(crate) duration: Option<Duration>,
-    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when [`WIDE`] jobs are in
-    /// flight.
+    /// Number of jobs per round when jobs are sent one at a time.
     pub(crate) one_by_one: usize,
+    /// Number of jobs per round when [`WIDE`] jobs are in flight.
     pub(crate) many: usize,
 }
 

@@ -22,7 +22,7 @@ pub(crate) struct ForkServer {
 }
 
 impl ForkServer {
-    /// Starts a fork server that has the confinement layers of the given profile.
+    /// Starts a fork server that applies the confinement layers of the given profile.
     pub(crate) fn start(profile: &str) -> Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         let folder = tempfile::tempdir()?;

@@ -51,7 +51,7 @@ where
     .await
 }
 
-/// Sends `total` requests, `lanes` at a time. Requests for which `call` returns false are not counted.
+/// Sends `total` requests, `lanes` at a time. Leaves out the latencies of requests for which `call` returns false.
 pub(crate) async fn run_counting<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,

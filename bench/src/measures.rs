@@ -113,8 +113,8 @@ async fn latency(
     ])
 }
 
-/// Measures large payloads that the worker returns. The payloads are either copied at both ends, or placed in mapped
-/// files: the client writes each payload once, and the worker copies it once.
+/// Measures large payloads that the worker returns, first copied at both ends and then placed in mapped files. With
+/// mapped files, the client writes each payload once, and the worker copies it once.
 async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: usize) -> Result<Vec<Figure>> {
     let (mut copied, mut mapped) = (Vec::new(), Vec::new());
     let per_second = |round: &Round| round.rate() * bytes as f64 / f64::from(1 << 20);
@@ -161,7 +161,8 @@ async fn throughput(
 const WITH_PREFETCH: &str = "64 B, 64 waiting, 1 in flight over 64 in flight";
 const WITHOUT_PREFETCH: &str = "64 B, 64 waiting, 1 in flight without lookahead over 64 in flight";
 
-/// Compares `bulkhead`, whose worker runs one job at a time, with a worker that runs 64 jobs concurrently.
+/// Compares the workers of two bulkheads: the worker of `bulkhead` runs one job at a time, and the other worker runs 64
+/// jobs concurrently.
 async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {
     let mut rates = Vec::new();
     for _ in plan.rounds() {
@@ -173,8 +174,8 @@ async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str)
     Ok(if bulkhead == real::NARROW { figure.with_target(Target::AtLeast, 0.6) } else { figure })
 }
 
-/// Measures the time from a worker's death to the next result. The comparison is with an echo process that is killed
-/// and restarted.
+/// Measures the time from a worker's death to the next result, and compares it with an echo process that is killed and
+/// restarted.
 async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {

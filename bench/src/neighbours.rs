@@ -16,13 +16,13 @@ use crate::processes::Process;
 use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 
-/// Interval at which a program that dies immediately is started. The supervisor restarts the workers of a bulkhead at
-/// the same interval if every job crashes.
+/// Interval between starts of a program that dies immediately. If every job of a bulkhead crashes, the supervisor
+/// restarts the bulkhead's workers at the same interval.
 const START_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Total number of concurrent jobs in the three honest bulkheads. `CRASH_LANES` is the number of concurrent jobs in
-/// the crashing bulkhead.
+/// Total number of concurrent jobs in the three honest bulkheads.
 const SIBLING_LANES: usize = 48;
+/// Number of concurrent jobs in the crashing bulkhead.
 const CRASH_LANES: usize = 16;
 
 /// Takes all requested measurements.

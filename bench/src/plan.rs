@@ -30,7 +30,7 @@ pub(crate) struct Plan {
     pub(crate) storm: usize,
     /// Number of jobs per round in measurements of decisions only, without workers.
     pub(crate) decisions: usize,
-    /// Number of programs per round.
+    /// Number of programs to run per round.
     pub(crate) programs: usize,
     pub(crate) confinement: confinement::Plan,
     pub(crate) watched: watched::Plan,

@@ -28,7 +28,7 @@ const LIMIT_NS: f64 = 500.0;
 /// Maximum number of jobs in flight per bulkhead.
 const PERMITS: u32 = 64;
 
-/// Simulated time per cycle. Short enough that no timer expires.
+/// Simulated duration of a cycle, which submits one job and completes another. Short enough that no timer expires.
 const STEP: Duration = Duration::from_micros(1);
 
 /// Number of waiting jobs, most of which are then cancelled. The first and the last `STAYING` jobs in the queue are
@@ -102,8 +102,8 @@ struct Setting {
     waiting: usize,
 }
 
-/// Returns all settings. For each setting with a large number that should make no difference, there is another
-/// setting with a small number. In most settings, all permits but one are in use.
+/// Returns all settings. Several settings differ only in one number, which is small in one of them and large in
+/// another, and should not affect the results. In most settings, all permits but one are in use.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
         name: "policy: 1 bulkhead, 63 jobs running",
@@ -142,7 +142,7 @@ fn settings() -> Vec<Setting> {
     ]
 }
 
-/// Sets all limits to values that are never reached.
+/// Enables all limits, with values that the measurement never reaches.
 fn everything(limits: Limits) -> Limits {
     Limits {
         queue_timeout: Some(Duration::from_secs(10)),
@@ -251,7 +251,7 @@ impl Scene {
     }
 }
 
-/// Performs only the bulkhead actions that matter for the measurement.
+/// Handler for the actions of the bulkheads. Ignores actions that do not matter for the measurement.
 #[derive(Default)]
 struct Effects {
     actions: Vec<Action<Record>>,

@@ -76,7 +76,8 @@ pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Returns the command that runs a role as elements of a TOML array, to be used in the `command` key.
+/// Returns the command that runs this program's counterpart in `../parts` in the given role, as elements of a TOML
+/// array for the `command` key.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;
@@ -160,8 +161,8 @@ pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
 
-/// Returns the first process in the PID namespace that contains `pid`. Returns `None` if `pid` itself is that first
-/// process, or if the bench is in the same namespace.
+/// Returns the PID of the first process in the PID namespace that contains `pid`. Returns `None` if `pid` itself is
+/// that first process, or if the namespace is that of the bench.
 pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     let numbers = |pid: u32| -> Result<Vec<u32>> {
         let text = field(pid, "NSpid:")?;

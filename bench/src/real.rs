@@ -32,8 +32,9 @@ pub(crate) fn wide(in_flight: usize) -> String {
     format!("wide-{in_flight}")
 }
 
-/// Deadline of the jobs in [`HANGS`]. `HANG_GRACE` is the grace period after the deadline.
+/// Deadline of the jobs in [`HANGS`].
 pub(crate) const HANG_DEADLINE: Duration = Duration::from_millis(100);
+/// Grace period after [`HANG_DEADLINE`].
 pub(crate) const HANG_GRACE: Duration = Duration::from_millis(20);
 
 /// A running supervisor and a client that is connected to it.
@@ -53,7 +54,7 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Starts a supervisor with this configuration, in which the jobs socket must be `jobs.sock`.
+    /// Starts a supervisor with this configuration, which must set the path of the jobs socket to `jobs.sock`.
     pub(crate) async fn start(programs: &Path, config: &str) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let supervisor = Process::start(&mut supervisor(programs, folder.path(), config)?)?;
@@ -113,8 +114,8 @@ impl Chain {
     }
 }
 
-/// Checks a configuration by running the supervisor. If the configuration is invalid, the inner error is the
-/// supervisor's report.
+/// Checks a configuration by running the supervisor with `--check`. The inner error contains the problems that the
+/// supervisor found in the configuration.
 pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result<(), String>> {
     let folder = tempfile::tempdir()?;
     let output = supervisor(programs, folder.path(), config)?.arg("--check").output()?;

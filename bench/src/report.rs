@@ -4,7 +4,8 @@ use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference between the two figures, in µs, that [`Target::AtMostOrSlack`] always allows, whatever the ratio is.
+/// Difference between the real figure and the bare figure, in µs, that [`Target::AtMostOrSlack`] always allows,
+/// regardless of their ratio.
 const SLACK_US: f64 = 10_000.0;
 
 /// Kind of target.
@@ -125,7 +126,7 @@ impl Report {
         Self { only, wants_slow, is_json, figures: RefCell::default() }
     }
 
-    /// Returns true if `--only` is not given, or if the name contains its value.
+    /// Returns true if the name contains the value of `--only`, or if that option is not given.
     pub(crate) fn wants(&self, name: &str) -> bool {
         self.only.as_deref().is_none_or(|only| name.contains(only))
     }

@@ -13,8 +13,8 @@ pub(crate) struct Rounds {
 }
 
 impl Rounds {
-    /// Prepares up to `most` rounds of a measurement that starts now. Once `duration` has passed, only the first
-    /// [`ROUNDS_MIN`] rounds are still started.
+    /// Prepares up to `most` rounds of a measurement that starts now. After `duration`, no further rounds are started,
+    /// except to reach [`ROUNDS_MIN`].
     pub(crate) fn new(most: usize, duration: Option<Duration>) -> Self {
         Self { done: 0, most, until: duration.map(|duration| Instant::now() + duration) }
     }

@@ -21,7 +21,7 @@ use crate::{Result, bare};
 /// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "scale";
 
-/// Maximum ratio of a job's cost when there are many others to its cost when it is alone.
+/// Maximum ratio between a job's cost at large scale and its cost at small scale.
 const RATIO: f64 = 1.5;
 
 /// Bulkhead that all tenants share.
@@ -32,8 +32,9 @@ const WAITS: &str = "waits";
 /// Sizes of these measurements.
 pub(crate) struct Plan {
     pub(crate) rounds: usize,
-    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when many jobs are in flight.
+    /// Number of jobs per round when jobs are sent one at a time.
     pub(crate) one_by_one: usize,
+    /// Number of jobs per round when many jobs are in flight.
     pub(crate) many: usize,
     pub(crate) bulkheads: usize,
     pub(crate) tenants: usize,
@@ -135,7 +136,7 @@ fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
 
 /// Compares jobs that go to all bulkheads in turn with jobs that all go to one bulkhead. If each job goes to a
 /// different worker, each read and write moves fewer bytes. A bare relay with the same number of echo processes shows
-/// how much of the cost this explains.
+/// how much of the extra cost is due to these smaller reads and writes.
 async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let count = plan.bulkheads;
     let mut relay = None;

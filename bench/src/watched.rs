@@ -22,12 +22,12 @@ pub(crate) const GROUP: &str = "watched";
 
 /// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of rounds of each kind: without readers, with readers of another server, and with readers of the
-    /// supervisor.
+    /// Number of rounds in each of three settings: without readers, with readers of another server, and with readers of
+    /// the supervisor.
     pub(crate) pairs: usize,
-    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when [`LANES`] jobs are in
-    /// flight.
+    /// Number of jobs per round when jobs are sent one at a time.
     pub(crate) one_by_one: usize,
+    /// Number of jobs per round when [`LANES`] jobs are in flight.
     pub(crate) many: usize,
 }
 
@@ -77,8 +77,8 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     }
 }
 
-/// Runs the server that stands in for the supervisor, without jobs, until the process is killed. With as little work
-/// as possible, serves a page for each metrics request, and sends each follower an event every [`CRASH_INTERVAL`].
+/// Runs the server that stands in for the supervisor until the process is killed. The server runs no jobs. It only
+/// serves a page for each metrics request, and sends each follower an event every [`CRASH_INTERVAL`].
 pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
     let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));
@@ -118,12 +118,13 @@ fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
 
 /// Latencies and CPU times measured in one round.
 struct Cost {
-    /// p99 latency with one job in flight, in µs. `p99` is the p99 latency with [`LANES`] jobs in flight.
+    /// p99 latency with one job in flight, in µs.
     p99_alone: f64,
+    /// p99 latency with [`LANES`] jobs in flight, in µs.
     p99: f64,
-    /// CPU time per job that the data plane's thread uses, in µs. `supervisor` is the CPU time per job of the whole
-    /// supervisor.
+    /// CPU time per job that the data plane's thread uses, in µs.
     data_plane: f64,
+    /// CPU time per job that the whole supervisor uses, in µs.
     supervisor: f64,
 }
 

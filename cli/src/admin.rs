@@ -90,7 +90,7 @@ pub(crate) async fn print_json(args: &Args, path: &str) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Describes the adaptive limit on one line.
+/// Formats the state of a bulkhead's adaptive limit as a single line.
 pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
     let Adaptive { min, max, limit, limits, target_ms, raised, lowered, .. } = adaptive;
     let each = if *limits > 1 { format!(" for each of {limits} tenants") } else { String::new() };
@@ -251,7 +251,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     ]
 }
 
-/// Returns the supervisor's user ID if confined workers run under the same user ID.
+/// Returns the supervisor's user ID if any confined worker runs under it.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
     confined.find(|confinement| confinement.identity == "shared" && confinement.profile != "none")?.uid

@@ -110,8 +110,8 @@ fn name_or_dash(name: Option<&str>) -> String {
     known(&name.filter(|name| !name.is_empty()))
 }
 
-/// Formats the cause of a crash, such as `SIGSEGV`, `exit:3`, `violation:ptrace` or `hung`. The prefix `program:`
-/// means that a program crashed and not the worker.
+/// Formats the cause of a crash, such as `SIGSEGV`, `exit:3`, `violation:ptrace` or `hung`. The prefix `program:` is
+/// added if a program crashed rather than the worker.
 fn short_cause(cause: &Cause, victim: &Word<Victim>) -> String {
     let short = match (cause.exit_code, &cause.signal, &cause.system_call) {
         (Some(code), ..) => format!("exit:{code}"),
@@ -122,7 +122,7 @@ fn short_cause(cause: &Cause, victim: &Word<Victim>) -> String {
     if *victim == Victim::Program { format!("program:{short}") } else { short }
 }
 
-/// Returns true if this is the cause of the crash. `wanted` is a kind such as `signal`, or a short form such as
+/// Returns true if the crash has the cause `wanted`, which is a kind such as `signal`, or a short form such as
 /// `SIGSEGV`.
 fn has_cause(crash: &Summary, wanted: &str) -> bool {
     let short = short_cause(&crash.cause, &crash.victim);

@@ -83,8 +83,8 @@ impl Failure {
         })
     }
 
-    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The command then
-    /// reports the outcome of its work so far instead of an output error.
+    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The exit status then
+    /// reflects the work done so far instead of the closed pipe.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
@@ -227,7 +227,7 @@ fn signal(verdict: &Verdict) -> Option<String> {
     }
 }
 
-/// Formats the outcome of a job that this command cancelled and whose outcome the supervisor did not report.
+/// Formats an outcome for a job that this command cancelled and for which the supervisor reported no outcome.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!(JobOutcome {
         attempts: 1,

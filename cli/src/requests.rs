@@ -34,7 +34,7 @@ const RESPONSE_BYTES_MAX: usize = 256 << 20;
 /// Number of lines to buffer while several streams are followed.
 const LINES_WAITING_MAX: usize = 64;
 
-/// Sends a request and returns the response. The body is not read yet.
+/// Sends a request and returns the response, whose body has not been read yet.
 pub(crate) async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
     request_with(args, method, path, String::new()).await
 }
@@ -74,7 +74,7 @@ async fn send_in_time(
     })
 }
 
-/// Creates the failure for an unsuccessful response.
+/// Converts an unsuccessful response to the error that the command reports.
 async fn failure_of(target: &Target, response: Response<Incoming>) -> Failure {
     let status = response.status();
     if let (StatusCode::UNAUTHORIZED, Target::Host(host)) = (status, target) {

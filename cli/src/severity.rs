@@ -2,8 +2,8 @@
 
 use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 
-/// Returns the severity of a bulkhead's problems; higher is worse. The first number is the higher of the severities
-/// of the state and of the service level, and the second number is their sum. Unknown states count as healthy.
+/// Returns the severity of a bulkhead's problems; higher is worse. The first number is the maximum of two severities,
+/// that of the state and that of the service level; the second number is their sum. Unknown states count as healthy.
 pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     let state = match &bulkhead.state {
         Word::Known(BulkheadState::Failed) => 3,

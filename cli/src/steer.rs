@@ -14,10 +14,10 @@ use crate::requests::{document, get, get_any, percent_encoded, read, request};
 /// Interval between polls of a bulkhead's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Minimum timeout for a poll. Applies even if the wait ends earlier.
+/// Minimum time to wait for the response to a poll, even if the time limit of the command expires earlier.
 const LOOK_TIME_MIN: Duration = Duration::from_secs(3);
 
-/// Time at which a wait is over, or `None` if the wait is unlimited.
+/// Time at which a wait ends, or `None` if the wait is unlimited.
 #[derive(Clone, Copy)]
 struct WaitLimit(Option<Instant>);
 
@@ -30,7 +30,8 @@ impl WaitLimit {
         self.0.is_some_and(|at| at <= Instant::now())
     }
 
-    /// Waits for the response to a poll. A timeout ensures that a hung supervisor does not prolong the wait.
+    /// Waits for the response to a poll. If there is a time limit, a timeout ensures that a hung supervisor does not
+    /// prolong the wait indefinitely.
     async fn look<T>(self, response: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
         let Some(end) = self.0 else { return response.await };
         let end = end.max(Instant::now() + LOOK_TIME_MIN);
@@ -198,7 +199,7 @@ pub(crate) async fn is_ready(args: &Args, is_ready: &IsReady) -> Result<u8, Fail
     Ok(if is_now_ready { exit::OK } else { exit::NOT_READY })
 }
 
-/// Returns true if the supervisor or bulkhead is ready, and the body of the response.
+/// Returns whether the supervisor or bulkhead is ready, and the response body.
 async fn readiness(args: &Args, path: &str) -> Result<(bool, Vec<u8>), Failure> {
     let (status, body) = get_any(args, path).await?;
     if status == StatusCode::SERVICE_UNAVAILABLE && document::<Readiness>(&body).is_err() {

@@ -161,7 +161,8 @@ impl<'a> SubmitRun<'a> {
     }
 }
 
-/// Checks that the result can be written to `path` before any job runs. Does not create the file.
+/// Checks that the result can be written to `path`, so that the command can fail before it submits a job. Does not
+/// create the file.
 fn check_output(path: &Path) -> Result<(), Failure> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let checked = match std::fs::metadata(path) {

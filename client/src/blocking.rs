@@ -81,7 +81,7 @@ impl Client {
         Self { client: self.client.retry(retries), server: self.server }
     }
 
-    /// Sets the maximum time that this client's jobs wait for it to reconnect; see
+    /// Sets the maximum time that this client's jobs wait for a lost connection to be re-established; see
     /// [`crate::Client::reconnect_timeout`].
     #[must_use = "returns a client with this setting"]
     pub fn reconnect_timeout(self, limit: Duration) -> Self {

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-/// Number of seconds over which jobs and retries are counted (Finagle's `ttl`).
+/// Number of seconds over which jobs and retries are counted, called `ttl` in Finagle.
 const WINDOW_SECONDS: usize = 10;
 
 /// Maximum number of retries per hundred jobs.
@@ -17,7 +17,7 @@ const RETRIES_FLOOR: u64 = 10;
 /// Counts one client's jobs and retries.
 #[derive(Debug, Default)]
 pub(crate) struct RetryBudget {
-    /// Counts for the most recent seconds. The index is the second's number modulo [`WINDOW_SECONDS`].
+    /// Counts for each of the most recent seconds. The counts of second `n` are at index `n` modulo [`WINDOW_SECONDS`].
     seconds: [Second; WINDOW_SECONDS],
 }
 
@@ -59,7 +59,7 @@ impl RetryBudget {
 mod tests {
     use super::*;
 
-    /// Retries until the budget is exhausted. Returns the number of retries.
+    /// Retries until the budget is exhausted. Returns the number of allowed retries.
     fn spend(budget: &mut RetryBudget, now: Duration) -> u64 {
         (0..10_000).take_while(|_| budget.try_retry(now)).count() as u64
     }

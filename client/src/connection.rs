@@ -29,7 +29,8 @@ use crate::reply::{JobError, Progress};
 use crate::requests::{Frames, QueuePosition, Requests, SubmitError};
 use crate::transport::Transport;
 
-/// Maximum time to wait for the supervisor to accept the connection, and then for the welcome.
+/// Maximum time to wait for the supervisor to accept the connection. The same limit applies separately to the
+/// supervisor's welcome.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Minimum interval between checks for jobs that have waited too long for the client to reconnect.
@@ -200,7 +201,8 @@ impl Client {
     /// If the connection is lost, the client reconnects automatically, with pauses of up to a second between
     /// attempts. Until then, jobs with a [deadline](crate::Job::deadline) wait until their deadline. Jobs without
     /// a deadline wait until five seconds after the loss. A job without a deadline that is submitted later
-    /// triggers another attempt to reconnect, and waits for its result. [`Client::reconnect_timeout`] sets another limit for all jobs.
+    /// triggers another attempt to reconnect, and waits for the result of that attempt.
+    /// [`Client::reconnect_timeout`] sets another limit for all jobs.
     pub async fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
         let target = Target::Path(path.as_ref().to_owned());
         let requests = open(&target).await?;
@@ -262,10 +264,10 @@ impl Client {
         self
     }
 
-    /// Sets the maximum time that this client's jobs wait for it to reconnect after the connection is lost. Jobs
-    /// still end at their deadline. If the time is zero, jobs end when the connection is lost, and no job is sent
-    /// again. Only jobs that a supervisor being replaced has not accepted still wait up to five seconds for the new
-    /// supervisor. Other clones of the client keep their setting.
+    /// Sets the maximum time that this client's jobs wait for a lost connection to be re-established. Jobs still end at
+    /// their deadline. If the time is zero, jobs end when the connection is lost, and no job is sent again. Only jobs
+    /// that a supervisor being replaced has not accepted still wait up to five seconds for the new supervisor. Other
+    /// clones of the client keep their setting.
     #[must_use = "returns a client with this setting"]
     pub fn reconnect_timeout(mut self, limit: Duration) -> Self {
         self.reconnect_timeout = Some(limit);
@@ -539,14 +541,14 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
     }
 }
 
-/// Serves a client's connection and reconnects when the connection is lost, as long as the client or any of its jobs
-/// exists.
+/// Task that serves a client's connection, and reconnects when the connection is lost. Ends when the client has been
+/// dropped and no job is left, or when an in-process supervisor has stopped permanently.
 struct Driver {
     target: Target,
     /// The current connection. `None` while the client is not connected.
     requests: Option<Arc<Requests>>,
-    /// Connections that accept no further jobs, oldest first, with jobs that are waiting to be sent over the next
-    /// connection.
+    /// Connections that accept no further jobs but have jobs that are waiting to be sent over the next connection.
+    /// Oldest first.
     lost: Vec<Arc<Requests>>,
     /// Connections that the supervisor is closing with GOAWAY. The supervisor finishes the jobs on these connections
     /// but accepts no further jobs.
@@ -653,7 +655,7 @@ impl Driver {
         });
     }
 
-    /// Forgets connections that have closed after GOAWAY. Jobs on these connections that can be sent again wait for
+    /// Forgets connections that have closed after GOAWAY. Any jobs of these connections that can be sent again wait for
     /// another connection.
     fn forget_left(&mut self) {
         for requests in self.leaving.extract_if(.., |requests| requests.is_closed()) {
@@ -729,7 +731,7 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Fails the pending jobs, because the tasks that wait for them can outlive the runtime.
+    /// Fails the pending jobs. Otherwise, callers outside the async runtime could wait forever for their jobs.
     fn drop(&mut self) {
         // If the supervisor has stopped permanently, the pending jobs already have an error.
         if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {
@@ -857,8 +859,8 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
     }
 }
 
-/// Handles the announcement of a large frame. Returns a buffer if the payload must be stored. If there is no buffer,
-/// the payload is discarded as it arrives.
+/// Handles the announcement of a large frame. Returns a buffer for the payload, or `None` if the payload is to be
+/// discarded as it arrives.
 fn announced(frames: &mut Frames<'_>, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
     if header.length > FRAME_BYTES_MAX {
         let length = header.length;

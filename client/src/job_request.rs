@@ -195,8 +195,8 @@ impl JobRequest {
         self.wait_at_most(self.reconnect_limit());
     }
 
-    /// Records that a supervisor that is being replaced has not accepted the job. The job waits for the new supervisor,
-    /// even if the client's timeout for reconnecting is zero.
+    /// Records that the job was not accepted because the supervisor is being replaced. The job waits for the new
+    /// supervisor, even if the client's timeout for reconnecting is zero.
     pub(crate) fn not_taken(&mut self) {
         self.wait_at_most(
             self.reconnect_limit().map(|limit| if limit.is_zero() { RECONNECT_TIMEOUT } else { limit }),
@@ -302,7 +302,7 @@ impl JobRequest {
         JobError::unreachable(self.executed(), problem)
     }
 
-    /// Returns the outcome of a job for which the supervisor reported none.
+    /// Creates an outcome for a job that ended before the supervisor reported one.
     fn unsent_outcome(&self, verdict: Verdict) -> Outcome {
         Outcome {
             job: None,

@@ -103,7 +103,7 @@ impl Leases {
         Some(self.last_request)
     }
 
-    /// Returns true if a lease that was requested may still arrive.
+    /// Returns true if a requested lease may still arrive.
     pub(crate) fn expects_lease(&self) -> bool {
         !self.requested.is_empty()
     }

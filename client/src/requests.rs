@@ -105,9 +105,9 @@ pub(crate) struct Requests {
     /// Notifies the driver that a new connection is needed because the supervisor has sent GOAWAY.
     leaving: Notify,
     frame_bytes_max: u32,
-    /// True while a requested lease has not arrived, so that the supervisor may send descriptors.
+    /// True while a requested lease has not arrived. During this time, the supervisor may send descriptors.
     expects_files: AtomicBool,
-    /// Capabilities of the supervisor, as a sum of [`capability`] values.
+    /// Bit mask of the supervisor's [`capability`] values.
     capabilities: u64,
 }
 
@@ -229,8 +229,8 @@ impl Requests {
         Ok(PendingOutcome { requests: Some(self.clone()), number, request: None })
     }
 
-    /// Returns a free lease that fits the job, or `None` if there is no such lease. In that case, may request a lease
-    /// for later jobs from the supervisor.
+    /// Returns a free lease that fits the job, or `None` if there is no such lease. If there is none, may also request
+    /// a lease for later jobs from the supervisor.
     fn take_lease(&self, state: &mut State, job: &JobRequest, bytes: usize) -> Option<Box<Lease>> {
         let has_read_all = || self.transport.has_no_unread_bytes();
         match state.leases.take((&job.bulkhead, &job.options.tenant), bytes, has_read_all) {

@@ -20,8 +20,8 @@ pub(crate) struct SuccessRecord {
 }
 
 impl SuccessRecord {
-    /// Creates a record from an outcome message. Returns `None` unless the outcome is `ok` and has no retry time or
-    /// exit status.
+    /// Creates a record from the message that reports an outcome. Returns `None` unless the outcome is `ok` and has
+    /// neither a retry time nor an exit status.
     pub(crate) fn from_message(
         message: &OutcomeMessage<'_>,
         bulkhead: &mut String,

@@ -45,8 +45,8 @@ enum SlotState<M> {
     Waiting(Waiter),
     /// The outcome has arrived and is being processed.
     Processing,
-    /// The job is being sent over another connection. If the job has been cancelled in the meantime, `cancel` is the
-    /// `unless_begun` argument of that request.
+    /// The job is being sent over another connection. If its cancellation has been requested in the meantime, `cancel`
+    /// contains the `unless_begun` argument of that request.
     Moving {
         cancel: Option<bool>,
     },

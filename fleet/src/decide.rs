@@ -55,7 +55,7 @@ pub struct Rules {
     pub faults: Faults,
 }
 
-/// Faults that tests inject to show that the simulation finds such bugs. Faults cannot be configured.
+/// Faults that tests inject to show that the simulation detects such bugs. No configuration can enable these faults.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {

@@ -25,8 +25,8 @@ use crate::settings::{Nats, Streams};
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum delay between two reads of the ledger.
 const READ_PAUSE_MAX: Duration = Duration::from_secs(15);
-/// Delays, in milliseconds, before each read of the ledger after the notice about the outcome has arrived. The
-/// replica that serves the read may not have the record yet.
+/// Delays, in milliseconds, before successive reads of the ledger after a job's outcome has been announced. Several
+/// reads can be necessary, because the replica that serves a read may not have the record yet.
 const READ_PAUSES_AFTER_NOTICE: [u64; 6] = [0, 5, 20, 50, 150, 400];
 
 /// A connection to a fleet. Clones share the connection.

@@ -53,7 +53,7 @@ pub mod tag {
     /// Lease of the memory file that contains the payload or result, and size of the payload or result, as a
     /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. A frame with this extension has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
-    /// Request to cancel the job only if it has not started; no value. Sent with CANCEL.
+    /// Request to cancel the job only if the job has not started; no value. Sent with CANCEL.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
     /// Exit status of the program that ran a job, as an `i32`; 4 bytes. Sent with a result or a failure.
     pub const STATUS: u16 = 9;

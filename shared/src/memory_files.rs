@@ -141,7 +141,7 @@ impl Mapping {
         self.bytes
     }
 
-    /// Returns false, because no mapping is empty.
+    /// Always returns false, because a mapping is never empty.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }

@@ -192,7 +192,7 @@ pub enum Verdict {
     },
     /// The client cancelled the job or disconnected.
     Cancelled {
-        /// Whether the handler had started the job.
+        /// Whether the handler started the job before the cancellation.
         executed: Executed,
     },
 }

@@ -14,8 +14,8 @@ use rustix::process::WaitOptions;
 use crate::layers::{self, Layers};
 use crate::{JOB_BYTES, KILLS, Result};
 
-/// Runs the server until the peer closes the socket on standard input. `layers` contains the name of the profile and
-/// the folder for the children's temporary folders.
+/// Runs the server until the peer closes the socket on standard input. `layers` contains the name of the profile, and
+/// the folder in which the children's temporary folders are created.
 pub fn serve(layers: Option<(&str, &Path)>) -> Result<()> {
     let orders = std::io::stdin().as_fd().try_clone_to_owned()?;
     let mut layers = layers.map(|(profile, folder)| Layers::enter(profile, folder)).transpose()?;

@@ -16,12 +16,13 @@ use crate::Result;
 
 const PLACE: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
-/// All file access rights in version 6 of the Landlock ABI. `SCOPES` contains all scopes of that version.
+/// All file access rights in version 6 of the Landlock ABI.
 const FILES: u64 = (1 << 16) - 1;
+/// All scopes in version 6 of the Landlock ABI.
 const SCOPES: u64 = 3;
 const WITHHELD: HandledAccess = HandledAccess { files: FILES, network: 0, scopes: SCOPES };
 
-/// Landlock version to pass to `restrict_self` so that it sets no flags. The kernel then logs all denials.
+/// ABI version to pass to `restrict_self` so that it sets no flags, which leaves the Landlock audit log unchanged.
 const NO_VERSION: u32 = 0;
 
 /// Top-level folders to which the Landlock rules grant access, as they do for a forked worker.
@@ -31,7 +32,7 @@ const FOLDERS: [&str; 12] =
 pub(crate) struct Layers {
     folder: OwnedFd,
     given: Vec<OwnedFd>,
-    /// Name of each process's temporary folder, by PID.
+    /// Names of the temporary folders of the forked processes, by PID.
     folders: HashMap<Pid, String>,
     next: u64,
 }

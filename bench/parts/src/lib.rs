@@ -16,5 +16,5 @@ pub const READ_BYTES: usize = 256 * 1024;
 /// Size of a job sent to the bare fork server, and of the reply, in bytes.
 pub const JOB_BYTES: usize = 64;
 
-/// First byte of a job that makes the process that runs it kill itself.
+/// First byte of a job that tells the process running it to kill itself.
 pub const KILLS: u8 = b'k';

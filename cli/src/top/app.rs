@@ -15,7 +15,7 @@ use crate::output::{Failure, exit};
 /// Maximum length of a filter, in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
-/// Time after a missed sample before the screen shows that the supervisor is not responding.
+/// Time after a sample is due at which the screen shows that the supervisor is not responding.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
 /// Action to take after a key press.
@@ -43,7 +43,7 @@ pub(super) enum Page {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     Browse,
-    /// The user is typing a filter. `before` is the filter that was set before.
+    /// The user is typing a filter. `before` is the previous filter, which is restored if the user cancels.
     Filter {
         before: String,
     },

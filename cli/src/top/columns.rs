@@ -6,7 +6,8 @@ use super::text::{rate, short, width};
 /// Width of a bar in screen columns.
 pub(super) const BAR_COLUMNS: usize = 6;
 
-/// Minimum width for names, in screen columns. The column is wider only if there are longer names and enough space.
+/// Minimum width of the name column, in screen columns. The column is wider only if there are longer names and enough
+/// space.
 const NAME_COLUMNS_MIN: usize = 14;
 
 /// A column of the table. The variants are in display order.
@@ -108,7 +109,7 @@ impl Column {
         }
     }
 
-    /// Returns the width that these rows require for the column, in screen columns.
+    /// Returns the width that the given rows and the title require for this column, in screen columns.
     fn needed_width(self, rows: &[&Bulkhead]) -> usize {
         if self == Self::Load {
             return BAR_COLUMNS;

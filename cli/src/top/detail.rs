@@ -18,8 +18,8 @@ const WORKER_ROWS_RESERVED: usize = 4;
 /// Width of a tenant's name in screen columns.
 const TENANT_COLUMNS: usize = 20;
 
-/// Draws the page of a bulkhead. Returns the number of workers that fit on the page, or 1 if the page cannot be drawn.
-/// Limits the scroll position of the page.
+/// Draws the page of a bulkhead, after limiting the page's scroll position to the number of workers. Returns the number
+/// of workers that fit on the page, or 1 if the page cannot be drawn.
 pub(super) fn page(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let Page::Bulkhead { name, scroll } = &app.page else { return 1 };
     let (name, scroll) = (name.clone(), *scroll);

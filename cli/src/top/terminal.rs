@@ -162,8 +162,8 @@ fn exit_after(signal: Number) -> SignalAction {
     SignalAction::End(u8::try_from(128 + signal.as_raw()).unwrap_or(u8::MAX))
 }
 
-/// Returns true if a parent process, usually a shell with job control, can continue this process. A session leader has
-/// no such parent.
+/// Returns true if a parent process, usually a shell with job control, can resume this process after it has been
+/// suspended. A session leader has no such parent.
 pub(super) fn can_suspend() -> bool {
     getsid(None).is_ok_and(|session| session != getpid())
 }
@@ -176,7 +176,7 @@ pub(super) fn request_suspend() {
     }
 }
 
-/// Suspends this process until it is continued.
+/// Suspends this process until another process resumes it.
 pub(super) fn suspend() {
     // Cannot fail, because a process can always stop itself.
     let _ = kill_process(getpid(), Number::STOP);

@@ -22,8 +22,8 @@ use crate::waiters::{JobResult, Waiter};
 /// Maximum number of outcomes that are delivered before the lock is released.
 const OUTCOMES_PER_LOCK_MAX: usize = 64;
 
-/// Handles the frames from one read. Delivers many outcomes while holding the lock, then releases the lock and wakes
-/// the waiting tasks.
+/// Handler for the frames from one read. Delivers up to [`OUTCOMES_PER_LOCK_MAX`] outcomes while holding the lock, then
+/// releases the lock and wakes the waiting tasks.
 pub(crate) struct Frames<'r> {
     requests: &'r Arc<Requests>,
     state: Option<MutexGuard<'r, State>>,

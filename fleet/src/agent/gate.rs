@@ -61,12 +61,12 @@ impl Gate {
         *until = (*until).max(Instant::now() + time);
     }
 
-    /// Returns true if the gate is open. A pause does not count as closed.
+    /// Returns true if the gate is open, even during a pause.
     pub(crate) fn is_open(&self) -> bool {
         is_open(&self.conditions.borrow())
     }
 
-    /// Waits until the gate is open. Never returns once the agent is draining.
+    /// Waits until the gate is open and any pause has ended. Never returns once the agent is draining.
     pub(crate) async fn until_open(&self) {
         let mut changes = self.conditions.subscribe();
         // Cannot fail, because `self` owns the sender.

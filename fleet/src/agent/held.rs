@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 
 use super::Shared;
 
-/// JetStream acknowledgement that says that a message is still being processed.
+/// JetStream acknowledgement for a message that is still being processed.
 const IN_PROGRESS: &[u8] = b"+WPI";
 
 /// Reply subjects of the messages that this agent holds, by stream sequence number.

@@ -18,7 +18,7 @@ pub(crate) struct Permits {
 #[derive(Debug, Default)]
 struct State {
     limit: usize,
-    /// Number of permits that will be removed when they are returned.
+    /// Number of permits in use that will be removed when they are returned.
     surplus: usize,
 }
 

@@ -27,7 +27,7 @@ const HEARTBEAT: Duration = Duration::from_secs(1);
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
 /// Delay before the next pull after a failed one.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Maximum time to wait for a free permit before checking again whether one is free.
+/// Maximum time to wait for a permit to be returned before checking again whether one is free.
 const FULL_PAUSE: Duration = Duration::from_millis(25);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;

@@ -35,8 +35,8 @@ impl Supervisor {
         Self { socket, admin, client: OnceLock::new() }
     }
 
-    /// Returns the client for the jobs socket, or `None` if it has never been connected. Once connected, the client
-    /// reconnects automatically.
+    /// Returns the client for the jobs socket, or `None` if no connection attempt has succeeded yet. After the first
+    /// success, the client reconnects automatically.
     pub(crate) fn client(&self) -> Option<&Client> {
         self.client.get()
     }

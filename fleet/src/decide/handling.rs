@@ -70,7 +70,7 @@ pub enum Conclusion {
         /// True if the agent must stop pulling jobs for the bulkhead during the delay.
         pauses_pulls: bool,
     },
-    /// Another agent holds the job. If a delay is given, redelivery of the message has been requested.
+    /// Another agent holds the job. If a delay is given, redelivery of the message after this delay has been requested.
     Left(Option<Duration>),
     /// Another agent took over the job during the attempt, so the outcome of the attempt was discarded.
     Fenced,
@@ -154,7 +154,7 @@ pub struct Handling {
     rules: Rules,
     agent: String,
     nonce: String,
-    /// Number of writes so far. This number makes the nonce of each write unique.
+    /// Number of writes so far, which makes the nonce of each write unique.
     writes: u32,
     /// Number of consecutive times that the current request has failed.
     failures: u32,

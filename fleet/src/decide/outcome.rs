@@ -26,7 +26,7 @@ pub enum AttemptEnd {
 /// The claim under which the agent attempted to run the job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Claim {
-    /// Number of attempts that count, including this one.
+    /// Number of attempts that count towards the limit, including this one.
     pub attempts: u32,
     /// Outcome of the previous attempt.
     pub previous: Option<Outcome>,
@@ -102,7 +102,7 @@ fn is_repeated(outcome: &Outcome) -> bool {
     }
 }
 
-/// Returns the decision to put a job that has not begun back into the queue. The attempt is not counted.
+/// Returns the decision to requeue a job that has not begun. The attempt is not counted.
 fn not_begun(terms: &Terms, claim: &Claim, reported: Outcome, jitter: f64) -> Consequence {
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let ending = Ending { outcome: reported, payload: Bytes::new() };

@@ -20,7 +20,7 @@ const JOBS: usize = 100;
 const KILLED_AFTER: usize = 40;
 /// Maximum time that each component of the demonstration can take to start.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
-/// Server version that the error message recommends.
+/// Recommended server version, shown to users whose server executable cannot be run.
 const VERSION: &str = "2.12.8";
 
 /// Configuration of the server. The server chooses a free port and writes its address to a `*.ports` file.

@@ -171,7 +171,7 @@ pub(crate) async fn api<T: DeserializeOwned>(
     serde_json::from_value(value).map_err(|error| local(format!("the response is unknown: {error}")))
 }
 
-/// Delay before publishing is retried after a failure.
+/// Delay before a failed publication is retried.
 pub(crate) const REPEAT_DELAY: Duration = Duration::from_millis(250);
 
 #[cfg(test)]

@@ -222,8 +222,8 @@ async fn create(client: &Client, call: &str, body: Value, object: &str) -> Resul
     created.map(drop).map_err(|error| InitError::of(object, &error))
 }
 
-/// Returns the subjects that the configuration adds to an existing stream. Returns none if the configuration would also
-/// remove subjects.
+/// Returns the subjects that the configuration adds to an existing stream. Returns an empty list if the configuration
+/// would also remove subjects.
 fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
     let list = |of: &Value| -> Vec<String> {
         of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()

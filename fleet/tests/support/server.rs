@@ -93,7 +93,7 @@ impl Server {
         Some((sequence, delivered))
     }
 
-    /// Acknowledges a message, no matter which of its deliveries the agent acknowledges. A few messages are delivered
+    /// Acknowledges a message, regardless of which delivery the agent is acknowledging. A few messages are delivered
     /// once more after their acknowledgement.
     pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
         let Some(message) = self.queue.get_mut(&sequence) else { return };

@@ -158,7 +158,7 @@ pub(crate) struct World {
     pub(crate) impaired: Vec<Holder>,
     /// Time at which the last fault ends.
     pub(crate) last_fault: Ms,
-    /// Percentage of lost requests and responses.
+    /// Percentage of requests and responses that are lost.
     loss: u64,
     faults: Faults,
     runs: u64,

@@ -135,7 +135,7 @@ impl Large {
         std::mem::replace(&mut self.buffer, buffer)
     }
 
-    /// Stores the bytes at the beginning of `bytes` that belong to the payload, and returns their number.
+    /// Stores the part of `bytes` that belongs to the payload. Returns the size of this part in bytes.
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
         if self.buffer.capacity() < self.filled + count {

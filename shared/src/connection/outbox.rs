@@ -19,22 +19,21 @@ use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 /// Maximum number of buffers per `sendmsg` call.
 const WRITE_SEGMENTS_MAX: usize = 16;
 
-/// Maximum number of file bytes sent per `sendfile` call.
+/// Maximum number of bytes that one `sendfile` call sends from a file.
 const FILE_CHUNK_BYTES_MAX: usize = 1024 * 1024;
 
-/// Maximum number of file bytes copied and sent per call when `sendfile` is not used.
+/// Maximum number of bytes that are read from a file and sent per call when `sendfile` is not used.
 const COPIED_CHUNK_BYTES_MAX: usize = 128 * 1024;
 
 /// Maximum capacity of the coalescing buffer that an idle [`Outbox`] keeps, in bytes. Larger buffers are
 /// taken from a [`BufferPool`] and returned to it.
 pub(super) const SPARE_BYTES_MAX: usize = 4 * 1024;
 
-/// Space reserved for the metadata of a frame, in bytes. Larger metadata makes the buffer grow.
+/// Space reserved for the metadata of a frame, in bytes. If the metadata is larger, the buffer grows.
 pub(super) const METADATA_BYTES_TYPICAL: usize = 512;
 
-/// Size in bytes to which a socket's send buffer is enlarged after a large payload did not fit. The kernel
-/// may set a lower size. With the default of 208 KiB, sender and receiver would wake each other many times
-/// per megabyte.
+/// Size, in bytes, to which a socket's send buffer is enlarged if a large payload does not fit. The kernel may set a
+/// lower size. With the default of 208 KiB, sender and receiver would wake each other many times per megabyte.
 const SEND_BUFFER_BYTES: usize = 1024 * 1024;
 
 /// The payload of a frame to be sent.
@@ -153,7 +152,7 @@ impl Outbox {
         self.bytes == 0
     }
 
-    /// Returns the last `bytes` queued bytes. Returns `None` if they are not all in the last buffer.
+    /// Returns the most recently queued `bytes` bytes. Returns `None` unless these bytes are all in the last buffer.
     pub fn tail_bytes(&self, bytes: usize) -> Option<&[u8]> {
         let tail = self.segments.back()?.bytes()?;
         tail.get(tail.len().checked_sub(bytes)?..)
