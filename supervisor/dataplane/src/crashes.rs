@@ -226,7 +226,7 @@ impl CrashContext {
         }
     }
 
-    /// Returns the notice that contains the crash report. `names` are the names of the bulkhead and the tenant.
+    /// Returns the notice that contains the crash report. `names` contains the names of the bulkhead and the tenant.
     pub(super) fn report(
         self,
         slot: ReportSlot,
@@ -276,8 +276,8 @@ impl Crashes {
 
     // Reports.
 
-    /// Counts the death of process `pid`. Returns a slot for a crash report, or `None` if there are too many reports.
-    /// Half of the permits are reserved for workers that were ready when they died.
+    /// Counts the death of process `pid`. Returns permission to send a crash report, or `None` if there are too many
+    /// reports. Half of the permits are reserved for workers that were ready when they died.
     pub(super) fn begin_report(
         &mut self,
         (now, at): (Time, SystemTime),

@@ -72,8 +72,8 @@ enum Phase {
     TimedOut,
 }
 
-/// An action for the caller to perform. The actions that a call causes must be performed in order, immediately after
-/// the call.
+/// An action for the caller to perform. Actions must be performed in order, immediately after the call that produced
+/// them.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     Kill(u64),

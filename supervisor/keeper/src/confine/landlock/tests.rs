@@ -399,7 +399,7 @@ fn landlock_denies_abstract_sockets_of_other_processes() {
     });
 }
 
-/// An unconfined process that runs as the same user.
+/// An unconfined process that runs as the same user as the tests.
 struct Outsider(Child);
 
 impl Outsider {

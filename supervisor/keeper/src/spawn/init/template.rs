@@ -42,8 +42,8 @@ pub(crate) const NAMED_CHILDREN_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_CHILDREN_MAX;
 
-/// Maximum number of orders to handle per iteration, and maximum number of exits. A job can cause exits faster than
-/// this process reports them, so orders are handled first.
+/// Maximum number of orders and maximum number of exits handled per iteration. A job can cause exits faster than this
+/// process reports them, so orders are handled first.
 const ORDERS_PER_ITERATION: usize = 16;
 const EXITS_PER_ITERATION: usize = 64;
 

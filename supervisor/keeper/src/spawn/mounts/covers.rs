@@ -49,7 +49,7 @@ struct Bind {
     access: Access,
 }
 
-/// Step numbers from here on are the same for all layouts. Lower numbers are steps that depend on the layout.
+/// First of the step numbers that have the same meaning in every layout. Lower numbers depend on the layout.
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
 impl Covers {
