@@ -56,7 +56,7 @@ enum Phase {
     Switching { since: Time, transfer: OwnedFd, reply: oneshot::Sender<SwitchState> },
     /// The successor is about to take over. The data plane does not read from clients.
     Switched,
-    /// The successor serves clients. If it fails, this supervisor serves them again.
+    /// The successor serves clients. If the successor fails, this supervisor serves clients again.
     Released,
     /// The successor has taken over for good, and this supervisor exits after its last job.
     Leaving,

@@ -416,7 +416,7 @@ impl Link {
         }
     }
 
-    /// Returns an error if the worker has sent too many replies for jobs that it does not have. Some such replies are
+    /// Returns an error if the worker has sent too many replies for jobs that it does not have. A limited number is
     /// tolerated, because replies can arrive late.
     pub(super) fn check_unknown_replies(&self) -> Result<(), String> {
         match self.phase {
@@ -460,8 +460,8 @@ pub(super) struct Links {
     /// Dead workers whose descendants are being reaped, by spawn number. Each entry ends with the worker's separate
     /// UID, if it has one.
     reaping: HashMap<u64, (CompartmentIndex, WorkerId, Option<u32>)>,
-    /// Links of dead workers. Their descriptors are closed only after the clients have received the outcomes of their
-    /// jobs.
+    /// Links of dead workers. A link's descriptors are closed only after the clients have received the outcomes of the
+    /// worker's jobs.
     closed: Vec<Link>,
     /// Links with more input than the data plane reads per iteration.
     unfinished_reads: Vec<LinkIndex>,

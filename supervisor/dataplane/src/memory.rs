@@ -105,7 +105,7 @@ struct Waiting {
 pub(super) struct Memory {
     shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder that is charged for bytes sent to workers but not read by them.
+    /// Holder that is charged for bytes that were sent to workers and not yet read.
     workers: Holder,
     /// Holder that is charged for the jobs that the supervisor itself submits (replays).
     own: Holder,

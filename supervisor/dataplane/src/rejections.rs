@@ -21,7 +21,7 @@ const SUBJECTS_MAX: usize = 64;
 /// Group of clients whose rejections are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Subject {
-    /// All processes of a user. They are reported together because a user can start any number of processes.
+    /// All of a user's processes, reported together because a user can start any number of processes.
     User(u32),
     /// The workers of a bulkhead. `None` if the bulkhead is unknown.
     Worker(Option<BulkheadIndex>),

@@ -148,8 +148,8 @@ impl Client {
         Self { peer: None, grant, owner, permit: Some(permit) }
     }
 
-    /// Returns the identity of a client that was accepted by the previous supervisor's control plane, which limits the
-    /// number of such connections.
+    /// Returns the identity of a client that was accepted by the control plane of the previous supervisor, which
+    /// enforces the limit on such connections.
     pub(super) fn passed_on(client: HttpClient) -> Self {
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().ok();
         let (grant, owner) = identity_of(client);

@@ -52,8 +52,7 @@ pub(super) struct TemplateOrder {
     /// does not fork any more workers.
     pub(super) compartment: CompartmentIndex,
     pub(super) bulkhead: Arc<str>,
-    /// Maximum time for the template to become ready. The template can extend this time, each time by at most the same
-    /// amount.
+    /// Maximum time for the template to become ready, and the most by which the template can extend this time at once.
     pub(super) ready: Duration,
     pub(super) program: Arc<Program>,
     /// The template's separate UID, or `None` if templates have no separate UIDs.

@@ -150,8 +150,8 @@ struct Child {
     rlimits: Vec<Rlimit>,
     /// True if the keeper has allowed the child to execute its program.
     is_confined: bool,
-    /// PID of the worker once it is known, and otherwise of the process that the keeper forked. In a PID namespace, the
-    /// worker is a child of that process.
+    /// PID of the worker or, until it is known, of the process that the keeper forked. In a PID namespace, the worker
+    /// is a child of the forked process.
     process: u32,
     /// Descriptor that receives notifications of forbidden system calls.
     listener: Option<OwnedFd>,
@@ -339,8 +339,8 @@ impl EventLoop {
         Ok(event_loop)
     }
 
-    /// Executes orders until the supervisor is gone or sends an invalid order. Then kills all workers and
-    /// their descendants.
+    /// Executes orders until the supervisor is gone or sends an invalid order, and then kills all workers and their
+    /// descendants.
     fn run(mut self) -> io::Result<()> {
         let mut events = Events::with_capacity(EVENTS_MAX);
         let served = loop {

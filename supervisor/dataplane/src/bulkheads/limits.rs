@@ -54,7 +54,7 @@ impl BulkheadEntry {
 
     // The configuration.
 
-    /// Applies a configuration to this entry, but does not change the worker program or the compartments' limits.
+    /// Applies a configuration to this entry, except for the worker program and the compartments' limits.
     pub(super) fn configure(
         &mut self,
         spec: &BulkheadSpec,

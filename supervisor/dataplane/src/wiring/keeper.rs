@@ -197,7 +197,8 @@ impl DataPlane {
 
     // The keeper.
 
-    /// Handles the loss of the keeper. Kills all workers, because nothing supervises them, and starts another keeper.
+    /// Handles the loss of the keeper. Kills all workers, because nothing supervises them any longer, and starts
+    /// another keeper.
     pub(crate) fn keeper_lost(&mut self) {
         // The background thread closes the socket.
         let Some(old) = self.keeper.descriptor() else { return };

@@ -36,7 +36,7 @@ pub(crate) struct Covers {
     /// Folders and files that serve as mount points.
     nodes: Vec<LayoutStep>,
     binds: Vec<Bind>,
-    /// Folders that are replaced by their entries.
+    /// Folders that are not shown as a whole. Their entries are shown one by one instead.
     expanded: Vec<CString>,
 }
 
