@@ -18,8 +18,8 @@ use bulkhead_policy::{Death, Time, WorkerId};
 use super::links::Output;
 use super::slab::CompartmentIndex;
 
-/// Number of forked workers that must be killed by a signal before their template is replaced. Replacing the template
-/// changes the memory addresses and stack canaries that its workers share.
+/// Number of a template's workers killed by signals after which the template is replaced. A new template has different
+/// memory addresses and stack canaries, which its workers share.
 const SIGNAL_DEATHS_MAX: u32 = 20;
 
 #[derive(Default)]
