@@ -322,7 +322,7 @@ impl Link {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Removes and returns the information stored by [`Self::defer_death`], if any.
+    /// Removes and returns how the worker died and its resource usage, if they were stored to be reported later.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),

@@ -97,7 +97,7 @@ pub(super) enum ChargeKind {
 /// Waiting jobs submitted over one connection to one bulkhead, newest last. Entries can be outdated.
 #[derive(Default)]
 struct Waiting {
-    /// The compartment and ID of each job, in one stack per priority class.
+    /// The compartment and ID of each waiting job, in one stack per priority class.
     stacks: [Vec<(CompartmentIndex, JobId)>; Priority::ALL.len()],
     jobs: usize,
 }

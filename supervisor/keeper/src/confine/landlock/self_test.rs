@@ -11,8 +11,8 @@ use std::path::Path;
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-/// A forbidden action, attempted to test whether the rules are enforced. If it succeeds, they are not. If it fails, the
-/// cause can also be that the user lacks the permission for the action.
+/// An action that no rule allows, attempted to test whether the rules are enforced. If the action succeeds, the rules
+/// are not enforced. The action can also fail because the user lacks permission for it.
 #[derive(Debug)]
 pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
