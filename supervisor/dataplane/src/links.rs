@@ -317,12 +317,13 @@ impl Link {
         matches!(self.end, EndCause::TmpFull)
     }
 
-    /// Stores how the worker died and its resource usage, to be reported to policy later.
+    /// Stores the cause of the worker's death and the worker's resource usage, to be reported to policy later.
     pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Removes and returns how the worker died and its resource usage, if they were stored to be reported later.
+    /// Removes and returns the cause of the worker's death and the worker's resource usage, if they were stored to be
+    /// reported later.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),

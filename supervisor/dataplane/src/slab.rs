@@ -79,8 +79,8 @@ pub(super) struct SessionId {
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,
     free: Vec<I>,
-    /// Indices that become free at the end of the iteration. An earlier reuse would be wrong, because events for the
-    /// previous values might still be pending.
+    /// Indices that become free only at the end of the iteration, because events for the previous values might still be
+    /// pending until then.
     freed: Vec<I>,
     index: PhantomData<I>,
 }

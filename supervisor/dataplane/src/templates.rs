@@ -18,8 +18,8 @@ use bulkhead_policy::{Death, Time, WorkerId};
 use super::links::Output;
 use super::slab::CompartmentIndex;
 
-/// Number of a template's workers killed by signals after which the template is replaced. A new template has different
-/// memory addresses and stack canaries, which its workers share.
+/// A template is replaced once this many of its forked workers have been killed by a signal. The new template has
+/// different memory addresses and stack canaries, which its workers share.
 const SIGNAL_DEATHS_MAX: u32 = 20;
 
 #[derive(Default)]

@@ -76,7 +76,8 @@ impl DataPlane {
         self.descendants_reaped(spawn);
     }
 
-    /// Removes and returns the stored death of a worker that runs programs, so that it can be reported now.
+    /// Removes and returns the stored cause of death and resource usage of a worker that runs programs, so that they
+    /// can be reported now.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.links.of_spawn_mut(spawn).filter(|link| link.program().runs_programs());
         link?.take_deferred_death()
