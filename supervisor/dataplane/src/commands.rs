@@ -10,8 +10,8 @@ use bulkhead_plane::command::Command;
 /// Maximum total weight of the commands handled per iteration (see `Command::weight`).
 const WEIGHT_PER_ITERATION_MAX: usize = 16;
 
-/// Maximum number of commands taken from the channel per iteration. Needed because a command whose sender is no longer
-/// waiting for the reply has no weight.
+/// Maximum number of commands taken from the channel per iteration. Limits commands that have no weight because their
+/// senders are no longer waiting for a reply.
 const COMMANDS_PER_ITERATION_MAX: usize = 1024;
 
 pub(super) struct CommandQueue {

@@ -226,7 +226,7 @@ impl CrashContext {
         }
     }
 
-    /// Returns the notice that contains the crash report. `names` are the names of the bulkhead and the tenant.
+    /// Returns the notice that contains the crash report. `names` contains the names of the bulkhead and the tenant.
     pub(super) fn report(
         self,
         slot: ReportSlot,
@@ -276,8 +276,8 @@ impl Crashes {
 
     // Reports.
 
-    /// Counts the death of process `pid`. Returns a slot for a crash report, or `None` if there are too many reports.
-    /// Half of the permits are reserved for workers that were ready when they died.
+    /// Counts the death of process `pid`. Returns permission to send a crash report, or `None` if there are too many
+    /// reports. Half of the permits are reserved for workers that were ready when they died.
     pub(super) fn begin_report(
         &mut self,
         (now, at): (Time, SystemTime),
@@ -321,7 +321,7 @@ impl Crashes {
         Some(ReportSlot { id: CrashId::new(at, self.reports), at, count: 1, permit })
     }
 
-    /// Returns the ID of the crash report that must be mentioned in an event about the death of process `pid`.
+    /// Returns the ID of the crash report to mention in events about the death of process `pid`.
     pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
         let (dead, id) = self.last_report?;
         (pid == Some(dead)).then_some(id)
@@ -333,7 +333,7 @@ impl Crashes {
         self.report_about(answer.worker_pid.filter(|_| has_crashed))
     }
 
-    /// Ends the handling of a death, so that the crash report is not mentioned in later events.
+    /// Ends the handling of a death. Later events do not mention its crash report.
     pub(super) fn death_applied(&mut self) {
         self.last_report = None;
     }

@@ -255,8 +255,8 @@ mod tests {
         sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
     }
 
-    /// Returns closers and the receiving end of their channel. No closing threads are started, so the test can inspect
-    /// the channel.
+    /// Returns a [`Closers`] and the receiving end of its channel. No closing threads are started, so the test can
+    /// inspect the channel.
     fn closers() -> (Closers, Receiver<Unwanted>) {
         let (unwanted, coming) = channel();
         (Closers { unwanted, backlog: Arc::default() }, coming)

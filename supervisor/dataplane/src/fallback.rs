@@ -25,13 +25,13 @@ pub(super) struct FallbackState {
     priority: Priority,
     idempotent: bool,
     cost: u32,
-    /// Outcome of the job's earlier attempts in other bulkheads, or `None` if the job is still in its first bulkhead.
+    /// Combined result of the job's attempts in earlier bulkheads, or `None` if the job is still in its first bulkhead.
     earlier: Option<EarlierResult>,
 }
 
-/// Result of a job in the bulkheads that it was passed on from.
+/// Combined result of a job's attempts in earlier bulkheads, before the job was passed on to the current one.
 struct EarlierResult {
-    /// The first outcome, which the client gets if no fallback has a better outcome.
+    /// The first outcome, which the client gets if no fallback produces a better one.
     first: Outcome,
     attempts: u32,
     ran: Duration,
@@ -123,7 +123,7 @@ impl FallbackState {
     }
 
     /// Records the job's outcome in the current bulkhead before the job is passed on to the fallback at `position`.
-    /// Calls `outcome` to create the recorded outcome if this is the first one.
+    /// Calls `outcome` only if no earlier outcome has been recorded.
     pub(super) fn pass_on(
         &mut self,
         position: usize,

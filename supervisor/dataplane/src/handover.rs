@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 use super::slab::CompartmentIndex;
 
 /// Maximum time to wait for clients to return their leases. Longer than the time after which a recalled lease is
-/// revoked, so that afterwards only leases used by jobs remain.
+/// revoked, so that only leases in use by jobs are left when the wait ends.
 const LEASES_TIMEOUT: Duration = Duration::from_secs(6);
 
 /// Maximum number of messages in the transfer socket's outbox. At this limit, no more connections are passed on.
@@ -56,7 +56,7 @@ enum Phase {
     Switching { since: Time, transfer: OwnedFd, reply: oneshot::Sender<SwitchState> },
     /// The successor is about to take over. The data plane does not read from clients.
     Switched,
-    /// The successor serves clients. If it fails, this supervisor serves them again.
+    /// The successor serves clients. If the successor fails, this supervisor serves clients again.
     Released,
     /// The successor has taken over for good, and this supervisor exits after its last job.
     Leaving,
@@ -152,7 +152,7 @@ impl Handover {
         self.held.clear();
     }
 
-    /// Records how many permits a compartment needs at the time of the switch.
+    /// Records how many permits a compartment needs at the moment when the successor takes over.
     pub(super) fn hold(&mut self, compartment: CompartmentIndex, needs: Needs) {
         self.held.insert(compartment, needs);
     }

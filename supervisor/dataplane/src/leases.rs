@@ -49,8 +49,8 @@ const REVOKED: &str = "this lease was recalled, but not returned in time; send t
 const UNKNOWN: &str = "this client has no such lease: the lease was returned, or never belonged to this client; \
                        send the payload with the job, or request another lease";
 
-/// An action for the caller to perform. The actions that a call causes must be performed in order, immediately after
-/// the call.
+/// An action for the caller to perform. Actions must be performed in order, immediately after the call that produced
+/// them.
 pub(super) enum Effect {
     /// Creates a lease's files. Afterwards, the caller must call [`Leases::files_created`].
     CreateFiles {
@@ -123,7 +123,7 @@ impl Budget {
 
 struct Lease {
     client: SessionId,
-    /// Number of the client's request for the lease.
+    /// Number of the request in which the client asked for the lease.
     request: u64,
     bulkhead: Arc<str>,
     tenant: Box<str>,
@@ -244,8 +244,8 @@ pub(super) struct Leases {
     borrowers: HashMap<u64, Borrower, RandomState>,
     /// Revoked leases that clients might still use because they have not processed the recall.
     revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
-    /// Files that a worker might still read because it has not replied, even though the client already has the job's
-    /// outcome. The first field is the worker's spawn number.
+    /// Files that a worker might still read because the worker has not replied, even though the client already has the
+    /// job's outcome. Each entry starts with the worker's spawn number.
     lingering: Vec<(u64, JobId, Arc<Files>)>,
     /// Clients that are waiting to be offered a lease.
     to_offer: VecDeque<SessionId>,

@@ -516,9 +516,8 @@ impl DataPlane {
         heard
     }
 
-    /// Returns `Ready` if an in-process client has signaled activity, in which case
-    /// [`DataPlane::handle_in_process_clients`] is enough. Otherwise, the next signal wakes the task to which `context`
-    /// belongs.
+    /// Returns `Ready` if an in-process client has signaled activity, in which case it is enough to call
+    /// [`DataPlane::handle_in_process_clients`]. Otherwise, the next signal wakes the task to which `context` belongs.
     pub fn poll_in_process_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
         self.in_process_waker.poll_ready(context)
     }

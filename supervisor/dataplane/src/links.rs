@@ -34,8 +34,8 @@ use super::unread_loans::ReceiverLoans;
 /// Maximum time for a worker to exit after closing its link. A worker that takes longer is killed.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
-/// Maximum number of sandbox violations remembered per worker. A violation is remembered until the worker reports the
-/// program's death.
+/// Maximum number of sandbox violations remembered per worker. A violation by one of the worker's programs is
+/// remembered until the worker reports that the program has died.
 const VIOLATIONS_MAX: usize = 64;
 
 /// Maximum number of replies that a worker can send for jobs that it does not have. A worker that sends more is killed.
@@ -59,7 +59,7 @@ pub(super) struct Link {
     end: EndCause,
     reads: ReadState,
     is_dirty: bool,
-    /// Size of the outbox in bytes when it was last counted.
+    /// Size of the outbox in bytes, as last counted.
     counted_waiting: usize,
     /// True if the worker writes heartbeats to the journal instead of sending heartbeat frames.
     beats_in_journal: bool,
@@ -317,12 +317,13 @@ impl Link {
         matches!(self.end, EndCause::TmpFull)
     }
 
-    /// Stores the worker's death and resource usage, which are reported to policy later.
+    /// Stores the cause of the worker's death and the worker's resource usage, to be reported to policy later.
     pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Removes and returns the worker's death and resource usage, if they were stored to be reported later.
+    /// Removes and returns the cause of the worker's death and the worker's resource usage, if they were stored to be
+    /// reported later.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),
@@ -416,7 +417,7 @@ impl Link {
         }
     }
 
-    /// Returns an error if the worker has sent too many replies for jobs that it does not have. Some such replies are
+    /// Returns an error if the worker has sent too many replies for jobs that it does not have. A limited number is
     /// tolerated, because replies can arrive late.
     pub(super) fn check_unknown_replies(&self) -> Result<(), String> {
         match self.phase {
@@ -457,10 +458,11 @@ pub(super) struct Links {
     spawned: u64,
     /// Pool of UIDs, or `None` if workers have no separate UIDs.
     ids: Option<Arc<IdAllocator>>,
-    /// Dead workers whose descendants are being reaped, by spawn number. The last field is the worker's separate UID.
+    /// Dead workers whose descendants are being reaped, by spawn number. Each entry ends with the worker's separate
+    /// UID, if it has one.
     reaping: HashMap<u64, (CompartmentIndex, WorkerId, Option<u32>)>,
-    /// Links of dead workers. Their descriptors are closed only after the clients have received the outcomes of their
-    /// jobs.
+    /// Links of dead workers. A link's descriptors are closed only after the clients have received the outcomes of the
+    /// worker's jobs.
     closed: Vec<Link>,
     /// Links with more input than the data plane reads per iteration.
     unfinished_reads: Vec<LinkIndex>,
@@ -468,8 +470,8 @@ pub(super) struct Links {
     resume_at: Option<Time>,
     /// Workers for which no start order could be sent. The failures are reported to policy at the end of the iteration.
     failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
-    /// Results for silent workers whose processor time could not be checked. The results are reported to policy at the
-    /// end of the iteration.
+    /// Silent workers whose processor time could not be checked. At the end of the iteration, they are reported to
+    /// policy as lacking processor time.
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
     /// Links with output to write.
     dirty: VecDeque<LinkIndex>,
@@ -608,8 +610,8 @@ impl Links {
         !self.failed_spawns.is_empty()
     }
 
-    /// Queues a result for a silent worker whose processor time cannot be checked. The result, which is that the worker
-    /// lacks processor time, is reported to policy at the end of the iteration.
+    /// Records that a silent worker's processor time could not be checked. At the end of the iteration, the worker is
+    /// reported to policy as lacking processor time.
     pub(super) fn defer_starvation_result(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         self.starvation_results.push((compartment, worker, true));
     }
@@ -778,7 +780,7 @@ pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
 }
 
 impl Link {
-    /// Returns the size of the outbox in bytes when it was last counted.
+    /// Returns the size of the outbox in bytes, as last counted.
     pub(super) fn counted_waiting(&self) -> usize {
         self.counted_waiting
     }

@@ -15,10 +15,10 @@ use super::JobData;
 use super::shares::{self, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Minimum size in bytes that an incomplete frame must have for its connection to be closed to free memory.
+/// Minimum size, in bytes, of an incomplete frame whose connection can be closed to free memory.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Fixed overhead of a waiting job in bytes. Includes the job's entries in the tables of this module, of policy and of
+/// Fixed overhead of a waiting job in bytes. Includes the job's entries in the tables of this module, the policy and
 /// the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
@@ -28,14 +28,15 @@ pub(super) const JOB_BYTES: usize =
 const REQUEST_BYTES: usize =
     2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
-/// Overhead of a tenant with jobs, in bytes: the copy of its name, its counters, and its entry in the fair queue.
+/// Overhead of a tenant with jobs, in bytes: a copy of the tenant's name, the tenant's counters, and the tenant's entry
+/// in the fair queue.
 const TENANT_BYTES: usize = 512;
 
-/// Number used in place of a connection number for an owner's spool. No session has this number.
+/// Number used instead of a connection number for payloads that arrive over HTTP. No session has this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
-/// A list of waiting jobs can contain this many entries in addition to twice the number of waiting jobs. At this limit,
-/// outdated entries are removed.
+/// Maximum number of entries in a list of waiting jobs beyond twice the number of jobs that are actually waiting. At
+/// this limit, outdated entries are removed.
 const STALE_MAX: usize = 64;
 
 /// Memory charged for a job, and the holder that is charged.
@@ -96,7 +97,7 @@ pub(super) enum ChargeKind {
 /// Waiting jobs submitted over one connection to one bulkhead, newest last. Entries can be outdated.
 #[derive(Default)]
 struct Waiting {
-    /// The compartment and ID of each job, indexed by the code of the job's priority class.
+    /// The compartment and ID of each waiting job, in one stack per priority class.
     stacks: [Vec<(CompartmentIndex, JobId)>; Priority::ALL.len()],
     jobs: usize,
 }
@@ -104,7 +105,7 @@ struct Waiting {
 pub(super) struct Memory {
     shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder that is charged for bytes sent to workers but not read by them.
+    /// Holder that is charged for bytes that were sent to workers and not yet read.
     workers: Holder,
     /// Holder that is charged for the jobs that the supervisor itself submits (replays).
     own: Holder,
@@ -116,7 +117,7 @@ pub(super) struct Memory {
 struct Spool {
     counters: Arc<SpoolCounters>,
     holder: Holder,
-    /// Total size of the payloads in bytes when it was last counted.
+    /// Total size of the payloads in bytes, as last counted.
     counted: usize,
 }
 
@@ -172,8 +173,8 @@ impl Memory {
         self.shares.leaf(connection, bulkhead)
     }
 
-    /// Returns true if a connection can hold `more` additional bytes while all holders together can hold at most `most`
-    /// bytes. Other holders might then have to free memory.
+    /// Returns true if a connection can hold `more` additional bytes when `most` is the limit for all holders together.
+    /// Other holders might have to free memory to make room.
     pub(super) fn can_hold(
         &self,
         connection: Holder,

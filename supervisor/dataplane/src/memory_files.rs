@@ -108,8 +108,8 @@ pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Enco
     Ok(frame)
 }
 
-/// Sends a frame along with the files that it announces. A frame announces at most the files of one lease. The socket
-/// must be empty, so that it normally has room. Returns the number of bytes sent.
+/// Sends a frame along with the files that it announces, which belong to a single lease. The socket must be empty, so
+/// that the frame normally fits. Returns the number of bytes sent.
 pub(super) fn lend(
     socket: impl AsFd,
     said: (u8, u64),

@@ -22,10 +22,10 @@ pub(super) struct PauseDetector {
 }
 
 impl PauseDetector {
-    /// Checks at the beginning of an iteration whether the supervisor was paused. `due` is the time at which the
-    /// iteration should have started. `boot_ns` is the time since boot, including suspended time. While the machine is
-    /// suspended, the data plane's clock stands still, so no deadlines expire. Returns the length of the pause, if any,
-    /// and an event, unless one was sent a short time ago.
+    /// Checks at the beginning of an iteration whether the supervisor was paused. Returns the length of the pause, if
+    /// any, and an event, unless one was sent a short time ago. `due` is the time at which the iteration should have
+    /// started, and `boot_ns` is the time since boot, including suspended time. The data plane's clock stands still
+    /// while the machine is suspended, so no deadlines expire.
     pub(super) fn detect(
         &mut self,
         now: Time,

@@ -15,17 +15,18 @@ use super::slab::BulkheadIndex;
 /// Minimum interval between events about the same user or about the same bulkhead's workers.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum number of users and bulkheads that are reported separately. All other users are reported together.
+/// Number of separately reported users and bulkheads above which all further users are reported as one group.
 const SUBJECTS_MAX: usize = 64;
 
 /// Group of clients whose rejections are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Subject {
-    /// All processes of a user. They are reported together because a user can start any number of processes.
+    /// All of a user's processes, reported together because a user can start any number of processes.
     User(u32),
     /// The workers of a bulkhead. `None` if the bulkhead is unknown.
     Worker(Option<BulkheadIndex>),
-    /// All users in excess of [`SUBJECTS_MAX`], and clients whose identity is unknown.
+    /// Catch-all group for users that are not reported separately because of [`SUBJECTS_MAX`], and for clients whose
+    /// identity is unknown.
     Others,
 }
 
@@ -52,7 +53,7 @@ impl RejectionReports {
             Some(peer) => Subject::User(peer.uid),
             None => Subject::Others,
         };
-        // Only users count towards the limit, because the configuration limits the number of bulkheads.
+        // The limit applies only to users, because the configuration limits the number of bulkheads.
         let is_known = self.0.contains_key(&subject) || matches!(subject, Subject::Worker(_));
         if is_known || self.0.len() < SUBJECTS_MAX { subject } else { Subject::Others }
     }

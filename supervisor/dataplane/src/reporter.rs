@@ -32,8 +32,8 @@ impl Reporter {
         self.notices.send_milestone(milestone);
     }
 
-    /// Passes the read ends of a worker's output to the control plane. Returns them to the caller if the channel is
-    /// full.
+    /// Passes the read ends of a worker's output to the control plane. If the channel is full, returns the read ends to
+    /// the caller.
     pub(super) fn output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         self.notices.send_output(output)
     }

@@ -78,8 +78,7 @@ pub(super) struct Session {
     pub(super) outbox: Outbox,
     /// Holder that is charged for the client's memory.
     pub(super) holder: Holder,
-    /// Bulkhead that the large frame being received is meant for. If no large frame is being received, the bulkhead of
-    /// the last job.
+    /// Bulkhead for which a large frame is being received or, if none is being received, the bulkhead of the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
     /// Loans of memory files that the client might not have received yet.
     pub(super) unread: ReceiverLoans,
@@ -90,7 +89,7 @@ pub(super) struct Session {
     epoch: u64,
     /// State of the connection in the fair queue.
     queue_state: QueueState,
-    /// Size of the outbox in bytes when it was last counted.
+    /// Size of the outbox in bytes, as last counted.
     counted_unread: usize,
     mid_frame_since: Option<Time>,
     /// Value of [`Inbox::frames_begun`] after the last read.
@@ -149,8 +148,8 @@ impl Client {
         Self { peer: None, grant, owner, permit: Some(permit) }
     }
 
-    /// Returns the identity of a client that was accepted by the previous supervisor's control plane, which limits the
-    /// number of such connections.
+    /// Returns the identity of a client that was accepted by the control plane of the previous supervisor, which
+    /// enforces the limit on such connections.
     pub(super) fn passed_on(client: HttpClient) -> Self {
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().ok();
         let (grant, owner) = identity_of(client);
@@ -293,8 +292,8 @@ pub(super) enum AfterFlush {
     Keep,
     /// All output for a rejected client has been sent, so its connection must be shut down.
     Finish,
-    /// A client has too much unread output, so its session must be closed. It might not be the session whose output was
-    /// written.
+    /// A client has too much unread output, so its session must be closed. This is not necessarily the session whose
+    /// output was written.
     CloseBehind(SessionIndex),
 }
 
@@ -483,7 +482,7 @@ impl Sessions {
         }
     }
 
-    /// Returns true if a client that does not have low priority has input.
+    /// Returns true if there is input from a client without low priority.
     pub(super) fn has_input(&self) -> bool {
         !self.fair_queue.is_empty()
     }

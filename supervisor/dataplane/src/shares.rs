@@ -24,7 +24,7 @@ pub(super) enum Owner {
     User(u32),
     /// Jobs submitted over HTTP with the token that has this number.
     Token(u32),
-    /// Frames sent to workers but not read by them. Their memory cannot be freed.
+    /// Frames that were sent to workers and not yet read. The memory of these frames cannot be freed.
     Workers,
 }
 

@@ -79,8 +79,8 @@ pub(super) struct SessionId {
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,
     free: Vec<I>,
-    /// Indices that become free at the end of the iteration. They cannot be reused earlier, because events for the
-    /// values that had these indices might still be pending.
+    /// Indices that become free only at the end of the iteration, because events for the previous values might still be
+    /// pending until then.
     freed: Vec<I>,
     index: PhantomData<I>,
 }

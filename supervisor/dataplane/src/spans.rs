@@ -131,7 +131,7 @@ impl Spans {
         Some(span)
     }
 
-    /// Sends the span of a finished job. Takes the names from the job's record, which no longer needs them.
+    /// Sends the span of a finished job. Moves the names out of the job's record, which no longer needs them.
     pub(super) fn send(&self, now: Time, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
         let Some(sender) = &self.sender else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };

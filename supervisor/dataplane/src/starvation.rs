@@ -152,7 +152,7 @@ mod tests {
         assert!(!watch.is_starved(), "there are no earlier statistics to compare with");
     }
 
-    /// The arguments are numbers of seconds within a ten-second window.
+    /// In this test, `ran_s` and `waited_s` are the seconds that the thread ran and waited within a ten-second window.
     #[test]
     fn thread_that_is_ready_but_rarely_runs_is_starved() {
         let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {

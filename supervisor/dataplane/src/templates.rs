@@ -18,8 +18,8 @@ use bulkhead_policy::{Death, Time, WorkerId};
 use super::links::Output;
 use super::slab::CompartmentIndex;
 
-/// Number of forked workers that must be killed by a signal before their template is replaced. Replacing the template
-/// changes the memory addresses and stack canaries that its workers share.
+/// A template is replaced once this many of its forked workers have been killed by a signal. The new template has
+/// different memory addresses and stack canaries, which its workers share.
 const SIGNAL_DEATHS_MAX: u32 = 20;
 
 #[derive(Default)]
@@ -52,8 +52,7 @@ pub(super) struct TemplateOrder {
     /// does not fork any more workers.
     pub(super) compartment: CompartmentIndex,
     pub(super) bulkhead: Arc<str>,
-    /// Maximum time for the template to become ready. The template can extend this time, each time by at most the same
-    /// amount.
+    /// Maximum time for the template to become ready, and the most by which the template can extend this time at once.
     pub(super) ready: Duration,
     pub(super) program: Arc<Program>,
     /// The template's separate UID, or `None` if templates have no separate UIDs.
@@ -72,8 +71,8 @@ enum Phase {
     TimedOut,
 }
 
-/// An action for the caller to perform. The actions that a call causes must be performed in order, immediately after
-/// the call.
+/// An action for the caller to perform. Actions must be performed in order, immediately after the call that produced
+/// them.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     Kill(u64),

@@ -72,7 +72,7 @@ impl UnreadLoans {
         !self.closed.is_empty()
     }
 
-    /// Removes closed connections whose receivers have read everything or closed their end.
+    /// Removes closed connections whose receivers have read everything or closed their own end.
     pub(super) fn remove_closed(&mut self) {
         let unread = &mut self.unread;
         self.closed.retain(|(socket, left)| {

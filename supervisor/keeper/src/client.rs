@@ -129,8 +129,8 @@ impl KeeperLauncher {
 
 impl Keeper {
     /// Starts a keeper for an application that embeds the supervisor. The keeper is not a child of the
-    /// application. If the keeper is killed, its guard kills the processes left behind. The keeper exits when
-    /// this process exits, or when the handle is dropped.
+    /// application. If the keeper is killed, a guard process kills the processes that the keeper left behind. The
+    /// keeper exits when this process exits, or when the handle is dropped.
     ///
     /// `program` must have the same version as this library. In `main`, `program` must first check whether its first
     /// argument is [`KEEPER_ARGUMENT`] and, if so, call [`crate::run_as_keeper`].

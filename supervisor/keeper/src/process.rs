@@ -128,8 +128,8 @@ fn register_each<'d>(
     descriptors.try_for_each(|(descriptor, bit)| register(poll, descriptor, pid as usize | bit))
 }
 
-/// Registers the descriptor again, so that `poll` reports it even if it has been readable since the last
-/// event. If `is_blocked` is true, `poll` also reports when the descriptor becomes writable.
+/// Registers the descriptor again, so that `poll` reports it even if it was already readable before. If `is_blocked` is
+/// true, `poll` also reports when the descriptor becomes writable.
 fn register_again(poll: &Poll, descriptor: &impl AsRawFd, token: usize, is_blocked: bool) -> io::Result<()> {
     let interest = if is_blocked { Interest::READABLE | Interest::WRITABLE } else { Interest::READABLE };
     poll.registry().reregister(&mut SourceFd(&descriptor.as_raw_fd()), Token(token), interest)
@@ -150,8 +150,8 @@ struct Child {
     rlimits: Vec<Rlimit>,
     /// True if the keeper has allowed the child to execute its program.
     is_confined: bool,
-    /// PID of the worker once it is known, and otherwise of the process that the keeper forked. In a PID namespace, the
-    /// worker is a child of that process.
+    /// PID of the worker or, until it is known, of the process that the keeper forked. In a PID namespace, the worker
+    /// is a child of the forked process.
     process: u32,
     /// Descriptor that receives notifications of forbidden system calls.
     listener: Option<OwnedFd>,
@@ -167,7 +167,7 @@ struct Child {
     template: Option<Template>,
     /// The PID namespace that a template shares with its workers, if this child is a template that has one.
     namespace: Option<TemplateNamespace>,
-    /// The worker's place in a template's PID namespace, if this child is a worker in one.
+    /// The worker's place in its template's PID namespace, if this child is a worker in such a namespace.
     member: Option<NamespaceMember>,
 }
 
@@ -339,8 +339,8 @@ impl EventLoop {
         Ok(event_loop)
     }
 
-    /// Executes orders until the supervisor is gone or sends an invalid order. Then kills all workers and
-    /// their descendants.
+    /// Executes orders until the supervisor is gone or sends an invalid order, and then kills all workers and their
+    /// descendants.
     fn run(mut self) -> io::Result<()> {
         let mut events = Events::with_capacity(EVENTS_MAX);
         let served = loop {

@@ -26,10 +26,10 @@ pub(crate) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(15);
 const THREADS_MAX: usize = 64;
 const PROCESSES_MAX: usize = 16;
 
-/// Number of descendants at which the search for further descendants stops.
+/// Number of descendants after which the search for descendants stops.
 const DESCENDANTS_MAX: usize = 256;
 
-/// Maximum number of bytes of a stack to record.
+/// Maximum number of bytes to record per stack.
 const STACK_BYTES_MAX: usize = 64 * 1024;
 
 /// Maximum size in bytes of `/proc/PID/maps` and `/proc/PID/environ`.

@@ -166,7 +166,8 @@ impl Bulkheads {
 
     // Demand.
 
-    /// Records a compartment's load since the last event. Called at most once per iteration for each compartment.
+    /// Records the load that a compartment has had since the previous call for it, and stores its current load. Called
+    /// at most once per iteration for each compartment.
     pub(crate) fn record_load(
         &mut self,
         compartments: &mut Compartments,

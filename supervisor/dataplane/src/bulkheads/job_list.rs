@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentIndex, Compartments, JobData};
 use crate::slab::SessionId;
 
-/// Maximum number of positions in the tables of jobs and compartments that are visited per iteration.
+/// Maximum number of job and compartment table entries visited per iteration, including empty ones.
 const VISITS_PER_ITERATION_MAX: usize = 8192;
 
 /// The parts of the data plane that a job list is built from.
@@ -146,8 +146,9 @@ impl PartialList {
         }
     }
 
-    /// Returns a compartment, or `None` if it was removed after the request. If the request names a bulkhead, also
-    /// returns `None` if the index was reused for a compartment in another bulkhead.
+    /// Returns the compartment with this index, or `None` if the compartment was removed after the job list was
+    /// requested. If the request is for a single bulkhead, also returns `None` if the index now belongs to a
+    /// compartment of another bulkhead.
     fn compartment<'a>(
         &self,
         source: &JobListSource<'a>,

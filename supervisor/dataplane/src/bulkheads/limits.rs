@@ -54,7 +54,7 @@ impl BulkheadEntry {
 
     // The configuration.
 
-    /// Applies a configuration to this entry, but does not change the worker program or the compartments' limits.
+    /// Applies a configuration to this entry, except for the worker program and the compartments' limits.
     pub(super) fn configure(
         &mut self,
         spec: &BulkheadSpec,
@@ -291,8 +291,7 @@ pub(crate) struct MergedLimits {
     dropped: Vec<String>,
 }
 
-/// A limit that can be changed live. Contains the name of its key, and a function that copies the value from the second
-/// argument to the first.
+/// Key of a limit that can be changed live, and a function that copies the limit from the second argument to the first.
 type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
 
 const LIVE_LIMITS: &[LiveLimit] = &[

@@ -28,7 +28,7 @@ const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 /// Maximum number of tenants in a snapshot.
 const TENANTS_SHOWN: usize = 10;
 
-/// Number of collected tenants at which all but the busiest are discarded.
+/// Maximum number of tenants to collect before all but the busiest are discarded.
 const TENANTS_SORTED_MAX: usize = 256;
 
 /// Information about a worker that policy does not store.
@@ -223,7 +223,7 @@ impl SnapshotQueue {
         self.0.push_front(snapshot);
     }
 
-    /// Adds the values of a compartment that is being removed to each snapshot that has not visited the compartment
+    /// Adds the values of a compartment that is being removed to each snapshot in progress that does not include them
     /// yet.
     pub(crate) fn add_forgotten(
         &mut self,
@@ -283,7 +283,7 @@ impl BulkheadEntry {
     }
 }
 
-/// Sum of the values of a bulkhead's compartments.
+/// Totals for a bulkhead, accumulated one compartment at a time.
 #[derive(Default)]
 struct Sum {
     counters: Counters,
@@ -332,7 +332,7 @@ impl Sum {
         }
     }
 
-    /// Adds the counters for tenants whose compartments were removed.
+    /// Adds the counters kept for tenants whose compartments have been removed.
     fn add_forgotten(&mut self, isolated: &Isolated) {
         self.counters.add(&isolated.forgotten_counters);
         self.restarts += isolated.forgotten_restarts;

@@ -22,13 +22,13 @@ const REMEMBERED_MAX: usize = 4096;
 /// Maximum number of tenants without workers that are examined when looking for a compartment to remove.
 const FORGET_CANDIDATES_MAX: usize = 16;
 
-/// An action for the caller to perform. The actions that a call causes must be performed in order, immediately after
-/// the call.
+/// An action for the caller to perform. Actions must be performed in order, immediately after the call that produced
+/// them.
 pub(crate) enum Effect {
     Apply(CompartmentIndex, Event<Box<JobData>>),
     /// Applies an event without reporting it, because operators have already been notified for the whole bulkhead.
     ApplyQuietly(CompartmentIndex, Event<Box<JobData>>),
-    /// Adds the values of a removed compartment to each snapshot that has not visited the compartment yet.
+    /// Adds the values of a removed compartment to each snapshot in progress that does not include them yet.
     Forgotten(BulkheadIndex, CompartmentIndex, Box<Compartment>),
 }
 
@@ -294,8 +294,8 @@ impl Bulkheads {
 
     // Commands that apply to a whole bulkhead.
 
-    /// Applies an operator's command to compartments that will be created later, if tenants are isolated. Returns true
-    /// in that case, because the caller must then report a single event for all tenants.
+    /// If tenants are isolated, applies an operator's command to compartments created later and returns true. The
+    /// caller must then report a single event for all tenants.
     pub(crate) fn steer(&mut self, bulkhead: BulkheadIndex, action: SteerAction) -> bool {
         let Some(isolated) = self.slab[bulkhead].isolated_mut() else { return false };
         match action {

@@ -68,8 +68,8 @@ impl ReadPosition {
         JobPosition { offset: self.written + waiting as u64, number: self.jobs, has_started: false }
     }
 
-    /// Finds out how many bytes the worker has read, by reading the bytes that the worker left unread. Called when the
-    /// worker is gone or must not read any more.
+    /// Determines how many bytes the worker has read, by counting the bytes that the worker left unread. Called when
+    /// the worker is gone or must not read any more.
     pub(crate) fn end(&mut self) -> u64 {
         let Some(theirs) = self.theirs.take() else { return self.written };
         let mut left = 0;

@@ -64,7 +64,7 @@ impl UnsolicitedFrames {
         self.remaining -= 1 + (bytes / 8192) as i64;
     }
 
-    /// Stores a status text. If several arrive during the same read, only the last one is kept.
+    /// Stores a status text. If several texts arrive during the same read, only the last one is kept.
     pub(super) fn set_status(&mut self, text: String) {
         self.status = Some(text);
     }

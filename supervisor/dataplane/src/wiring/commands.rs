@@ -172,8 +172,8 @@ impl DataPlane {
         }
     }
 
-    /// Stops all bulkheads. The first call allows jobs in flight to continue for up to `drain_timeout`. A second call
-    /// stops them immediately.
+    /// Stops all bulkheads. The first call gives jobs in flight up to `drain_timeout` to finish. A second call stops
+    /// these jobs immediately.
     pub(crate) fn stop(&mut self) {
         let patience = if self.is_stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };
         if !self.is_stopping {

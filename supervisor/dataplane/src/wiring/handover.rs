@@ -438,8 +438,8 @@ impl DataPlane {
 
     // The transfer socket.
 
-    /// Receives connections and permits from the predecessor. Called before clients are read, so that waiting clients
-    /// can get permits that the predecessor has freed.
+    /// Receives connections and permits from the predecessor. Called before the data plane reads from clients, so that
+    /// waiting clients can get permits that the predecessor has freed.
     pub(crate) fn receive_transfers(&mut self) {
         if self.handover.transfer.is_none() || self.handover.is_under_way() {
             return;

@@ -76,8 +76,8 @@ impl DataPlane {
         self.descendants_reaped(spawn);
     }
 
-    /// Removes and returns the death of a worker that runs programs. Called when the deferred report of the death must
-    /// be made.
+    /// Removes and returns the stored cause of death and resource usage of a worker that runs programs, so that they
+    /// can be reported now.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.links.of_spawn_mut(spawn).filter(|link| link.program().runs_programs());
         link?.take_deferred_death()
@@ -198,7 +198,8 @@ impl DataPlane {
 
     // The keeper.
 
-    /// Handles the loss of the keeper. Kills all workers, because nothing supervises them, and starts another keeper.
+    /// Handles the loss of the keeper. Kills all workers, because nothing supervises them any longer, and starts
+    /// another keeper.
     pub(crate) fn keeper_lost(&mut self) {
         // The background thread closes the socket.
         let Some(old) = self.keeper.descriptor() else { return };

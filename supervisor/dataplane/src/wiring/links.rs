@@ -290,8 +290,8 @@ impl DataPlane {
         link.set_watch(self.background.watch(&watch).then_some(watch));
     }
 
-    /// Reads heartbeats from the journals of this worker and its neighbors in the table of links. The other workers
-    /// then do not need separate iterations.
+    /// Reads heartbeats from the journals of this worker and its neighbors in the table of links, so that the neighbors
+    /// do not each need an iteration of their own.
     fn read_journal_beats(&mut self, index: LinkIndex) {
         if !self.links[index].beats_in_journal() {
             return;

@@ -97,7 +97,7 @@ impl DataPlane {
         self.sessions.clients() + self.intake.closing() >= self.limits.clients_max
     }
 
-    /// Opens a session for an in-process client. The client is handled like one of the jobs socket whose identity is
+    /// Opens a session for an in-process client. The client is treated like a jobs-socket client whose identity is
     /// known.
     pub(crate) fn open_in_process_session(&mut self, end: in_process::Endpoint) {
         let is_full = self.is_full();

@@ -223,8 +223,8 @@ impl DelegatedGroup {
         self.folder.write("cgroup.subtree_control", &switches.join(" "))
     }
 
-    /// Moves the supervisor, the keeper and all its descendants into a child group. Fails if the group
-    /// contains any other process, because other processes must not be moved.
+    /// Moves the supervisor, the keeper and the keeper's descendants into a child group. Fails if the group contains
+    /// any other process, because other processes must not be moved.
     fn move_processes_out(&self) -> Result<(), Failure> {
         // The root cgroup can contain both processes and limited child groups. Only the root cgroup has no
         // `cgroup.type` file.

@@ -29,8 +29,8 @@ use self::self_test::ForbiddenAction;
 use super::paths::{self, PROC_FOLDER};
 use crate::protocol::confinement::NetworkAccess;
 
-/// Newest Landlock version that the `landlock` crate supports. Used only to determine which rights apply to files. The
-/// rights that are granted depend on the version of the running kernel.
+/// Newest Landlock version that the `landlock` crate supports. Used only to look up which rights apply to files as well
+/// as to folders. The rights that are granted depend on the version of the running kernel.
 const NEWEST_ABI: ABI = ABI::V9;
 
 /// Paths that a worker can access in addition to the paths that every program needs.

@@ -26,8 +26,8 @@ pub(crate) const SYSTEM_FOLDERS: [&str; 9] = [
     "/gnu/store",
 ];
 
-/// Entries in `/etc` that ordinary programs read. Rules can only grant rights, so granting all of `/etc` would leave
-/// no way to deny an entry. An entry is granted only if other users can read it. So a certificate store that an
+/// Entries in `/etc` that ordinary programs read. Granting all of `/etc` would leave no way to deny an entry, because
+/// rules can only grant rights. An entry is granted only if other users can read it, so a certificate store that an
 /// operator has made private stays private, even if the supervisor is root.
 pub(crate) const ETC_ENTRIES: [&str; 52] = [
     // Programs and libraries
@@ -93,7 +93,7 @@ pub(crate) const ETC_ENTRIES: [&str; 52] = [
 pub(crate) const ETC_PREFIXES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
-/// Caches outside `/usr` and `/etc`. Programs without access to these caches would rebuild them on each run.
+/// Caches outside `/usr` and `/etc`. A program without access to its cache would rebuild the cache on each run.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 

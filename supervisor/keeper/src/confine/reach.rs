@@ -40,10 +40,10 @@ pub(crate) enum Purpose {
     MountPoint,
 }
 
-/// A granted path that leads through, or is itself, a folder that the user cannot traverse.
+/// A granted path that is, or leads through, a folder that the user cannot traverse.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HiddenPath {
-    /// The granted path as given, or the same path without symbolic links.
+    /// The granted path, either as given or without symbolic links.
     pub(crate) place: PathBuf,
     /// The real path, without symbolic links.
     pub(crate) real: PathBuf,

@@ -54,7 +54,7 @@ compile_error!("the lower half of an argument would be the second one");
 /// and would bypass the rules for the corresponding calls.
 const X32_FIRST: u32 = 0x4000_0000;
 
-/// Result of a system call.
+/// The filter's decision on a system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// The kernel executes the call.
@@ -63,7 +63,8 @@ pub(crate) enum Verdict {
     Errno(Errno),
     /// The call returns zero, and has no effect.
     Ignore,
-    /// Fatal, because only hostile programs make the call. The worker is killed as [`FatalAction`] specifies.
+    /// The call is fatal: the worker is killed as [`FatalAction`] specifies. Used for calls that only hostile programs
+    /// make.
     Fatal,
 }
 
@@ -77,7 +78,7 @@ pub(crate) enum FatalAction {
     Notify,
 }
 
-/// Result of a system call, depending on the call's arguments.
+/// The filter's decision on a system call, which can depend on the call's arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Rule {
     Always(Verdict),
@@ -93,8 +94,8 @@ struct Pointer {
     otherwise: Rule,
 }
 
-/// A check of an argument: compares the bits of the argument's lower half that are set in `mask`. The first case that
-/// matches determines the result.
+/// A check of an argument. The lower half of the argument is masked with `mask`, and the first matching case determines
+/// the result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Check {
     argument: u8,

@@ -13,7 +13,7 @@ use crate::protocol::{Exit, ReportMessage, Usage};
 use crate::spawn::{self, SpawnError};
 use crate::wait::{self, Waited};
 
-/// Time after which the keeper gives up on processes that survive SIGKILL. It then reports their worker as reaped.
+/// Time after which the keeper gives up on processes that survive SIGKILL, and reports their worker as reaped anyway.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Minimum and maximum pause between runs of the killer while descendants of dead workers are left.

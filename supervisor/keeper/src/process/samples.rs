@@ -44,7 +44,7 @@ pub(super) struct Samples {
 struct Order {
     worker: u64,
     job: Option<String>,
-    /// File for the records. If the worker writes its stacks as text, also the worker's journal.
+    /// File for the records and, if the worker writes its stacks as text, the worker's journal.
     descriptors: Vec<OwnedFd>,
 }
 

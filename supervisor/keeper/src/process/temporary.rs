@@ -29,8 +29,7 @@ const BASE_MODE: u32 = 0o711;
 /// Maximum number of attempts to find a name for the base folder that is not in use.
 const NAME_ATTEMPTS_MAX: u32 = 100;
 
-/// Maximum number of folders that are waiting to be removed, and maximum number of folders that are only partially
-/// removed.
+/// Maximum number of folders waiting to be removed and, separately, of folders that are only partially removed.
 const PENDING_REMOVALS_MAX: usize = 16 * 1024;
 
 /// Maximum number of killed keepers' base folders to remove. Each of these folders needs an open descriptor.
@@ -378,7 +377,7 @@ mod tests {
         std::fs::remove_dir(&top).unwrap();
     }
 
-    /// Lets another keeper clean up in the same parent folder while folders are being created.
+    /// Runs another keeper's cleanup in the same parent folder while folders are being created.
     #[test]
     fn concurrent_cleanup_keeps_new_folders() {
         let parent = tempfile::tempdir().unwrap();

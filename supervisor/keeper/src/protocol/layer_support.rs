@@ -11,9 +11,9 @@ pub struct LayerSupport {
     /// True if the layer is available.
     #[serde(rename = "available")]
     pub is_available: bool,
-    /// Details about an available layer, such as a version or a path.
+    /// Details about the layer if it is available, such as a version or a path.
     pub found: Option<String>,
-    /// Reason why the layer is not available, such as a kernel error.
+    /// Reason why the layer is not available, for example a kernel error.
     pub why_not: Option<String>,
     /// Advice for an administrator on how to make the layer available.
     pub what_to_do: Option<String>,

@@ -133,7 +133,7 @@ pub enum Report {
 pub enum TemplateReport {
     /// The template is ready to fork workers.
     Ready,
-    /// Current status of the initialisation.
+    /// Current status of the initialization.
     Status(String),
     /// Reason why the template is about to exit.
     Refused(String),

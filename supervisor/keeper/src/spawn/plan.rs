@@ -44,7 +44,7 @@ pub(crate) struct OriginalSettings {
 /// Settings that influence which processes the kernel kills when memory runs out.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OomSettings {
-    /// True if the supervisor has a protective negative score, which workers must not inherit.
+    /// True if a negative out-of-memory score protects the supervisor. Workers must not inherit this score.
     pub(crate) is_protected: bool,
     /// `oom_score_adj` of workers.
     pub(crate) worker_score: i32,

@@ -8,7 +8,7 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// Identity of a process. Stays unique even if a PID is reused, or if the same PID exists in another PID namespace.
+/// Identity of a process, which stays unique even if the PID is reused or the same PID exists in another PID namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     /// Inode of the PID namespace.

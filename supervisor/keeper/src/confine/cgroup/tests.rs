@@ -29,7 +29,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// A cgroup for a single test. Dropping this value kills the processes in the cgroup and removes it.
+/// A cgroup for a single test. Dropping this value kills the processes in the cgroup and removes the cgroup.
 struct TestGroup(Folder);
 
 impl TestGroup {

@@ -11,8 +11,8 @@ use std::path::Path;
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-/// An action that tests whether the rules are enforced, because no rule allows it. Without the rules, the action
-/// succeeds unless the user lacks the permission.
+/// An action that no rule allows, attempted to test whether the rules are enforced. If the action succeeds, the rules
+/// are not enforced. The action can also fail because the user lacks permission for it.
 #[derive(Debug)]
 pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
@@ -42,8 +42,8 @@ impl ForbiddenAction {
         }
     }
 
-    /// Performs the action. Returns `Ok` if the rules did not deny it. Listing the root folder can fail even without
-    /// rules, if the user lacks the permission.
+    /// Attempts the action. Returns `Ok` if it succeeded, which means that the rules did not deny it. Listing the root
+    /// folder can fail even without rules, if the user lacks permission.
     pub(crate) fn attempt(&self) -> Result<(), Errno> {
         match self {
             Self::ListRoot => {

@@ -399,7 +399,7 @@ fn landlock_denies_abstract_sockets_of_other_processes() {
     });
 }
 
-/// An unconfined process that runs as the same user.
+/// An unconfined process that runs as the same user as the tests.
 struct Outsider(Child);
 
 impl Outsider {
@@ -430,8 +430,8 @@ fn landlock_denies_signals_to_other_processes() {
     assert_eq!(under(&Rules::default(), tries), [Err(Errno::PERM); 2]);
 }
 
-/// Drops all capabilities, as the keeper's child does. With CAP_PERFMON or CAP_SYS_ADMIN, a process can read
-/// these files without the right to trace.
+/// Drops all capabilities, as the keeper's child does. Otherwise, CAP_PERFMON or CAP_SYS_ADMIN would let the process
+/// read these files even without the right to trace.
 fn drop_capabilities() {
     use rustix::thread::{CapabilitySet as Set, CapabilitySets, set_capabilities};
     let (effective, permitted, inheritable) = (Set::empty(), Set::empty(), Set::empty());

@@ -7,7 +7,7 @@ use std::mem::offset_of;
 
 use libc::{seccomp_data, sock_filter};
 
-/// A sequence of filter instructions. Execution enters at the first instruction, and either ends with a verdict or
+/// A block of filter instructions. Execution enters at the first instruction, and either ends with a verdict or
 /// continues after the block.
 pub(super) type Block = Vec<sock_filter>;
 
@@ -35,7 +35,7 @@ pub(super) fn load_number() -> sock_filter {
     instruction(LOAD, offset_of!(seccomp_data, nr) as u32)
 }
 
-/// Loads the bits of an argument's lower half that are set in `mask`.
+/// Loads the lower half of an argument, masked with `mask`.
 pub(super) fn load_argument(argument: u8, mask: u32) -> Block {
     let load = instruction(LOAD, argument_offset(argument));
     if mask == u32::MAX { vec![load] } else { vec![load, instruction(AND, mask)] }

@@ -42,8 +42,8 @@ pub(crate) const NAMED_CHILDREN_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_CHILDREN_MAX;
 
-/// Maximum number of orders to handle per iteration, and maximum number of exits. A job can cause exits faster than
-/// this process reports them, so orders are handled first.
+/// Maximum number of orders and maximum number of exits handled per iteration. A job can cause exits faster than this
+/// process reports them, so orders are handled first.
 const ORDERS_PER_ITERATION: usize = 16;
 const EXITS_PER_ITERATION: usize = 64;
 
@@ -56,10 +56,10 @@ const STOP_TIME_MAX: Duration = Duration::from_millis(250);
 const EXIT_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const FAILED_WAITS_MAX: u32 = 8;
 
-/// An order from the keeper to the namespace's first process. All PIDs are those inside the namespace.
+/// An order from the keeper to the namespace's first process. All PIDs in it are relative to the namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order<'a> {
-    /// Kills these children and their process groups.
+    /// Kills the listed children and the process groups that they lead.
     Kill(&'a [u32]),
     /// Kills the template.
     KillTemplate,
@@ -91,7 +91,7 @@ pub(crate) struct ChildExit {
     /// PIDs of the remaining children inside the namespace. `None` if another exit report from the same iteration
     /// follows.
     pub(crate) children: Option<Vec<u32>>,
-    /// True if there might be more children than those listed.
+    /// True if there might be more children than are listed.
     pub(crate) has_more: bool,
 }
 

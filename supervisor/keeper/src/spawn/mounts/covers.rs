@@ -36,7 +36,7 @@ pub(crate) struct Covers {
     /// Folders and files that serve as mount points.
     nodes: Vec<LayoutStep>,
     binds: Vec<Bind>,
-    /// Folders that are replaced by their entries.
+    /// Folders that are not shown as a whole. Their entries are shown one by one instead.
     expanded: Vec<CString>,
 }
 
@@ -49,7 +49,7 @@ struct Bind {
     access: Access,
 }
 
-/// Step numbers from here on are the same for all layouts. Lower numbers are steps that depend on the layout.
+/// First of the step numbers that have the same meaning in every layout. Lower numbers depend on the layout.
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
 impl Covers {

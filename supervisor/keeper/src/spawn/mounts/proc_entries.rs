@@ -28,8 +28,8 @@ const VISIBLE_ENTRIES: [&str; 11] = [
     "version",
 ];
 
-/// File and folder to mount over hidden entries. No process has permission to open them. They are removed from the root
-/// folder once all entries are hidden.
+/// File and folder to mount over hidden entries. No process has permission to open either of them. Both are removed
+/// from the root folder once all entries are hidden.
 const EMPTY_FILE: &CStr = c"/no-file";
 const EMPTY_FOLDER: &CStr = c"/no-folder";
 

@@ -78,7 +78,7 @@ pub(crate) struct PrivateRoot {
 /// shown as a whole, and its withheld paths are hidden.
 const SHOWN_ENTRIES_MAX: usize = 512;
 
-/// Step numbers from here on are the same for every root folder. Lower numbers are the steps in
+/// First of the step numbers that have the same meaning for every root folder. Lower numbers refer to
 /// [`PrivateRoot::steps`].
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 const COMMON_STEPS: [&str; 6] =
