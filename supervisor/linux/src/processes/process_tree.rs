@@ -152,9 +152,9 @@ fn read_ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
 
 /// Returns true if each process in `chain` is still a child of the next one. Checks the outermost ancestor first.
 ///
-/// If both reads show the same parent, the parent was alive in between, so its PID was not reused when its own parent
-/// was read. The PID cannot belong to a new parent either, because an orphan's new parent is an ancestor that was alive
-/// at the same time as the dead one.
+/// If a process has the same parent in both reads, the parent was alive in between, so its PID was not reused before
+/// its own parent was read. The process cannot have been reparented to another process with the same PID either,
+/// because an orphan's new parent is an ancestor that was alive at the same time as the previous parent.
 fn is_unchanged(chain: &[u32]) -> bool {
     chain.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }

@@ -38,9 +38,9 @@ pub(crate) struct Model {
     /// Number of permits in use before the current event.
     in_use_before_event: usize,
     reserved_before_event: usize,
-    /// Highest `max_queue` and highest number of permits configured so far. Waiting jobs stay in the queue when limits
-    /// are lowered.
+    /// Highest `max_queue` configured so far. Waiting jobs stay in the queue when the limit is lowered.
     max_queue_ever: u32,
+    /// Highest number of permits configured so far.
     permits_ever: u32,
     mode: Mode,
     activity: Activity,
@@ -152,9 +152,9 @@ struct Worker {
     hello_by: Time,
     /// True if the worker was started before the last restart or the last program change.
     is_outdated: bool,
-    /// True if the worker runs a previous program. After a failed replacement, `retry_replacement_at` is the
-    /// time of the next attempt.
+    /// True if the worker runs a previous program.
     has_old_program: bool,
+    /// Time of the next attempt to replace a worker with a previous program. Set if an attempt has failed.
     retry_replacement_at: Option<Time>,
     /// Most recent `max_in_flight` sent to the worker.
     sent_max_in_flight: u32,
@@ -162,15 +162,16 @@ struct Worker {
     is_exclusive: bool,
     /// True if the worker had already been killed when another worker took over its slot.
     killed_before_replacement: bool,
-    /// Time at which the supervisor began to observe a silent worker's use of processor time, and a flag that is set
-    /// once the caller has been asked for the result.
+    /// Time at which the supervisor began to observe the silent worker's use of processor time.
     observed_since: Option<Time>,
+    /// True once the caller has been asked how much processor time the silent worker used.
     was_checked: bool,
     excused_silences: u32,
     jobs: Vec<JobId>,
     served: u64,
-    /// Number of jobs given to the worker, and a flag that is true if `recycle.jobs` allows no more jobs.
+    /// Number of jobs given to the worker.
     begun: u64,
+    /// True if `recycle.jobs` does not allow any more jobs to be given to the worker.
     is_at_job_limit: bool,
     pid: Option<u32>,
     /// True if the worker was started as a successor because the slot's worker is about to reach `recycle.jobs`.
