@@ -66,7 +66,7 @@ pub fn add_path_rule(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64
 /// undone.
 ///
 /// If the Landlock version `abi` supports it, actions that are denied to the calling program itself are not written to
-/// the audit log. If `abi` is 0, they are always logged.
+/// the audit log. Pass 0 as `abi` to keep them in the log.
 pub fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<()> {
     const LOG_SAME_EXEC_OFF: libc::c_uint = 1;
     const LOG_SINCE: u32 = 7;

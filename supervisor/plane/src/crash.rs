@@ -12,7 +12,7 @@ use bulkhead_shared::crash_record::RECORDED_SIGNALS;
 
 use crate::program::Program;
 
-/// Recorded stacks of a worker's threads, from which a symbolizer produces backtraces.
+/// Stacks recorded from a worker's threads, for a symbolizer to read.
 pub struct CrashRecord {
     /// File that contains the recorded stacks; see [`bulkhead_shared::crash_record`].
     pub file: OwnedFd,

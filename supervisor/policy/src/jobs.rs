@@ -18,7 +18,7 @@ const INDEX_BITS: u32 = 24;
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Length up to which the table is never shrunk after jobs have been removed.
+/// Length of the table below which removing jobs never shrinks the table.
 const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
@@ -35,8 +35,7 @@ pub(crate) struct Job<T> {
     pub(crate) hard_deadline_at: Time,
     /// Maximum time between dispatch and outcome.
     pub(crate) run_limit: Duration,
-    /// Maximum time from dispatch before this job causes its worker to be killed, even if the worker is running other
-    /// jobs.
+    /// Run time after which this job causes its worker to be killed, even if the worker is running other jobs.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_resendable: bool,

@@ -75,8 +75,8 @@ impl Poison {
         }
     }
 
-    /// Records that a worker died while the only job that it was running had this payload. Returns true if the payload
-    /// is now quarantined.
+    /// Records the death of a worker whose only running job had this payload. Returns true if the payload is now
+    /// quarantined.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         let (crashes_min, within) = (limits.crashes.max(1) as usize, limits.within);

@@ -40,7 +40,7 @@ pub(crate) struct Queue {
     /// Priority classes, indexed by priority code.
     classes: [Class; Priority::ALL.len()],
     ranking: Ranking,
-    /// True for each blocked tenant. Indexed by tenant, including tenants without waiting jobs.
+    /// True for a tenant that is blocked. Indexed by tenant, including tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
     /// Number of jobs added since memory was last released. Memory is released only after many additions, so that the
@@ -439,7 +439,8 @@ impl Rounds {
         }
     }
 
-    /// Moves a tenant to the end of the round `to`, or removes the tenant from all rounds if `to` is `None`.
+    /// Moves a tenant from the round `from` to the end of the round `to`. If `to` is `None`, only removes the tenant
+    /// from its round.
     fn shift(&mut self, tenant: u32, from: u64, to: Option<u64>) {
         self.remove(tenant, from);
         if let Some(turn) = to {

@@ -61,8 +61,8 @@ impl Bucket {
         }
     }
 
-    /// Converts the bucket to another limit. The total cost of earlier charges that have not drained yet stays the
-    /// same, up to the new burst, and drains at the new rate.
+    /// Converts the bucket to another limit. The cost of earlier charges that have not drained yet is capped at the new
+    /// burst, and drains at the new rate.
     pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {
         let now = u128::from(now.0);
         let owed = self.0.saturating_sub(now);

@@ -192,8 +192,8 @@ fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Lets the keeper read this process's files in `/proc` again. After a process has changed its user, the kernel allows
-/// this only with capabilities that the keeper has only in its own user namespace.
+/// Lets the keeper read this process's files in `/proc` again. After a process has changed its user, the kernel
+/// otherwise requires capabilities that the keeper has only in its own user namespace.
 fn restore_dumpable() {
     // SAFETY: sets a flag of this process. If this fails, the keeper cannot read the process's state, and
     // reports that.
@@ -483,14 +483,14 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
-/// Enters the working directory before the process changes its user, if the worker's user cannot enter the directory
-/// and no mount makes it accessible.
+/// Enters the working directory before the process changes to the worker's user. Does nothing if there are new
+/// namespaces, because their first process has already entered the directory.
 fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.layers().namespaces.any() { Ok(()) } else { enter_directory_early(plan) }
 }
 
-/// Enters the working directory early if the worker has new namespaces. In that case, the process changes to the
-/// worker's user before the usual step.
+/// Enters the working directory before the process changes to the worker's user, who might not be able to enter it.
+/// Does nothing if the program is executed by path, because the directory is then entered later.
 fn enter_directory_early(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.prepared.confinement.executable.is_none() {
         return Ok(());

@@ -497,7 +497,7 @@ impl<T> Bulkhead<T> {
         self.edit_timing(place, |worker| worker.next_age_check = again);
     }
 
-    /// Handles the end of a worker and all its descendants after the death of the keeper. This end does not count as a
+    /// Handles the end of a worker and all its descendants after the death of the keeper. This does not count as a
     /// failure of the worker.
     pub(super) fn lost_with_keeper(&mut self, now: Time, id: WorkerId) {
         let killed = Phase::Killing(KillReason::KeeperDied);

@@ -29,8 +29,8 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// Minimum time left until a job's deadline and queue timeout for the job to be prefetched, as a multiple of
-/// `lookahead`.
+/// Minimum time, as a multiple of `lookahead`, that must be left until a job's deadline and queue timeout for the job
+/// to be prefetched.
 const TIME_LEFT_FACTOR: u32 = 2;
 
 /// Time allowed for a worker to start a job, in addition to `lookahead`. On a busy machine, a worker can wait this long

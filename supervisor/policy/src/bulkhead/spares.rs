@@ -91,7 +91,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. If the previous worker is
-    /// healthy, it is drained. Otherwise, it continues to start or exit.
+    /// healthy, it is drained. Otherwise, it is left to finish starting or exiting.
     pub(super) fn take_over(&mut self, now: Time, slot: u32, spare: u32, reason: Option<RecycleReason>) {
         let Some(worker) = self.workers.get(spare) else { return };
         let spare_slot = worker.assignment.slot();

@@ -148,8 +148,8 @@ fn job_waits_at_most_until_queue_timeout_or_deadline() {
     }
 }
 
-/// Based on `TestDifferentFlowsExpectUnequal` in Kubernetes API Priority and Fairness. While both of two tenants have
-/// waiting jobs, the one with ten times the demand of the other gets no more than its share.
+/// Based on `TestDifferentFlowsExpectUnequal` in Kubernetes API Priority and Fairness. While both tenants have waiting
+/// jobs, a tenant with ten times the demand of the other tenant gets no more than its share.
 #[test]
 fn tenants_with_unequal_demand_get_equal_shares() {
     let mut fixture = Fixture::ready(limits(1, 1, 200));
@@ -407,8 +407,8 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert!(fixture.submit_payload(7).is_some());
 }
 
-/// A worker's death during a job is not a failed start. Fifty bad payloads must therefore not stop the slot, which
-/// would affect all other jobs.
+/// A worker's death during a job is not a failed start. Fifty bad payloads must therefore not stop the slot, because a
+/// stopped slot would affect all other jobs.
 #[test]
 fn quarantined_payloads_do_not_stop_the_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });

@@ -142,8 +142,8 @@ fn cancelled_job_keeps_its_permit_until_its_work_ends() {
     }
 }
 
-/// When an oversized result starts to arrive, the client gets the job's outcome immediately. The worker's permit is not
-/// free, and the worker gets no new job, until the whole result has arrived. The result does not count as a late reply.
+/// When an oversized result starts to arrive, the client gets the job's outcome immediately. Until the whole result has
+/// arrived, the job keeps its permit and the worker gets no new job. The result does not count as a late reply.
 #[test]
 fn oversized_result_holds_its_permit_until_it_has_arrived() {
     let mut fixture =

@@ -507,8 +507,8 @@ fn reply_to_a_recalled_job_kills_the_worker() {
     fixture.expect(job, "ok", None);
 }
 
-/// A job is recalled from one worker and then prefetched to another. The first worker nevertheless sends a result for
-/// the job, and is killed for this.
+/// A job is recalled from one worker and then prefetched to another. The first worker is killed, because it sends a
+/// result for the recalled job.
 #[test]
 fn stale_reply_to_moved_job_does_not_affect_the_new_worker() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));

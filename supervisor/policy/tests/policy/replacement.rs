@@ -292,8 +292,8 @@ fn recycled(fixture: &Fixture) -> usize {
     fixture.events.iter().filter(is_one).count()
 }
 
-/// With `recycle.jobs` = 1, each job gets a new process. As during startup, jobs that arrive while no worker is ready
-/// wait, even without a queue.
+/// With `recycle.jobs` = 1, each job gets a new process. If no worker is ready, newly arrived jobs wait as they would
+/// during startup, even without a queue.
 #[test]
 fn recycle_jobs_of_1_gives_each_job_a_new_worker() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
@@ -483,7 +483,7 @@ fn standby_takes_over_when_the_worker_dies() {
     assert_ne!(fixture.newest_worker(), standby, "no other worker must be started");
 }
 
-/// Once a worker has been given its last job and its successor has been started, no timer of the worker is due.
+/// Once a worker has been given its last job and its successor has been started, no deadline is due immediately.
 #[test]
 fn timers_are_cleared_when_the_successor_starts() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 0)));

@@ -49,7 +49,7 @@ pub(crate) struct Model {
     /// All jobs without an outcome, and jobs that have an outcome but are still in a worker.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
-    /// Suspect jobs, each of which is waiting for an idle worker in which to run alone.
+    /// Suspect jobs that are waiting for an idle worker, in which they must run alone.
     suspects: VecDeque<JobId>,
     /// Withheld places. Each entry contains the tenant, the slot, and the time by which the place is released at the
     /// latest.
@@ -92,8 +92,8 @@ struct Job {
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
-    /// Two limits on the job's run time: the first for the client to get the outcome, and the second for the job to
-    /// cause its worker to be killed.
+    /// Two limits on the job's run time. At the first limit, the client gets the outcome. At the second limit, the job
+    /// causes its worker to be killed.
     run_limits: [Option<Duration>; 2],
     /// Time of the dispatch.
     since: Time,
@@ -228,8 +228,8 @@ struct Step {
     is_resized: bool,
     /// True if this event attributes the silence of a worker to a busy machine.
     is_excused: bool,
-    /// Jobs in `required` for which a retry is allowed in place of the outcome. The value is true if the job then
-    /// becomes a suspect.
+    /// Jobs in `required` that can be retried instead of ending with an outcome. The value is true if the job becomes a
+    /// suspect when it is retried.
     retryable: BTreeMap<JobId, bool>,
     /// Payloads that must be reported as quarantined.
     to_quarantine: Vec<Digest>,
@@ -244,7 +244,8 @@ struct Step {
     /// Jobs that must be cancelled in their workers.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
-    /// Jobs one of which must be evicted to make room for the submitted job. Empty if no eviction is needed.
+    /// Jobs that are candidates for eviction. One of them must be evicted to make room for the submitted job. Empty if
+    /// no eviction is needed.
     evictable: BTreeSet<JobId>,
     /// True if the submitted job can be rejected instead of evicting another job, because several tenants have the most
     /// jobs and the oldest job of one of these tenants has a higher priority.

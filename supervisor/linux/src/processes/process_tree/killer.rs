@@ -46,7 +46,7 @@ struct Found {
     parent: u32,
     /// Number of the scan in which the process was first found.
     first_seen: u64,
-    /// True if the killer has sent SIGSTOP to the process, or has tried to.
+    /// True if the killer has sent SIGSTOP to the process or has tried to do so.
     is_stopped: bool,
 }
 
