@@ -54,8 +54,8 @@ pub fn restrict_to_owner(folder: &OwnedFd) -> Result<()> {
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }
 
-/// Empties a folder. Several processes and threads can empty the same folder at the same time. Returns false if entries
-/// are left after `entries_max` have been processed.
+/// Empties a folder. Several processes and threads can empty the same folder at the same time. Processes at most
+/// `entries_max` entries, and returns false if any entries are left.
 ///
 /// Entries of a subfolder are first moved up to the top, so that there are never more than two levels. A tree with a
 /// million levels therefore needs no recursion, and no more descriptors than a flat folder.

@@ -81,7 +81,7 @@ struct State {
     lock_file: Option<File>,
     /// IDs of the running workers.
     in_use: BTreeSet<u32>,
-    /// Offset within the range of the next ID to try. Allocation cycles through the range, so that an ID is reused as
+    /// Next ID to try, as an offset within the range. Allocation cycles through the range, so that an ID is reused as
     /// late as possible.
     next: u64,
     /// Permanent IDs, by bulkhead name.

@@ -26,7 +26,7 @@ pub(crate) struct Job<T> {
     /// The caller's record, or `None` once the outcome has been sent to the client, even if a worker still has the job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
-    /// End of the queue timeout. Cleared when a job that held a permit is recalled. Ignored after an attempt that
+    /// End of the queue timeout. Cleared when a job that held a permit is recalled. Ignored once an attempt has
     /// crashed.
     pub(crate) queue_timeout_at: Option<Time>,
     /// Time by which the client must get the outcome.

@@ -43,8 +43,8 @@ pub struct Peer {
 pub enum Descent {
     /// The process is not a descendant of this one.
     Unrelated,
-    /// The process is a descendant of this process or of the other root. Contains the PIDs of the process and of its
-    /// ancestors, up to and including the root from which the process descends.
+    /// The process is a descendant of this process, or of the process set with [`UnrelatedProcesses::set_other_root`].
+    /// Contains the PIDs of the descendant and of its ancestors, up to and including this process or the other process.
     Descendant(Vec<u32>),
     /// The process has exited, so its ancestors cannot be determined.
     Ended,
