@@ -58,7 +58,7 @@ impl SubordinateIds {
     /// Finds the subordinate IDs of this user and creates the user namespace. The error message says how to
     /// fix the problem.
     ///
-    /// Forks once and runs two programs, which takes a few milliseconds. Must be called before the process has a
+    /// Forks once and runs two programs, which takes a few milliseconds. Must be called before the process starts a
     /// second thread.
     pub fn find() -> Result<Self, String> {
         if rustix::process::geteuid().is_root() {
@@ -113,7 +113,7 @@ fn parse_ranges(text: &str, name: Option<&str>, uid: u32) -> Vec<IdRange> {
     text.lines().filter_map(range).collect()
 }
 
-/// Returns the largest range of IDs that is contained in both lists.
+/// Returns the largest contiguous range of IDs that both lists contain.
 fn largest_common(users: &[IdRange], groups: &[IdRange]) -> Option<IdRange> {
     let both = |one: &IdRange, other: &IdRange| IdRange {
         first: one.first.max(other.first),
@@ -209,7 +209,7 @@ impl Drop for NamespaceHolder {
     }
 }
 
-/// Enters a new namespace, reports the result, and waits to be killed. Runs in the child.
+/// Runs in the child. Enters a new user namespace, reports the result, and waits to be killed.
 fn hold_namespace(writer: &OwnedFd, parent: Pid) -> ! {
     // SAFETY: only numbers are passed, and this process has one thread. The process ends with its parent.
     unsafe {

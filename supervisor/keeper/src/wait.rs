@@ -24,7 +24,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 pub(crate) enum Waited {
     /// There is no child with the requested PID, or no child at all.
     NoChild,
-    /// There are children, but none of them has changed its state.
+    /// There are children, but none of them has exited or stopped.
     NoChange,
     /// A child has exited, and its PID can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
@@ -89,11 +89,12 @@ pub(crate) fn kill_child(pid: u32) {
     }
 }
 
-/// Sends SIGKILL to a worker and to the process group that it leads. The worker can be dead already, but must not have
-/// been reaped.
+/// Sends SIGKILL to a worker and to the process group that it leads. The worker may already be dead, but must not have
+/// been reaped yet.
 ///
-/// The kernel signals the whole group at once, and no process in the group can fork in the meantime. Most fork bombs
-/// are thus stopped before the keeper scans for descendants and would have to compete with them for processor time.
+/// The kernel signals the whole group at once, and no process in the group can fork in the meantime. This stops most
+/// fork bombs before the keeper scans for descendants. Otherwise, the scan would have to compete with the fork bomb for
+/// processor time.
 pub(crate) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
         // Fails if the worker does not lead a process group yet. In that case, there is no other process to

@@ -14,7 +14,7 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Maximum time to wait for a condition. Conditions should become true far sooner.
+/// Maximum time to wait for a condition to become true. Normally, this takes far less time.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 // The kernel's resource numbers, whose types differ between C libraries.
@@ -69,7 +69,7 @@ struct Fixture {
     workers: u64,
 }
 
-/// The test's ends of the connections to a worker.
+/// A worker, with the test's ends of the link and of the pipe for standard output.
 struct Worker {
     number: u64,
     link: UnixStream,
@@ -378,7 +378,8 @@ fn ignored_signals() {
     assert_eq!(fixture.exit_of(&worker), Exit::Code(3));
 }
 
-/// Starts workers that have orphans. Returns the workers, the workers' PIDs and the orphans' PIDs.
+/// Starts workers, each of which has an orphaned descendant. Returns the workers, the workers' PIDs and the orphans'
+/// PIDs.
 fn start_workers_with_orphans(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     let mut workers = Vec::new();
     let mut pids = Vec::new();
@@ -557,7 +558,7 @@ fn traced_worker() {
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
 }
 
-/// Kill and ping orders are accepted no matter how many orders are pending.
+/// Kill orders and ping orders are accepted regardless of the number of pending orders.
 fn unlimited_kills() {
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("read -r line <&3");

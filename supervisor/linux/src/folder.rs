@@ -12,7 +12,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 /// Flags for opening a folder. Opening fails if the last component of the path is a symbolic link.
 pub const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// Maximum number of a folder's entry names to keep in memory.
+/// Maximum number of entry names to keep in memory while a folder is being emptied.
 const NAMES_MAX: usize = 16 * 1024;
 
 /// Opens a folder for listing. If the folder's mode lacks `rights`, first changes the mode to 0700.
@@ -54,11 +54,11 @@ pub fn restrict_to_owner(folder: &OwnedFd) -> Result<()> {
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }
 
-/// Empties a folder. Several processes and threads can empty the same folder at the same time. Returns false if entries
-/// are left after `entries_max` have been processed.
+/// Empties a folder. Several processes and threads can empty the same folder at the same time. Processes at most
+/// `entries_max` entries, and returns false if any entries are left.
 ///
-/// Entries of a subfolder are first moved up to the top, so that there are never more than two levels. A tree
-/// of a million levels needs no more descriptors than a flat folder, and no recursion.
+/// Entries of a subfolder are first moved up to the top, so that there are never more than two levels. A tree with a
+/// million levels therefore needs no recursion, and no more descriptors than a flat folder.
 ///
 /// Fails with `XDEV` if a file system is mounted on a subfolder, and with `BUSY` if something is mounted on a
 /// file. The mount is not changed.
@@ -99,7 +99,7 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     }
 }
 
-/// Moves an inner folder to the top level of the folder that is being emptied, and gives it a random name. If the name
+/// Moves a nested folder to the top level of the folder that is being emptied, and gives it a random name. If the name
 /// were predictable, the untrusted process could create an entry of this name to block the move.
 fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     let mut random = [0; 16];
@@ -118,8 +118,8 @@ fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Returns the names of at most `NAMES_MAX` entries. The caller removes these entries, and calls this function again
-/// for more.
+/// Returns the names of at most `NAMES_MAX` entries. After removing these entries, the caller must call this function
+/// again until no entries are left.
 fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));

@@ -8,8 +8,8 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels know fewer
-/// fields, but accept additional fields that are zero.
+/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels do not
+/// know all fields, but accept unknown fields that are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HandledAccess {
@@ -65,8 +65,8 @@ pub fn add_path_rule(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64
 /// Enforces the rules on the calling thread, and on all threads and processes that it starts. This cannot be
 /// undone.
 ///
-/// If the Landlock version `abi` has a flag for this, denied actions of the calling program itself are not written to
-/// the audit log. Pass 0 to leave the log unchanged.
+/// If the Landlock version `abi` supports it, actions that are denied to the calling program itself are not written to
+/// the audit log. Pass 0 as `abi` to keep them in the log.
 pub fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<()> {
     const LOG_SAME_EXEC_OFF: libc::c_uint = 1;
     const LOG_SINCE: u32 = 7;

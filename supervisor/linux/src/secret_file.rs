@@ -15,15 +15,14 @@ use crate::errno;
 /// Maximum size of an environment variable's value that is read from a file, in bytes.
 pub const VARIABLE_BYTES_MAX: usize = 64 * 1024;
 
-/// Permissions that must not be granted in a secret file's mode: write permission for the group, and any permission for
-/// others.
+/// Mode bits that must not be set on a secret file: write permission for the group, and any permission for others.
 const NOT_FOR_OTHERS: u32 = 0o027;
 
 /// Content of a secret file. The memory is erased when the value is dropped.
 pub type Secret = Zeroizing<Vec<u8>>;
 
-/// Reason why a secret file is rejected. `Display` writes text that completes a sentence that begins with the path. The
-/// text never reveals the content of the file.
+/// Reason why a secret file is rejected. `Display` completes a sentence that begins with the path, and never reveals
+/// the content of the file.
 #[derive(Debug)]
 pub enum SecretFileError {
     /// The file cannot be opened or read.
@@ -39,7 +38,7 @@ pub enum SecretFileError {
 }
 
 impl SecretFileError {
-    /// Returns the error number that describes the reason best.
+    /// Returns the error number that best describes the reason.
     pub fn errno(&self) -> Errno {
         match self {
             Self::Unreadable(error) => errno::from_io(error, Errno::IO),
@@ -79,8 +78,8 @@ impl fmt::Display for SecretFileError {
     }
 }
 
-/// Reads a file of at most `max` bytes. Only the owner can have write permission, and only the owner and the
-/// group can have read permission.
+/// Reads a file of at most `max` bytes. Fails if the file's mode lets the group write to the file, or gives others any
+/// permission.
 ///
 /// Never blocks on a FIFO.
 pub fn read(path: &Path, max: usize) -> Result<Secret, SecretFileError> {

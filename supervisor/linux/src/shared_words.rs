@@ -24,8 +24,8 @@ unsafe impl Send for SharedWords {}
 unsafe impl Sync for SharedWords {}
 
 impl SharedWords {
-    /// Maps the first `count` numbers of a file. The file must be sealed against shrinking. Without the seal, the
-    /// process that shares the file could kill this one by truncating the file.
+    /// Maps the first `count` numbers of a file. The file must be sealed against shrinking. Without the seal, another
+    /// process that shares the file could kill this process by truncating the file.
     ///
     /// Fails if `mmap(2)` fails, if the file is too short or not sealed, or if the kernel lacks the memory barrier for
     /// [`SharedWords::store_then_load`].

@@ -16,7 +16,7 @@ use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 pub struct Access {
     /// The supervisor's UID.
     own_uid: u32,
-    /// True if there are tokens, whose rules can reject jobs submitted over HTTP.
+    /// True if tokens are configured. Their rules can reject jobs submitted over HTTP.
     has_tokens: bool,
     /// Access rules, in the order in which they appear in the file. They also apply to root and the supervisor's user.
     /// If there are no rules, only these two users have access, without any restrictions.
@@ -118,8 +118,8 @@ impl Access {
         }
     }
 
-    /// Replaces the cache of processes known not to be descendants of the supervisor. Used to keep the cached entries
-    /// after a reload.
+    /// Replaces the cache of processes known not to be descendants of the supervisor. Used by a reload, so that the new
+    /// permissions keep the cached entries.
     pub fn with_unrelated(self, unrelated: Arc<UnrelatedProcesses>) -> Self {
         Self { unrelated, ..self }
     }
@@ -133,7 +133,7 @@ impl Access {
         self.has_tokens || !self.rules.is_empty()
     }
 
-    /// Returns true if the peer runs as the supervisor's user. This includes workers that have no separate user.
+    /// Returns true if the peer runs as the supervisor's user, as do workers that have no separate user.
     pub fn is_own_user(&self, peer: Peer) -> bool {
         peer.uid == self.own_uid
     }

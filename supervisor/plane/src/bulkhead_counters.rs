@@ -45,11 +45,11 @@ pub struct BulkheadCounters {
     /// Outcomes of the jobs that were passed on to each fallback. The counts of a fallback are kept even if a reload
     /// removes the fallback.
     pub fallback: Vec<FallbackCounters>,
-    /// Number of this bulkhead's jobs that are currently in a fallback. Each job is counted for this bulkhead once it
-    /// has an outcome.
+    /// Number of this bulkhead's jobs that are currently in a fallback. Once such a job has an outcome, the outcome is
+    /// counted for this bulkhead.
     pub elsewhere: u64,
-    /// Number of jobs that other bulkheads have passed on to this bulkhead as their fallback. The other bulkheads will
-    /// count the outcomes.
+    /// Number of jobs that other bulkheads have passed on to this bulkhead as their fallback. Their outcomes are
+    /// counted for the other bulkheads.
     pub guests: u64,
     /// Number of retries of jobs whose workers died.
     pub retries: u64,

@@ -131,7 +131,8 @@ pub enum Command {
         worker: u64,
         /// Disk usage of the folder, in bytes.
         bytes: u64,
-        /// Disk usage in bytes, excluding subfolders that are named like a forked worker's folder.
+        /// Disk usage of the folder in bytes, without those subfolders whose names mark them as forked workers'
+        /// folders.
         bytes_without_forked: u64,
         /// Spawn number of the template whose folder contains this folder, if any. The data plane ignores the report if
         /// the worker was forked from a different template, because any worker can create a folder named like another
@@ -158,7 +159,7 @@ pub enum Command {
         /// Sender of the jobs.
         client: HttpClient,
     },
-    /// Start tracking the size of the payloads of unknown length that the control plane receives for a token.
+    /// Start tracking the total size of the payloads of unknown length that the control plane is receiving for a token.
     AddSpool {
         /// The token's number.
         token: u32,
@@ -179,11 +180,11 @@ pub enum Command {
     /// Apply a new version of the configuration.
     Reload {
         reload: Box<Reload>,
-        /// Channel for the reply: the live changes that the reload discarded, or an error if the reload was not
-        /// applied.
+        /// Channel for the reply: the operators' live changes that the reload discarded, or an error if the reload was
+        /// not applied.
         reply: oneshot::Sender<Result<LiveDropped, SteerError>>,
     },
-    /// Return the live changes that a reload would discard, without applying the reload.
+    /// Return the operators' live changes that a reload would discard, without applying the reload.
     TryReload {
         reload: Box<Reload>,
         reply: oneshot::Sender<LiveDropped>,
@@ -350,7 +351,7 @@ pub enum ReplayError {
     Busy,
 }
 
-/// Maximum number of concurrent replays. Each replay starts a worker in addition to the configured number.
+/// Maximum number of concurrent replays. Each replay starts a worker in addition to the configured workers.
 pub const REPLAYS_MAX: usize = 2;
 
 #[derive(Debug)]
@@ -391,9 +392,9 @@ impl CommandSender {
         Self { commands, waker, stop_requests: Arc::default() }
     }
 
-    /// Asks the data plane to stop. On the first call, jobs in flight have up to `drain_timeout` to finish; on the
-    /// second call, the data plane stops immediately. The calls increment a counter instead of using the command queue,
-    /// so that a full queue cannot delay the stop.
+    /// Asks the data plane to stop. After the first call, jobs in flight have up to `drain_timeout` to finish. After
+    /// the second call, the data plane stops immediately. The calls increment a counter instead of using the command
+    /// queue, so that a full queue cannot delay the stop.
     pub fn stop(&self) -> Result<(), CommandSendError> {
         self.stop_requests.fetch_add(1, Ordering::SeqCst);
         self.waker.wake().map_err(|_| CommandSendError::Busy)

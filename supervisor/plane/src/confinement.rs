@@ -57,8 +57,8 @@ impl SandboxSupport {
         Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
-    /// Also denies workers access to the files named in `config`, such as new token files. Affects only workers of
-    /// programs that are resolved after this call.
+    /// Adds the files named in `config`, such as new token files, to the paths that workers must not access. Affects
+    /// only workers of programs that are resolved after this call.
     pub fn withhold(&self, config: &Config) {
         let mut withheld = self.withheld.write().unwrap_or_else(PoisonError::into_inner);
         for path in withheld_paths(config) {
@@ -374,7 +374,7 @@ impl Sandbox {
     }
 }
 
-/// Entry added to `missing` if the number of processes is not limited separately for each worker.
+/// Entry that is added to `missing` if the number of processes is not limited separately for each worker.
 const PROCESS_COUNT: &str = "nproc";
 
 /// Returns true if RLIMIT_NPROC or a cgroup limits the number of processes of each worker. The kernel counts
@@ -389,7 +389,7 @@ fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
     has_group || identity == WorkerIdentity::Each || layers.namespaces.user && !is_root
 }
 
-/// Parts of Landlock that older kernels do not support, each followed by the name used for it in `missing`.
+/// Parts of Landlock that older kernels do not support, each with the name that `missing` uses for it.
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 

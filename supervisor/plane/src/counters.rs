@@ -31,11 +31,11 @@ pub struct SharedCounters {
     pub own_spool: Arc<SpoolCounters>,
     /// True once the data plane is shutting down.
     pub has_ended: AtomicBool,
-    /// True once the data plane has sent an outcome for every job that it received. A job that it has not received gets
-    /// no outcome and was not started. Stays false if the data plane fails.
+    /// True once the data plane has stopped and has sent an outcome for every job that it received. Any other job was
+    /// not started and gets no outcome. Stays false if the data plane fails.
     pub has_answered_all: AtomicBool,
-    /// Number of bytes of payloads of unknown length that each user or token can always hold, regardless of how much
-    /// memory others hold.
+    /// Number of bytes that payloads of unknown length from one user or token can always occupy, regardless of how much
+    /// memory others use.
     pub spool_share: AtomicUsize,
     /// The keeper's PID.
     pub keeper_pid: AtomicU32,
@@ -74,8 +74,8 @@ impl RejectedJobs {
         }
     }
 
-    /// Removes and returns the counts without blocking. If the lock is held, returns nothing; a later call returns the
-    /// counts.
+    /// Removes and returns the counts without blocking. Returns nothing if another thread holds the lock. In that case,
+    /// a later call returns the counts.
     pub fn take(&self) -> HashMap<(String, Priority, RejectReason), u64> {
         self.0.try_lock().map(|mut counts| std::mem::take(&mut *counts)).unwrap_or_default()
     }

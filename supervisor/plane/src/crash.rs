@@ -12,9 +12,9 @@ use bulkhead_shared::crash_record::RECORDED_SIGNALS;
 
 use crate::program::Program;
 
-/// Records of a worker's threads, to be read by a symbolizer.
+/// Stacks recorded from a worker's threads, for a symbolizer to read.
 pub struct CrashRecord {
-    /// File that contains the records; see [`bulkhead_shared::crash_record`].
+    /// File that contains the recorded stacks; see [`bulkhead_shared::crash_record`].
     pub file: OwnedFd,
     /// Format of the file.
     pub kind: RecordKind,
@@ -53,9 +53,9 @@ pub fn recorded_signal(ending: &Ending) -> Option<i32> {
 /// Maximum number of crash reports waiting to be stored. Further reports are dropped and counted.
 pub const REPORTS_WAITING_MAX: usize = 64;
 
-/// Returns the cause of a death, or `None` if the supervisor killed the process for reasons such as a resize or
-/// shutdown. An exit with status 0 is also returned as a cause. The caller decides whether the process was supposed to
-/// exit.
+/// Returns the cause of a process's death, or `None` if the supervisor killed the process for reasons such as a resize
+/// or shutdown. An exit with status 0 is also returned as a cause. The caller decides whether the process was supposed
+/// to exit.
 pub fn cause_of(ending: &Ending) -> Option<Cause> {
     let kind = match (&ending.killed, ending.death) {
         (None, Death::Exit(_)) => CauseKind::Exit,

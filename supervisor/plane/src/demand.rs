@@ -9,7 +9,7 @@ use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
-/// Load of a compartment, which has been constant since `since`.
+/// Load of a compartment (a bulkhead or an isolated tenant). The load has not changed since the time `since`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Load {
     since: Time,
@@ -34,17 +34,18 @@ impl Load {
     }
 }
 
-/// Observations of one time window. With isolated tenants, the times of all tenants are added up, because `processes`,
-/// `max_in_flight` and `max_queue` apply to each tenant. Time without jobs is not recorded, because an idle night says
-/// nothing about demand during the day.
+/// Observations of one time window. If tenants are isolated, the observed times of all tenants are added up, because
+/// `processes`, `max_in_flight` and `max_queue` apply to each tenant separately. Time without jobs is not recorded,
+/// because an idle night says nothing about demand during the day.
 #[derive(Clone, Debug, Default)]
 pub struct Window {
     /// Distribution of the number of jobs in flight or queued, weighted by time in nanoseconds.
     pub demand: Histogram,
     /// Distribution of the number of queued jobs, weighted by time in nanoseconds.
     pub queued: Histogram,
-    /// Distributions of run times and of queue times, both in microseconds.
+    /// Distribution of run times, in microseconds.
     pub run_us: Histogram,
+    /// Distribution of queue times, in microseconds.
     pub wait_us: Histogram,
     /// Time that jobs spent in flight, summed over all jobs, in nanoseconds.
     pub in_flight_ns: u128,
@@ -58,12 +59,13 @@ pub struct LimitedWindow {
     /// Distribution of the number of jobs in flight, weighted by time in nanoseconds. The total weight is the
     /// time during which the bulkhead had jobs.
     pub in_flight: Histogram,
-    /// Time during which no permit was free, and time during which workers were missing. Both are in nanoseconds.
+    /// Total time during which no permit was free, in nanoseconds.
     pub no_permit_ns: u64,
+    /// Total time during which workers were missing, in nanoseconds.
     pub workers_missing_ns: u64,
-    /// Number of jobs that missed their deadline while running, and number of those jobs whose deadline was the
-    /// bulkhead's default.
+    /// Number of jobs that missed their deadline while running.
     pub deadline_misses: u64,
+    /// Number of jobs that missed the bulkhead's default deadline while running.
     pub own_deadline_misses: u64,
     /// Counters at the beginning of the window.
     base: Counters,
@@ -76,8 +78,9 @@ pub type Sizes = (u32, u32, u32);
 #[derive(Default)]
 pub struct Demand {
     windows: WindowPair<Window>,
-    /// Time at which recording began, and time at which the limits last changed.
+    /// Time at which recording began.
     started_at: Time,
+    /// Time at which the limits last changed.
     changed_at: Option<Time>,
     sizes: Sizes,
 }
@@ -96,8 +99,8 @@ impl Demand {
         self.windows.is_over(now) || self.sizes != sizes_of(limits)
     }
 
-    /// Starts a new window if the current one is over. If the limits have changed, discards observations that depend on
-    /// the old limits. `counters` contains the bulkhead's current counters.
+    /// Starts a new window if the current window is over. If the limits have changed, discards observations that depend
+    /// on the old limits. `counters` contains the bulkhead's current counters.
     pub fn update(&mut self, now: Time, sizes: Sizes, counters: Counters) {
         if self.windows.is_over(now) {
             self.windows.roll(now);

@@ -27,10 +27,10 @@ pub const VERSION: u16 = 1;
 pub const MESSAGE_BYTES_MAX: usize =
     2 * HEADER_BYTES + 2 * METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + READ_BYTES_MAX;
 
-/// Gap between the job, lease and event numbers of a supervisor and those of its successor. The gap keeps numbers
-/// unique if the upgrade fails and the predecessor continues with its own numbers. The successor cannot use this many
-/// numbers in the ten seconds during which the upgrade can fail. A job number has 40 bits, which is enough for tens of
-/// thousands of upgrades.
+/// Gap between the job, lease and event numbers of a supervisor and those of its successor. If the upgrade fails and
+/// the predecessor continues with its own numbers, the gap prevents a number from being used twice. The successor
+/// cannot use this many numbers in the ten seconds during which the upgrade can fail. A job number has 40 bits, which
+/// is enough for tens of thousands of upgrades.
 pub const NUMBERS_PER_ATTEMPT: u64 = 1 << 24;
 
 /// Message kinds, identified by numbers whose meaning never changes.
@@ -160,7 +160,7 @@ pub struct State {
     /// Soft resource limits that applied before the predecessor raised them, by resource number. `u64::MAX` means
     /// unlimited.
     pub soft_limits: Vec<(u32, u64)>,
-    /// Descriptor names of the sockets that belong to the service manager.
+    /// Descriptor names of the sockets that the service manager created.
     pub activated: Vec<String>,
 }
 
@@ -172,7 +172,7 @@ pub struct CompartmentName {
     pub tenant: Option<String>,
 }
 
-/// HELD_AT_SWITCH and HELD: the permits that the predecessor still needs. The numbers can only decrease.
+/// HELD_AT_SWITCH and HELD: the number of permits that the predecessor still needs. This number can only decrease.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Held {
     pub compartment: CompartmentName,
@@ -189,7 +189,7 @@ pub struct Quarantined {
 }
 
 impl Quarantined {
-    /// Returns the message for a payload with this digest.
+    /// Returns the message which says that the payload with this digest is quarantined.
     pub fn new(compartment: CompartmentName, digest: Digest) -> Self {
         Self { compartment, digest: u128::from(digest).to_le_bytes() }
     }
@@ -274,7 +274,7 @@ pub fn encode<'a>(kind: u8, message: &impl Message<'a>, payload: &[u8]) -> Resul
 /// A received message.
 #[derive(Debug)]
 pub struct Frame<'a> {
-    /// Kind of the message, from [`kind`] or from a later version.
+    /// Kind of the message: a constant from [`kind`], or a number that only later versions define.
     pub kind: u8,
     metadata: &'a [u8],
     pub payload: &'a [u8],
@@ -352,7 +352,7 @@ pub enum HandoverCommand {
     Release,
     /// The successor has failed. Serve clients again. Contains the listener of the jobs socket.
     TakeBack(Option<std::os::unix::net::UnixListener>),
-    /// The upgrade can no longer fail. Stop idle workers now, and shut down after the last job.
+    /// The upgrade can no longer fail. Stop idle workers now, and shut down once the last job has ended.
     Leave,
     /// Apply the changes that operators made in the predecessor.
     Restore {

@@ -10,14 +10,14 @@ pub struct DataPlaneLimits {
     pub clients_max: usize,
     /// Maximum size of a payload, in bytes.
     pub payload_bytes_max: u64,
-    /// Largest `max_payload` since the supervisor started, in bytes. Results accepted under an earlier, higher limit
-    /// can still be on their way to clients.
+    /// Highest `max_payload` since the supervisor started, in bytes. Needed because results accepted under an earlier,
+    /// higher limit may not have reached their clients yet.
     pub result_bytes_max: u64,
     /// Maximum total size of waiting payloads, in bytes.
     pub buffered_bytes_max: usize,
     /// Maximum total size of memory files, in bytes.
     pub pooled_bytes_max: u64,
-    /// Maximum time that the supervisor waits for jobs in flight when it is stopping.
+    /// Maximum time that a stopping supervisor waits for jobs in flight.
     pub drain_timeout: Duration,
 }
 

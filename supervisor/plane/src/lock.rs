@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// Maximum time to wait for a lock or a socket address to become free. After this time, a running process is assumed to
-/// hold it.
+/// Maximum time to wait for a lock or a socket address to become free. After this time, the supervisor assumes that a
+/// running process is using the lock or address.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Interval between attempts to acquire a lock or a socket address.
@@ -36,8 +36,8 @@ pub fn lock(path: &Path) -> Result<File, LockError> {
     lock_with_timeout(RELEASE_TIMEOUT, path)
 }
 
-/// Calls `attempt` until it succeeds or returns an error for which `is_taken` is false, but for no longer than half a
-/// second.
+/// Calls `attempt` repeatedly for up to half a second. Stops early if `attempt` succeeds, or fails with an error for
+/// which `is_taken` returns false.
 pub fn retry_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,

@@ -12,7 +12,8 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::command::DroppableNotice;
 
-/// Maximum number of events and crash reports in the channel. Further ones are dropped and counted.
+/// Maximum number of events and crash reports in the channel. If the channel is full, further events and reports are
+/// dropped and counted.
 const DROPPABLE_MAX: usize = 16 * 1024;
 
 /// Maximum number of worker outputs in the channel. Each output accounts for four of the supervisor's open descriptors.

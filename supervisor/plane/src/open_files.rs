@@ -7,16 +7,18 @@ use bulkhead_config::{BulkheadConfig, Config, StartMode, SupervisorConfig};
 /// Number of descriptors reserved for the supervisor itself, for operator connections, and for short-lived files.
 const DESCRIPTORS_OWN: u64 = 48;
 
-/// Minimum total size in bytes of the memory files in a lease, and number of descriptors that a lease needs.
+/// Minimum total size of the memory files in a lease, in bytes.
 const LEASE_BYTES_MIN: u64 = 512 * 1024;
+
+/// Number of descriptors that a lease needs.
 const DESCRIPTORS_PER_LEASE: u64 = 4;
 
-/// The maximum number of leases is the limit on open files divided by this number. The same maximum applies to loans
-/// that workers have not received yet.
+/// Ratio of the limit on open files to the maximum number of leases. The same maximum applies to loans that workers
+/// have not received yet.
 const LIMIT_PER_LEASE: u64 = 16;
 
-/// The limit on open files divided by this number is the maximum number of closed connections that still hold the
-/// descriptors of a loan because the peer has not read the loan.
+/// Ratio of the limit on open files to the maximum number of closed connections with an unread loan. As long as the
+/// peer has not read the loan, such a connection still holds the loan's descriptors.
 pub const LIMIT_PER_UNREAD: u64 = 32;
 
 /// Returns the maximum number of memory file leases. `limit` is the limit on open files.
@@ -24,8 +26,8 @@ pub fn leases_max(limit: u64, max_pooled: u64) -> u64 {
     (max_pooled / LEASE_BYTES_MIN).min(limit / LIMIT_PER_LEASE)
 }
 
-/// Number of descriptors per worker: both ends of the link, the pidfd, two pipes and the journal. The number is
-/// doubled, because a replacement starts before the old worker exits.
+/// Number of descriptors to reserve for each worker: both ends of the link, the pidfd, two pipes and the journal, all
+/// counted twice because a replacement starts before the old worker exits.
 const DESCRIPTORS_PER_WORKER: u64 = 12;
 
 pub fn current_limit() -> u64 {

@@ -53,7 +53,7 @@ impl ClientRejection {
     }
 }
 
-/// Returns the process at the other end of a connected socket.
+/// Returns the process that connected the socket.
 pub fn peer_of(socket: &impl AsFd) -> Result<Peer, ClientRejection> {
     Peer::of(socket).map_err(|error| ClientRejection::unidentified(None, &error))
 }

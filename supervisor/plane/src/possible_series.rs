@@ -16,7 +16,7 @@ pub struct PossibleSeries {
     /// True if another bulkhead uses this bulkhead as a fallback.
     pub has_guests: bool,
     pub has_spares: bool,
-    /// True if an operator has opened the breaker. This is possible even without a `breaker` table.
+    /// True if an operator has forced the breaker open, which is possible even without a `breaker` table.
     pub was_opened: bool,
     has_breaker: bool,
     has_poison: bool,

@@ -14,7 +14,7 @@ use bulkhead_keeper::{Rlimit, SpawnOrder};
 /// Environment variable that tells a worker program to act as a template.
 const TEMPLATE: &str = "BULKHEAD_TEMPLATE=1";
 
-/// Undocumented command-line argument. If this is the first argument, the supervisor program must run as a symbolizer.
+/// Undocumented first command-line argument that makes the supervisor program run as a symbolizer.
 pub const SYMBOLIZE_ARGUMENT: &str = "__symbolize";
 
 /// Memory limit of a symbolizer, in bytes.
@@ -199,8 +199,8 @@ impl Program {
 }
 
 /// Resolves the confinement of a symbolizer. It equals the worker's confinement, but without write access or network
-/// access, and with the `strict` profile if this machine supports that profile. Even a record that exploits the
-/// symbolizer gains no rights that its worker did not have.
+/// access, and with the `strict` profile if this machine supports that profile. Even if a manipulated crash record
+/// takes over the symbolizer, it gains no rights that the worker did not have.
 fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &SandboxSupport) -> Sandbox {
     let resolve = |profile| {
         let mut bulkhead = bulkhead.clone();
@@ -233,8 +233,8 @@ fn exit_and_file_options(bulkhead: &BulkheadConfig) -> Vec<String> {
     options.into_iter().flat_map(|(option, value)| [option.to_owned(), value]).collect()
 }
 
-/// Size limit for core dumps, in bytes. Too small for any dump. With a limit of 0, the kernel would still pipe dumps to
-/// a program configured in `kernel.core_pattern`.
+/// Size limit for core dumps, in bytes, which is too small for any dump. The limit is not 0, because the kernel would
+/// then still pipe dumps to a program configured in `kernel.core_pattern`.
 const NO_DUMP_BYTES: u64 = 1;
 
 /// Converts resource limits to the form that the kernel needs. Hard limits equal soft limits, so that a worker cannot

@@ -18,7 +18,7 @@ use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program};
 use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig, TenantConfig};
 
-/// The maximum total size of the memory files lent to a worker is the worker's memory limit divided by this number.
+/// Ratio of a worker's memory limit to the maximum total size of the memory files lent to the worker.
 const LENT_DIVISOR: u64 = 4;
 
 /// A bulkhead's settings, converted to the form that the data plane uses.
@@ -34,7 +34,7 @@ pub struct BulkheadSpec {
     /// Maximum number of isolated tenants that can have workers at the same time, or `None` if tenants are not
     /// isolated.
     pub max_active: Option<usize>,
-    /// True if the bulkhead's own table sets `pressure`, in which case the bulkhead must have a queue.
+    /// True if `pressure` is set in the bulkhead's own table. The bulkhead must then have a queue.
     pub has_own_pressure: bool,
     /// Memory usage in bytes at which a worker is replaced or killed, or `None` if there is no limit.
     pub memory_limit: Option<u64>,
@@ -52,7 +52,7 @@ pub struct ChangedBulkhead {
     pub replaces_workers: bool,
 }
 
-/// Keys whose live changes a reload discards, grouped by bulkhead.
+/// Keys for which a reload discards an operator's live change, grouped by bulkhead.
 pub type LiveDropped = BTreeMap<Arc<str>, Vec<String>>;
 
 /// A prepared reload, to be applied by the data plane.

@@ -9,18 +9,19 @@ use bulkhead_policy::Time;
 use bulkhead_shared::limits::truncate;
 use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
 
-/// Length of one of the time slices into which the window is divided.
+/// Length of a time slice. The window over which outcomes are counted consists of several slices.
 const SLICE: Duration = Duration::from_secs(5);
 
-/// Number of time slices in the window. Together they cover one minute.
+/// Number of time slices in the window over which outcomes are counted. Together, the slices cover one minute.
 const SLICES: usize = 12;
 
-/// Minimum number of jobs in the window for a service level other than `ok`.
+/// Minimum number of jobs that must have ended in the last minute for the service level to be anything other than `ok`.
 const JOBS_MIN: u64 = 10;
 
-/// Thresholds above which the service counts as degraded and as failing, as percentages of jobs with an outcome other
-/// than `ok`.
+/// Percentage of jobs with an outcome other than `ok` above which the service counts as degraded.
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
+
+/// Percentage of jobs with an outcome other than `ok` above which the service counts as failing.
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
 /// Maximum number of bytes of a handler's error code that are quoted to explain a degraded service.
@@ -64,7 +65,7 @@ pub struct Window {
 
 #[derive(Clone, Debug)]
 struct Slice {
-    /// Number of the time slice. Slices that are older than the window are ignored.
+    /// Number of the time slice. Slices that are more than a minute old are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
 }

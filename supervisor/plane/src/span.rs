@@ -41,13 +41,14 @@ pub struct JobSpan {
 #[derive(Debug)]
 pub struct SpanOutcome {
     pub outcome: &'static str,
-    /// Reason for the outcome, or the handler's error code, which is untrusted text. `None` if the outcome has neither.
+    /// Reason for the outcome, or the handler's error code, which is untrusted text. `None` if there is neither a
+    /// reason nor an error code.
     pub reason: Option<Box<str>>,
     /// Human-readable message, truncated to a maximum size. Untrusted text if it comes from the handler.
     pub message: Option<Box<str>>,
     /// True if the job failed because of the server, not because of the job itself.
     pub is_error: bool,
-    /// Whether the handler was started.
+    /// Whether the handler ever started running the job.
     pub executed: Executed,
     /// Number of the job, or `None` if the job was not accepted.
     pub job: Option<JobId>,
@@ -56,7 +57,7 @@ pub struct SpanOutcome {
     pub served_by: Box<str>,
     /// Number of times that the job was sent to a worker.
     pub attempts: u32,
-    /// Time that the job spent in the queue.
+    /// Total time that the job spent in the queue.
     pub queued: Duration,
     /// Time that workers spent on the job, summed over all attempts.
     pub ran: Duration,

@@ -23,7 +23,7 @@ pub struct ThreadMonitor(Arc<Shared>);
 struct Shared {
     /// True once all essential threads have started.
     has_started: AtomicBool,
-    /// True once essential threads are expected to exit.
+    /// True once shutdown has begun, so that essential threads are expected to exit.
     is_shutting_down: AtomicBool,
     /// Name of the first thread that exited early.
     lost: OnceLock<&'static str>,
@@ -45,7 +45,7 @@ impl ThreadMonitor {
     }
 
     /// Records that startup is complete. From then on, an early exit of an essential thread is reported immediately.
-    /// Before that, a thread exits only if startup has failed, which is reported elsewhere.
+    /// During startup, a thread exits only if startup has failed, which is reported elsewhere.
     pub fn mark_started(&self) {
         self.0.has_started.store(true, Ordering::SeqCst);
     }

@@ -8,7 +8,7 @@ use bulkhead_policy::Time;
 pub const HOUR: u64 = 3600;
 
 /// Values for the current and the previous time window, each `SECONDS` long. Windows begin at multiples of their length
-/// after [`Time::ZERO`], so that all pairs of the same length change windows at the same time.
+/// after [`Time::ZERO`], so that all pairs with windows of the same length switch to the next window at the same time.
 #[derive(Clone, Debug, Default)]
 pub struct WindowPair<T, const SECONDS: u64 = HOUR> {
     pub current: T,

@@ -41,8 +41,8 @@ const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
 /// Files that contain the ID mappings of the current user namespace.
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 
-/// Maximum time to wait for the workers of a killed supervisor to exit, so that each bulkhead gets the same permanent
-/// ID again.
+/// Maximum time to wait for the workers of a killed supervisor to exit. After their exit, each bulkhead can get the
+/// same permanent ID as before.
 const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Interval between checks of whether an ID is still in use.
@@ -81,7 +81,7 @@ struct State {
     lock_file: Option<File>,
     /// IDs of the running workers.
     in_use: BTreeSet<u32>,
-    /// Offset within the range of the next ID to try. Allocation cycles through the range, so that an ID is reused as
+    /// Next ID to try, as an offset within the range. Allocation cycles through the range, so that an ID is reused as
     /// late as possible.
     next: u64,
     /// Permanent IDs, by bulkhead name.
@@ -91,7 +91,7 @@ struct State {
     database_ids: DatabaseIds,
 }
 
-/// IDs in the local databases, and the modification times that the files had when they were read.
+/// IDs in the local user and group databases, and the modification times of the database files when they were read.
 #[derive(Debug, Default)]
 struct DatabaseIds {
     ids: BTreeSet<u32>,
@@ -222,7 +222,7 @@ impl IdAllocator {
         }
     }
 
-    /// Locks the inherited IDs. Until this call, other supervisors skip these IDs because workers are still running
+    /// Locks the inherited IDs. Before this call, other supervisors skip these IDs because workers are still running
     /// under them.
     pub fn lock_inherited(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -374,8 +374,8 @@ pub fn find_subordinate(
     resolve().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
 }
 
-/// Returns the path of the current user's lock file. Creates the file and its folder, unless the IDs are only needed
-/// for a check.
+/// Returns the path of the current user's lock file. Creates the file and its folder, unless IDs are needed only to
+/// check the configuration.
 fn own_lock_file(id_use: IdUse) -> Result<PathBuf, String> {
     let uid = rustix::process::geteuid();
     let user = nix::unistd::User::from_uid(uid.as_raw().into()).ok().flatten();

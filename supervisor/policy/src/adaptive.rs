@@ -78,7 +78,7 @@ pub(crate) struct LimitReport {
     pub(crate) latency: Duration,
 }
 
-/// The most recent run times that determine one vote, in nanoseconds.
+/// Most recent run times from which one vote on the latency is computed, in nanoseconds.
 #[derive(Debug, Default)]
 struct Runs {
     times: Vec<u64>,
@@ -106,24 +106,24 @@ pub(crate) struct Adaptive {
     limits: AdaptiveLimits,
     limit: u32,
     window_from: Time,
-    /// Run times in the current window, grouped by vote. The key is the tenant's number, or `None` for the vote shared
-    /// by all tenants beyond [`TENANTS_MAX`].
+    /// Run times in the current window, grouped by vote. The key is the number of the tenant that has the vote. The key
+    /// is `None` for the shared vote of all tenants that do not have their own.
     runs: BTreeMap<Option<u32>, Runs>,
-    /// Highest number of permits in use when a job ended in the current window.
+    /// Highest number of permits that were in use at the end of any job in the current window.
     in_use_max: u32,
-    /// True if a job in the current window ended while every permit within the limit was either in use or reserved for
-    /// critical jobs.
+    /// True if, at the end of any job in the current window, every permit within the limit was either in use or
+    /// reserved for critical jobs.
     was_full: bool,
     /// True if a job has been counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
     /// Earliest dispatch time of the jobs that are counted. Jobs dispatched earlier are ignored, because they started
     /// under a higher limit.
     counts_from: Time,
-    /// True if the limit was raised and no complete window has been measured since then.
+    /// True if no complete window has been measured since the limit was last raised.
     has_grown: bool,
     /// Number of windows to wait before the limit can grow again.
     pause: u32,
-    /// Value of `pause` after the next decrease.
+    /// Value that `pause` will get when the limit is lowered the next time.
     next_pause: u32,
     latency: Option<Duration>,
     reported: u32,
@@ -245,7 +245,7 @@ impl Adaptive {
         (self.limit != self.reported && self.latency.is_some()).then_some(at)
     }
 
-    /// Returns the change to the limit if a report is due, and marks the change as reported.
+    /// If a report is due, returns the change to the limit and marks the change as reported.
     pub(crate) fn take_report(&mut self, now: Time) -> Option<LimitReport> {
         let latency = self.latency.filter(|_| self.report_due_at().is_some_and(|at| at <= now))?;
         self.reported_at = Some(now);
@@ -270,8 +270,8 @@ impl Adaptive {
     }
 
     /// Raises the limit by its square root if all permits were in use. Assumes that run times grow in proportion to the
-    /// limit, and does not raise the limit past the point at which they would reach `target`. An increase by one is
-    /// always allowed, because only a trial shows whether one more job is too many.
+    /// limit, and does not raise the limit past the point at which the run times would reach `target`. An increase by
+    /// one is always allowed, because only a trial shows whether one more job is too many.
     fn increase(&mut self, latency: u64, target: u64) {
         if std::mem::take(&mut self.has_grown) {
             self.next_pause = (self.next_pause / 2).max(1);

@@ -46,7 +46,7 @@ impl BreakerLimits {
         self.open_for.saturating_mul(factor.min(OPEN_FOR_FACTOR_MAX))
     }
 
-    /// Returns true if the number of failed or slow calls in `seen` reaches the configured ratio of `calls`. As in
+    /// Returns true if the failed or slow calls in `seen` reach the configured ratio of all `calls`. As in
     /// resilience4j, equality is enough, because a ratio of 1 cannot be exceeded. Even with a ratio of 0, at least one
     /// failed or slow call is required.
     fn are_reached_by(&self, seen: Tally, calls: u32) -> bool {
@@ -125,7 +125,7 @@ pub(crate) enum CallResult {
     Ignored,
 }
 
-/// A change in the breaker's state, and the call statistics that caused the change.
+/// A change in the breaker's state, with statistics about the calls that caused the change.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transition {
     /// Previous state.
@@ -237,8 +237,8 @@ impl Breaker {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Gives back the claim of a call whose result says nothing about the dependency, so that another call can be the
-    /// probe instead. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
+    /// Gives back the claim of a call whose result says nothing about the dependency. If the call was a probe, another
+    /// call can then take its place. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn return_claim(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
             && let State::HalfOpen { outstanding, .. } = &mut self.state
@@ -290,8 +290,8 @@ impl Breaker {
         }
     }
 
-    /// Opens the breaker as soon as a configured ratio is certain to be reached, even if all remaining probes succeed.
-    /// Closes the breaker after the last probe.
+    /// Opens a half-open breaker as soon as a configured ratio will be reached even if all remaining probes succeed.
+    /// Otherwise, closes the breaker after the last probe.
     fn judge_probes(&mut self, now: Time, seen: Tally) -> Option<Transition> {
         let limits = self.limits.as_ref()?;
         if limits.are_reached_by(seen, limits.probes()) {
@@ -522,8 +522,8 @@ mod tests {
         }
     }
 
-    /// Taken from `shouldOpenAfterFailureRateThresholdExceeded` in resilience4j. The fifth call triggers the decision
-    /// even if it succeeds.
+    /// Taken from `shouldOpenAfterFailureRateThresholdExceeded` in resilience4j. The fifth call makes the breaker open
+    /// even if this call succeeds.
     #[test]
     fn breaker_opens_at_failure_rate() {
         let mut breaker = breaker();
@@ -567,7 +567,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// Taken from `HealthCountsStream` in Hystrix. Calls older than the window no longer count.
+    /// Taken from `HealthCountsStream` in Hystrix. Calls are not counted once they have left the window.
     #[test]
     fn old_failures_leave_the_window() {
         let mut breaker = breaker();
@@ -653,8 +653,8 @@ mod tests {
         assert!(transition.is_some_and(|t| t.to == BreakerState::Closed && t.calls == 4));
     }
 
-    /// Taken from `maxWaitDurationInHalfOpenState` in resilience4j (#2028). This setting is not needed here, because a
-    /// hanging probe ends as a failure at its deadline.
+    /// Taken from `maxWaitDurationInHalfOpenState` in resilience4j (#2028). This breaker does not need such a setting,
+    /// because a hanging probe ends as a failure at its deadline.
     #[test]
     fn probe_that_exceeds_its_deadline_reopens_the_breaker() {
         let mut breaker = Breaker::new(Some(BreakerLimits { probes: 1, ..limits() }));
@@ -794,7 +794,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// The breaker must not open merely because an old success leaves the window or because a call is ignored.
+    /// The breaker must not open merely because an old success has left the window or because a call was ignored.
     #[test]
     fn only_failed_or_slow_calls_open_the_breaker() {
         let mut breaker = breaker();

@@ -74,9 +74,9 @@ pub struct Bulkhead<T> {
     prefetched: usize,
     /// True if all prefetched jobs must be recalled.
     must_recall_all: bool,
-    /// Workers that have not started a job in time.
+    /// Workers that were found to be late in starting a job.
     late_workers: Vec<u32>,
-    /// Recalled jobs that must be sent to the same worker again.
+    /// Recalled jobs that must be sent again to the worker that had them.
     to_resend: Vec<u32>,
     /// Replaced workers that no longer occupy a slot but have not exited yet, oldest first.
     exiting: VecDeque<u32>,
@@ -89,13 +89,13 @@ pub struct Bulkhead<T> {
     /// True if a worker or slot has changed, so that [`Self::fill_from_spares`] must look for slots that need
     /// a spare.
     spares_changed: bool,
-    /// Slots that the rolling restart has not reached yet.
+    /// Slots whose workers the rolling restart has yet to replace, with the reason for the restart.
     rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
     counters: Counters,
     /// Adaptive `Retry-After` values, indexed by priority code. Each value is created at the first rejection.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
-    /// True if queue pressure has been reported and has not ended since then.
+    /// True from the report of queue pressure until the pressure has ended.
     is_pressure_reported: bool,
     evictions: Evictions,
     handover: Handover,
@@ -326,7 +326,7 @@ impl<T> Bulkhead<T> {
         &self.limits
     }
 
-    /// Counts a job that the caller rejected before submission because it was malformed or too large, or
+    /// Counts a job that the caller rejected before submission, either because the job was malformed or too large, or
     /// because memory was exhausted.
     pub fn count_rejected(&mut self, reason: RejectReason) {
         self.counters.count_rejected(reason);

@@ -18,9 +18,9 @@ pub struct Ending {
 /// Cause of a process's death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Death {
-    /// Exited with this exit status.
+    /// The process exited with this status.
     Exit(i32),
-    /// Killed by the signal with this number.
+    /// The process was killed by the signal with this number.
     Signal(i32),
     /// Killed for making a system call that the sandbox forbids. The string is the name of the system call, or empty if
     /// unknown.
@@ -34,7 +34,7 @@ pub enum Death {
 /// Reason for killing a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KillReason {
-    /// A job in the worker did not end in time.
+    /// One of the worker's jobs did not end in time.
     Deadline,
     /// The worker stopped sending heartbeats.
     Hung,
@@ -53,7 +53,8 @@ pub enum KillReason {
 }
 
 impl KillReason {
-    /// Returns true if the worker was killed for not responding in time. The worker's stacks then show where it hangs.
+    /// Returns true if the worker was killed for not responding in time. In that case, the worker's stacks show where
+    /// the worker hangs.
     pub fn is_hang(&self) -> bool {
         matches!(self, Self::Hung | Self::NoHello | Self::NotReady)
     }
@@ -94,7 +95,7 @@ vocabulary! {
         NotReady = "not_ready",
         Stopped = "stopped",
         KeeperDied = "keeper_died",
-        /// The previous worker could not be started.
+        /// The previous attempt to start a worker failed.
         NotStarted = "not_started",
         // The previous worker was replaced.
         Jobs = RecycleReason::Jobs.name(),

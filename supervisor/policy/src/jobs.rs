@@ -18,7 +18,7 @@ const INDEX_BITS: u32 = 24;
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Length up to which the table keeps its memory after jobs have been removed.
+/// Length of the table below which removing jobs never shrinks the table.
 const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
@@ -26,7 +26,7 @@ pub(crate) struct Job<T> {
     /// The caller's record, or `None` once the outcome has been sent to the client, even if a worker still has the job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
-    /// End of the queue timeout. Cleared when a job that held a permit is recalled. Ignored after an attempt that
+    /// End of the queue timeout. Cleared when a job that held a permit is recalled. Ignored once an attempt has
     /// crashed.
     pub(crate) queue_timeout_at: Option<Time>,
     /// Time by which the client must get the outcome.
@@ -35,7 +35,7 @@ pub(crate) struct Job<T> {
     pub(crate) hard_deadline_at: Time,
     /// Maximum time between dispatch and outcome.
     pub(crate) run_limit: Duration,
-    /// Time after dispatch at which this job causes its worker to be killed, even if the worker is running other jobs.
+    /// Run time after which this job causes its worker to be killed, even if the worker is running other jobs.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_resendable: bool,
@@ -59,7 +59,7 @@ pub(crate) struct Job<T> {
     pub(crate) is_counted: bool,
     /// True if the job may have crashed a worker and must therefore run alone in a worker.
     pub(crate) is_suspect: bool,
-    /// Result of the earlier attempts, or `None` if there were none.
+    /// Combined result of the attempts before the current one, or `None` if there were none.
     pub(crate) earlier_attempts: Option<Box<EarlierAttempts>>,
     /// Claim from the circuit breaker. Present only while a worker has the job and the client is waiting.
     pub(crate) claim: Option<Claim>,
@@ -124,8 +124,8 @@ pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
     sequence: u64,
-    /// Number of jobs at or below which the next removal tries to shrink the table. Set to half the current number of
-    /// jobs after each attempt.
+    /// An attempt to shrink the table is made only if at most this many jobs are left after a removal. After each
+    /// attempt, this value is set to half the current number of jobs.
     shrink_below: usize,
 }
 

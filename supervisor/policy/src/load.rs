@@ -2,8 +2,8 @@
 //! lowest number, because its caches are the warmest. Every operation is O(1) for up to 64 workers, plus one machine
 //! word for every 64 additional workers.
 
-/// Workers, grouped by their number of jobs. A worker's level changes by at most one at a time, so the lowest
-/// occupied level is cheap to maintain.
+/// Workers, grouped by their number of jobs. Because the number changes by at most one at a time, keeping track of the
+/// lowest number is cheap.
 #[derive(Default)]
 pub(crate) struct WorkersByLoad {
     /// One bitmap of workers per level.

@@ -39,7 +39,7 @@ pub struct Submission<T> {
     pub run_limit: Option<Duration>,
     /// Priority class of the job.
     pub priority: Priority,
-    /// True if it is safe to run the job twice.
+    /// True if it is safe to run the job more than once.
     pub idempotent: bool,
     /// True if the caller keeps the payload and can therefore dispatch the job again.
     pub is_resendable: bool,
@@ -95,7 +95,7 @@ pub enum Reply {
     },
 }
 
-/// Optional features that a worker supports.
+/// Optional capabilities that a worker announces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
     /// True if the worker sends heartbeats while jobs are running.
@@ -133,8 +133,7 @@ pub enum Event<T> {
         /// True if a job that has already started must not be cancelled.
         unless_begun: bool,
     },
-    /// The memory for waiting jobs is exhausted. The job is rejected if it is waiting. A job that a worker already has
-    /// is not affected.
+    /// The memory for waiting jobs is exhausted, so this job is rejected unless a worker already has it.
     MemoryExhausted {
         /// Job to reject.
         job: JobId,
@@ -166,7 +165,7 @@ pub enum Event<T> {
     ExtendStart {
         /// Worker that requests more time.
         worker: WorkerId,
-        /// Requested time from this event until the new start deadline.
+        /// Time that the worker requests, counted from this event to the new start deadline.
         more: Duration,
     },
     /// A worker reports the status of its initialisation. If the start fails, the failure message contains the most
@@ -187,8 +186,8 @@ pub enum Event<T> {
         /// Worker that sent the frame.
         worker: WorkerId,
     },
-    /// A worker was alive at an earlier time, according to a timestamp in shared memory. The caller reads the timestamp
-    /// only if the worker is silent.
+    /// A worker was still alive at an earlier time, according to a timestamp that it wrote to shared memory. The caller
+    /// reads the timestamp only while the worker is silent.
     AliveAt {
         /// Worker that wrote the timestamp.
         worker: WorkerId,
@@ -199,8 +198,8 @@ pub enum Event<T> {
     CpuTimeChecked {
         /// Worker that was examined.
         worker: WorkerId,
-        /// True if the worker has been waiting for a processor since [`Action::RecordCpuTime`] and got hardly any
-        /// processor time. In that case, the silence is attributed to the machine.
+        /// True if, since [`Action::RecordCpuTime`], the worker has been waiting for a processor and has got hardly any
+        /// processor time. In that case, the worker's silence is attributed to the machine.
         is_starved: bool,
     },
     /// A worker has sent a job's result.
@@ -285,7 +284,7 @@ pub enum Event<T> {
         /// Resident set size, in bytes.
         rss_bytes: u64,
     },
-    /// The supervisor itself was paused, so workers that have been silent until now may be healthy.
+    /// The supervisor itself was paused, so workers that seem to have been silent may be healthy.
     SupervisorPaused,
     /// Replaces all workers one after another. Each old worker continues to run until its replacement is ready. Workers
     /// that are still starting are killed and restarted.
@@ -321,14 +320,14 @@ pub enum Event<T> {
         /// True to force the breaker open, false to release it.
         open: bool,
     },
-    /// Caps the number of permits, because a successor uses the others. This bulkhead's remaining jobs never need more
-    /// permits than the cap.
+    /// Caps the number of permits during an upgrade, because the successor uses the rest. This bulkhead's remaining
+    /// jobs never need more permits than the cap.
     CapPermits {
         /// Maximum number of permits, or `None` if there is no longer a successor.
         most: Option<u32>,
     },
-    /// Sets the number of permits that the predecessor in an upgrade still needs. This bulkhead does not use them for
-    /// its own jobs.
+    /// Sets the number of permits that the predecessor in an upgrade still needs. This bulkhead does not use these
+    /// permits for its own jobs.
     PredecessorHolds {
         /// Number of permits.
         permits: u32,
@@ -423,7 +422,7 @@ pub enum Action<T> {
 /// Changes to individual limits. `None` leaves a limit unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LimitChange {
-    /// Number of worker processes. After a decrease, surplus workers finish their jobs first.
+    /// Number of worker processes. After a decrease, surplus workers finish their jobs before they exit.
     pub processes: Option<u32>,
     /// Maximum number of jobs in flight per worker. After a decrease, running jobs continue.
     pub max_in_flight: Option<u32>,
@@ -462,7 +461,7 @@ pub struct JobOutcome<T> {
     pub worker_pid: Option<u32>,
     /// True if the client may submit the job again.
     pub retryable: bool,
-    /// Time that the client should wait before submitting the job again.
+    /// Time that the client should wait before it submits the job again.
     pub retry_after: Option<Duration>,
     /// Deadline that applied to the job, counted from submission.
     pub deadline: Duration,

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use crate::time::Time;
 
-/// Capacity of the list of crashes, and of the list of quarantined payloads. When a list is full, its oldest entry is
-/// dropped.
+/// Capacity of the list of crashes, and also of the list of quarantined payloads. When a list is full, the oldest entry
+/// in that list is dropped.
 const REMEMBERED_MAX: usize = 4096;
 
 /// Digest of an operation and its payload. The caller must use a collision-resistant hash function, so that no client
@@ -42,7 +42,8 @@ impl fmt::Display for Digest {
 pub struct PoisonLimits {
     /// Number of crashes after which a payload is quarantined.
     pub crashes: u32,
-    /// Time window in which crashes are counted. A quarantine also lasts this long after the payload's last crash.
+    /// Length of the time window in which crashes are counted. A quarantine also ends this long after the payload's
+    /// last crash.
     pub within: Duration,
 }
 
@@ -51,11 +52,11 @@ pub struct PoisonLimits {
 pub(crate) struct Poison {
     /// Settings of the quarantine, or `None` if it is disabled. While it is disabled, no crashes are recorded.
     limits: Option<PoisonLimits>,
-    /// All recorded crashes, oldest first. A linear search is fast enough, because it happens only after a crash. A
-    /// flood of new payloads can displace recorded crashes, but not quarantined payloads.
+    /// All recorded crashes, oldest first. A linear search is fast enough, because the list is searched only after a
+    /// crash. A flood of new payloads can displace recorded crashes, but not quarantined payloads.
     crashes: VecDeque<(Time, Digest)>,
-    /// Quarantined digests, each with the time of its last crash. Looked up for every job. This is a `BTreeMap` because
-    /// a `HashMap` would be seeded randomly.
+    /// Digests of the quarantined payloads, each with the time of the payload's last crash. Searched for every job.
+    /// This is a `BTreeMap` because a `HashMap` would be seeded randomly.
     quarantined: BTreeMap<Digest, Time>,
 }
 
@@ -74,8 +75,8 @@ impl Poison {
         }
     }
 
-    /// Records that a worker died while it was running a single job, which had this payload. Returns true if the
-    /// payload is now quarantined.
+    /// Records the death of a worker whose only running job had this payload. Returns true if the payload is now
+    /// quarantined.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         let (crashes_min, within) = (limits.crashes.max(1) as usize, limits.within);
@@ -152,7 +153,7 @@ mod tests {
         Time::ZERO + Duration::from_secs(60 * minutes)
     }
 
-    /// As with `maxReceiveCount` in SQS, the third failure of a payload quarantines that payload but no others.
+    /// As with a `maxReceiveCount` of 3 in SQS, the third failure of a payload quarantines that payload but no others.
     #[test]
     fn third_crash_quarantines_only_that_payload() {
         let mut poison = poison();

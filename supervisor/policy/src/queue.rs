@@ -19,11 +19,12 @@ use bulkhead_shared::Priority;
 #[cfg(test)]
 mod tests;
 
-/// Maximum cost charged for a job. Limits how many rounds ahead a turn can be, and thus the number of slots and the
-/// size of the bitmap.
+/// Maximum cost charged for a job. This maximum limits how many rounds ahead a tenant's turn can be, and thus the
+/// number of slots and the size of the bitmap.
 const COST_MAX: u32 = 4095;
 
-/// Initial number of slots in a class. Equals the number of bits in one word of the bitmap.
+/// Number of slots, one per round, that a class allocates at first. Equals the number of bits in one word of the
+/// bitmap.
 const SLOTS_MIN: usize = 64;
 
 /// Size, in entries, up to which a table is never shrunk.
@@ -39,11 +40,11 @@ pub(crate) struct Queue {
     /// Priority classes, indexed by priority code.
     classes: [Class; Priority::ALL.len()],
     ranking: Ranking,
-    /// Flags that are true for blocked tenants. Indexed by tenant, including tenants without waiting jobs.
+    /// True for a tenant that is blocked. Indexed by tenant, including tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
-    /// Number of jobs added since memory was last released. The cost of releasing memory is amortised over these
-    /// additions.
+    /// Number of jobs added since memory was last released. Memory is released only after many additions, so that the
+    /// amortised cost per addition is low.
     added: usize,
 }
 
@@ -62,8 +63,8 @@ impl Queue {
         }
     }
 
-    /// Adds a job ahead of all other jobs of its class. If the tenant is blocked, it stays blocked. The tenant is not
-    /// charged again, because it was charged when the job was first served. O(1).
+    /// Adds a job ahead of all other jobs of its class. A blocked tenant stays blocked. The tenant is not charged
+    /// again, because it was charged when the job was first served. O(1).
     pub(crate) fn push_first(&mut self, job: u32, class: Priority, tenant: u32) {
         if self.jobs.enter(job, Entry { class, tenant, cost: 0, age: self.jobs.oldest - 1 }) {
             self.jobs.oldest -= 1;
@@ -73,7 +74,7 @@ impl Queue {
         }
     }
 
-    /// Removes a waiting job without charging its tenant. Does nothing if the job is not waiting. O(1).
+    /// Removes a waiting job without charging the job's tenant. Does nothing if the job is not waiting. O(1).
     pub(crate) fn remove(&mut self, job: u32) {
         self.take(job, Removal::Cancelled);
     }
@@ -103,7 +104,8 @@ impl Queue {
         }
     }
 
-    /// Unblocks a tenant. When the round of the tenant's turn comes, the tenant is served before all others. O(1).
+    /// Unblocks a tenant. In the round in which the tenant's turn comes, the tenant is served before all other tenants.
+    /// O(1).
     pub(crate) fn unblock(&mut self, tenant: u32) {
         let Some(is_blocked) = self.is_blocked.get_mut(tenant as usize) else { return };
         if std::mem::replace(is_blocked, false) {
@@ -195,7 +197,7 @@ enum Removal {
 struct Entry {
     class: Priority,
     tenant: u32,
-    /// Credit that the tenant must accumulate before the job is served. Zero for a job that was returned to the queue.
+    /// Credit that the tenant must accumulate before the job is served. Zero if the job was returned to the queue.
     cost: u32,
     /// Position in the order of arrival. A new job gets the highest position so far. A job that is returned to the
     /// queue gets the lowest, because it counts as older than all waiting jobs.
@@ -250,7 +252,8 @@ struct Class {
     flows: Vec<Flow>,
     /// Tenants that are waiting for their turn.
     rounds: Rounds,
-    /// Tenants with jobs that were returned to the queue, latest first. Returned jobs are served before any turn.
+    /// Tenants with jobs that were returned to the queue, most recent first. Returned jobs are served before all other
+    /// jobs in the class.
     returned: List,
     returned_links: Links,
 }
@@ -263,7 +266,7 @@ struct Flow {
     turn: Turn,
 }
 
-/// Round in which a flow's oldest job is served.
+/// Round in which the oldest job of a flow (one tenant's jobs in one class) is served.
 #[derive(Clone, Copy, Default)]
 enum Turn {
     /// The flow has no jobs.
@@ -325,8 +328,9 @@ impl Class {
         }
     }
 
-    /// Sets the turn of a flow after its oldest job was removed. If the job was cancelled, the credit accumulated for
-    /// it counts towards the next job, but only up to the next job's cost, so that a tenant cannot save up turns.
+    /// Sets the turn of a flow whose oldest job was removed. If that job was cancelled, the credit accumulated for the
+    /// job counts towards the flow's next job, but only up to the next job's cost, so that a tenant cannot save up
+    /// turns.
     fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, removal: Removal) {
         let flow = &mut self.flows[tenant as usize];
         match flow.turn {
@@ -398,8 +402,8 @@ impl Class {
     }
 }
 
-/// Tenants, grouped by the round of their turn. No turn is further ahead than the maximum cost, so a ring with one slot
-/// per round can hold all turns.
+/// Tenants, grouped by the round in which their turn comes. No turn is more rounds ahead than the maximum cost, so a
+/// ring with one slot per round can hold all turns.
 #[derive(Default)]
 struct Rounds {
     /// Round in which the last job was served.
@@ -435,7 +439,8 @@ impl Rounds {
         }
     }
 
-    /// Moves a tenant to the end of another round, or removes the tenant if `to` is `None`.
+    /// Moves a tenant from the round `from` to the end of the round `to`. If `to` is `None`, only removes the tenant
+    /// from its round.
     fn shift(&mut self, tenant: u32, from: u64, to: Option<u64>) {
         self.remove(tenant, from);
         if let Some(turn) = to {
@@ -470,7 +475,8 @@ impl Rounds {
         slot
     }
 
-    /// Grows the ring if a turn is too far ahead for it. This happens at most a few times; see [`COST_MAX`].
+    /// Grows the ring if it has too few slots for a turn this far ahead. This happens at most a few times; see
+    /// [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
         debug_assert!(ahead <= COST_MAX as usize, "a turn must not be {ahead} rounds ahead");

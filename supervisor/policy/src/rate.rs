@@ -32,7 +32,7 @@ vocabulary! {
 /// Reason why a job exceeds the rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Excess {
-    /// The job would pass after this delay, provided that no other job passes before it.
+    /// The job would pass after this delay, provided that no other job passes in the meantime.
     RetryIn(Duration),
     /// The job costs more than the burst allows, so it will never pass.
     Never,
@@ -61,8 +61,8 @@ impl Bucket {
         }
     }
 
-    /// Converts the bucket to another limit. Earlier charges keep their cost, drain at the new rate, and are capped at
-    /// the new burst.
+    /// Converts the bucket to another limit. The cost of earlier charges that have not drained yet is capped at the new
+    /// burst, and drains at the new rate.
     pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {
         let now = u128::from(now.0);
         let owed = self.0.saturating_sub(now);
@@ -73,8 +73,8 @@ impl Bucket {
 }
 
 impl RateLimit {
-    /// Returns the time that a job of this cost takes to drain from the bucket. The time per unit of cost is rounded up
-    /// to whole nanoseconds, so that the rate is never exceeded. It is at most about six centuries.
+    /// Returns the time that a job of this cost takes to drain from the bucket. The time per unit of cost is at most
+    /// about six centuries, and is rounded up to whole nanoseconds so that the rate is never exceeded.
     fn nanos_for(&self, cost: u32) -> u128 {
         u128::from((1e9 / self.per_second).ceil() as u64) * u128::from(cost)
     }

@@ -11,7 +11,7 @@ use crate::time::Time;
 /// completed a job.
 pub(crate) const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Number of consecutive workers in a bulkhead that can die during their first jobs without delaying restarts.
+/// Number of a bulkhead's workers that can die during their first jobs, one after another, without delaying restarts.
 const UNSPACED_DEATHS_MAX: u32 = 10;
 
 /// Minimum interval between delayed restarts in a bulkhead. The kernel needs milliseconds to start and end a process,
@@ -23,7 +23,8 @@ const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 pub(crate) enum NextStart {
     /// Start another worker at this time.
     At(Time),
-    /// Workers in this slot have failed too often. Start a probe at this time to find out whether they succeed again.
+    /// Workers in this slot have failed too often. At this time, start another worker as a probe, to find out whether
+    /// workers can run again.
     Failed { probe_at: Time },
 }
 
@@ -57,7 +58,7 @@ impl FailureHistory {
     }
 
     /// Returns the delay before the next start. There is no delay after the first failure. Each further failure doubles
-    /// the maximum, and the delay is random between zero and the maximum (full jitter), so that slots that failed
+    /// the maximum delay. The delay is random, between zero and this maximum (full jitter), so that slots that failed
     /// together do not restart together.
     fn delay(&self, limits: &Restart, random: u64) -> Duration {
         let Some(doublings) = self.streak.checked_sub(2) else { return Duration::ZERO };
@@ -74,8 +75,8 @@ impl FailureHistory {
 
 /// Delays restarts after workers that became ready and then died during their first jobs. The first few such deaths are
 /// followed by immediate restarts. If many workers in a row die like this, the jobs are probably the cause, so all
-/// restarts in the bulkhead are spaced out, regardless of the number of slots. The outcomes of the dead worker's jobs
-/// are not delayed.
+/// restarts in the bulkhead are spaced out, regardless of the number of slots. Clients still get the outcomes of a dead
+/// worker's jobs without delay.
 #[derive(Debug, Default)]
 pub(crate) struct RestartSpacing {
     /// Number of consecutive workers that died during their first jobs.

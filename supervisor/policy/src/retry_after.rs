@@ -18,8 +18,8 @@ pub(crate) struct RetryAfter {
     raised_at: u64,
     current: u64,
     count: u64,
-    /// Number of rejections in each of the past seconds, stored together with the second. The index is the second
-    /// modulo the length of the array.
+    /// Each entry contains a second and the number of rejections in that second. The index is the second modulo the
+    /// length of the array.
     history: [(u64, u64); SECONDS_MAX as usize],
 }
 

@@ -28,10 +28,10 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Tenant {
     name: Arc<str>,
-    /// Number of jobs, both queued and in flight, plus the number of withheld places.
+    /// Number of the tenant's queued jobs, jobs in flight and withheld places, added up.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Number of places withheld from the tenant's quota because its jobs may have caused workers to die.
+    /// Number of places withheld from the tenant's quota because the tenant's jobs may have caused workers to die.
     pub(crate) withheld: u32,
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,
@@ -52,8 +52,8 @@ pub(crate) struct Tenant {
 pub(crate) struct Tenants {
     table: Vec<Tenant>,
     by_name: HashMap<Arc<str>, u32>,
-    /// Settings for individual tenants that override the general ones, by tenant name. Includes tenants that are not in
-    /// the table.
+    /// Settings for individual tenants that override the general settings, by tenant name. Includes tenants that are
+    /// not in the table.
     overrides: HashMap<Box<str>, TenantOverrides>,
     labelled: Arc<[String]>,
     oldest: u32,
@@ -104,8 +104,8 @@ impl Tenants {
         TenantId(index)
     }
 
-    /// Replaces the settings that override the general ones for a tenant. Returns the tenant's number if the tenant is
-    /// in the table.
+    /// Replaces the settings that override the general settings for one tenant. Returns the tenant's number if the
+    /// tenant is in the table.
     pub(crate) fn set_overrides(
         &mut self,
         now: Time,
@@ -129,7 +129,7 @@ impl Tenants {
         Some(TenantId(index))
     }
 
-    /// Replaces the settings that override the general ones for individual tenants.
+    /// Replaces all settings that override the general settings for individual tenants.
     pub(crate) fn reconfigure(
         &mut self,
         now: Time,
@@ -155,8 +155,7 @@ impl Tenants {
         (0..self.table.len() as u32).map(TenantId)
     }
 
-    /// Converts the rate-limit buckets of all tenants to a new general rate limit, except for tenants that override the
-    /// rate limit.
+    /// Converts tenants' rate-limit buckets to a new general rate limit. Skips tenants with a rate limit of their own.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
         let Some(before) = before else { return };
         for tenant in self.table.iter_mut().filter(|tenant| tenant.overrides.rate_limit.is_none()) {

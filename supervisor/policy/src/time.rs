@@ -41,7 +41,7 @@ pub(crate) fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
     }
 }
 
-/// Returns the duration in nanoseconds, saturating at 64 bits.
+/// Returns the duration in nanoseconds, or `u64::MAX` if the duration is too long.
 fn nanos(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos().into())
 }

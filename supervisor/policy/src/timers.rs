@@ -15,15 +15,15 @@ const IN_QUEUE: Position = 1 << 31;
 /// Mask for place numbers, which wrap around.
 const PLACE_MASK: u32 = (1 << 30) - 1;
 
-/// Maximum number of empty places in the queue, regardless of the number of timers.
+/// Number of stale places that the queue may always contain, even if few timers are set.
 const STALE_MAX: usize = 64;
 
 /// Timers identified by number. Numbers should be small, because the table has an entry for every number up to the
 /// highest one.
 #[derive(Default)]
 pub struct Timers {
-    /// Places in the queue, ordered by time. The first and the last place always hold a set timer. A place between them
-    /// is stale if its timer was cleared or moved.
+    /// Places in the queue, ordered by time. The first and the last place always belong to timers that are set. A place
+    /// between them is stale if its timer was cleared or moved.
     queue: VecDeque<(Time, u32)>,
     /// Number of the first place in the queue. The number wraps around.
     first: u32,
@@ -88,9 +88,9 @@ impl Timers {
         }
     }
 
-    /// Ensures that the timer with this number fires no later than `at`. If the timer is set to an earlier time, it is
-    /// not moved, so that frequent postponements cost nothing. When the timer fires, the caller must compare the time
-    /// with the actual deadline.
+    /// Ensures that the timer with this number fires no later than `at`. A timer that is already set to an earlier time
+    /// is not moved, so that frequent postponements cost nothing. When the timer fires, the caller must compare the
+    /// time with the actual deadline.
     pub fn set_at_latest(&mut self, number: u32, at: Time) {
         if self.at(number).is_none_or(|set| set > at) {
             self.set(number, at);

@@ -10,7 +10,7 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// Maximum time between the request to start a process and the report that it is running. The time is long because the
-/// keeper starts processes one after another. The `start.handshake` timeout begins once the process is running.
+/// keeper starts one process at a time. The `start.handshake` timeout begins once the process is running.
 const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum time between the request to fork a process from a template and the report that it is running. The time is
@@ -28,7 +28,7 @@ pub(crate) struct Worker {
     pub(crate) ready_at: Option<Time>,
     pub(crate) last_heard_at: Time,
     pub(crate) silence: SilenceCheck,
-    /// Number of times in a row that the worker's silence was attributed to a busy machine.
+    /// Number of consecutive times that the worker's silence was attributed to a busy machine.
     pub(crate) excused_silences: u32,
     pub(crate) has_dispatch_thread: bool,
     /// Heartbeat interval sent to the worker.
@@ -44,7 +44,7 @@ pub(crate) struct Worker {
     pub(crate) sent: u64,
     /// Number of the last job that the worker is known to have started.
     pub(crate) last_begun: u64,
-    /// Number of the last job that had been sent when all jobs were most recently recalled.
+    /// Number of the last job that was sent to the worker before all jobs were most recently recalled.
     pub(crate) recalled_up_to: u64,
     /// Time of the next check for jobs that the worker is late in starting.
     pub(crate) next_begin_check: Option<Time>,
@@ -53,7 +53,7 @@ pub(crate) struct Worker {
     /// Prefetched jobs, oldest first.
     pub(crate) prefetched: VecDeque<u32>,
     pub(crate) prefetched_bytes: u32,
-    /// Last time at which the worker was given a job with a permit or sent a result.
+    /// Last time at which the worker either was given a job that has a permit, or sent a result.
     pub(crate) last_progress_at: Time,
     /// Number of checks since `last_progress_at` that found the worker late in starting a job.
     pub(crate) late_checks: u8,
@@ -63,22 +63,22 @@ pub(crate) struct Worker {
     pub(crate) exclusivity: Exclusivity,
     /// Indexes of the jobs in flight.
     pub(crate) jobs: Vec<u32>,
-    /// Number of jobs that the worker had not started when it died, according to the worker's own record.
+    /// Number of jobs that the dead worker had not started, according to the worker's own record.
     pub(crate) unbegun: usize,
     /// Number of jobs in flight whose clients are still waiting.
     pub(crate) awaited_jobs: u32,
     /// Number of jobs in flight that have exceeded the bulkhead's own deadline or run limit.
     pub(crate) overdue_jobs: u32,
-    /// Time at which the worker will be killed, unless the reason for killing it no longer applies by then.
+    /// Time at which the worker will be killed, unless the reason for the kill has ceased to apply by then.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
     pub(crate) jobs_given: u64,
-    /// Time before which no attempt is made to replace this worker. For a standby, the time of the next check of
-    /// whether the slot's worker is idle.
+    /// Earliest time of the next attempt to replace this worker. For a standby, the time of the next check of whether
+    /// the slot's worker is idle.
     pub(crate) next_replacement_at: Time,
     /// Time of the next check of whether the worker has exceeded `recycle.age`.
     pub(crate) next_age_check: Time,
-    /// Most recent status that the worker reported before it became ready.
+    /// Most recent status of its initialisation that the worker reported before it became ready.
     pub(crate) last_start_status: Option<String>,
 }
 
@@ -90,11 +90,11 @@ pub(crate) enum Assignment {
     Active { slot: u32, is_at_job_limit: bool },
     /// The worker fills a spare slot.
     Spare { slot: u32 },
-    /// The worker takes over the slot once it is ready. If the reason is `recycle.jobs`, the worker remains a standby
+    /// Once the worker is ready, it takes over the slot. If the reason is `recycle.jobs`, the worker remains a standby
     /// until the slot's current worker has been given its last job.
     Successor { slot: u32, reason: RecycleReason },
-    /// The worker has been replaced. Its running jobs are charged to the last slot that it filled. The slot waits for
-    /// the worker to leave unless `has_released_slot` is set.
+    /// The worker has been replaced. Its running jobs are charged to the last slot that it filled. Unless
+    /// `has_released_slot` is set, the slot waits for the worker to leave.
     Replaced { slot: u32, charged_slot: u32, was_killed: bool, has_released_slot: bool },
     /// The worker had already been killed when a spare took over its slot. The worker occupies the spare slot until it
     /// is gone. Its death is charged to the last slot that it filled.
@@ -155,7 +155,7 @@ impl Assignment {
         )
     }
 
-    /// Returns true if the worker's running jobs count as overcommit of the slot to which they are charged.
+    /// Returns true if the worker's running jobs count as overcommit of the slot to which the jobs are charged.
     pub(crate) fn is_overcommit(self) -> bool {
         matches!(self, Self::Replaced { was_killed: false, .. })
     }
@@ -188,7 +188,7 @@ pub(crate) enum SilenceCheck {
     /// No check is in progress, because the worker is not silent.
     #[default]
     None,
-    /// The worker is silent. Its use of processor time is being observed until this time.
+    /// The worker is silent. Until this time, the supervisor observes how much processor time the worker uses.
     Observing { until: Time },
     /// The observation is complete, and the caller has been asked how much processor time the worker used.
     AwaitingResult,
@@ -228,7 +228,7 @@ impl Default for Phase {
     }
 }
 
-/// Facts about the end of a worker that matter to its slot.
+/// Facts about how a worker ended, which determine how its slot is refilled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EndEffect {
     /// The worker failed to start, or ended while idle without having completed a job.
@@ -369,7 +369,7 @@ impl Worker {
         self.assignment = Assignment::Replaced { slot, charged_slot, was_killed, has_released_slot: false };
     }
 
-    /// Records that a replaced worker has released its slot, and returns the slot.
+    /// Records that a replaced worker has released its slot. Returns the slot.
     pub(crate) fn release_slot(&mut self) -> u32 {
         if let Assignment::Replaced { has_released_slot, .. } = &mut self.assignment {
             *has_released_slot = true;
@@ -465,8 +465,8 @@ impl Worker {
         }
     }
 
-    /// Returns true if the worker must currently send heartbeats. A worker without a dispatch thread must do so only
-    /// while idle.
+    /// Returns true if the worker must currently send heartbeats. A worker without a dispatch thread must send
+    /// heartbeats only while it is idle.
     pub(crate) fn owes_heartbeats(&self) -> bool {
         self.has_dispatch_thread || self.jobs.is_empty()
     }

@@ -57,7 +57,7 @@ pub(crate) struct SlotRecord {
     pub(crate) has_had_worker: bool,
     /// Reason why the slot's last worker ended, if one was recorded.
     pub(crate) last_end: Option<RestartCause>,
-    /// True once the start of the slot's first worker has succeeded or failed.
+    /// True once the slot's first worker has become ready or has failed to start.
     pub(crate) has_settled: bool,
     pub(crate) last_exit: Option<String>,
 }
@@ -114,7 +114,7 @@ impl Slot {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Derived {
     is_available: bool,
-    /// Number of free permits that cannot be used because the worker is stalled.
+    /// Number of the worker's free permits that cannot be used because the worker is stalled.
     stalled_permits: u32,
     /// Number of permits that the worker contributes to the limit.
     permits: u32,
@@ -149,8 +149,8 @@ impl Derived {
 struct Entry {
     worker: Worker,
     derived: Derived,
-    /// Number of jobs prefetched to the worker, or `None` if no more can be prefetched. Not part of [`Derived`],
-    /// because it also depends on recent run times.
+    /// Number of jobs prefetched to the worker, or `None` if no more jobs can be prefetched. Not part of [`Derived`],
+    /// because the value also depends on recent run times.
     prefetch_level: Option<u32>,
 }
 
@@ -185,7 +185,7 @@ pub(crate) struct Workers {
     slot_timers: Timers,
     totals: Totals,
     by_load: WorkersByLoad,
-    /// Workers with free prefetch slots, indexed by the number of prefetched jobs.
+    /// Workers to which more jobs can be prefetched, grouped by their number of prefetched jobs.
     prefetch_candidates: WorkersByLoad,
     /// Worker that gets no new jobs, so that it becomes idle and can run the first waiting suspect job alone.
     reserved: Option<u32>,
@@ -274,7 +274,7 @@ impl Workers {
     }
 
     /// Applies a change to a worker's jobs and updates all derived values. Updates the worker's timer only if a check
-    /// for jobs that are late in starting is scheduled.
+    /// of whether the worker is late in starting a job is scheduled.
     #[inline]
     pub(crate) fn edit_jobs<R>(
         &mut self,
@@ -422,13 +422,13 @@ impl Workers {
         earlier(self.timers.next(), self.slot_timers.next())
     }
 
-    /// Returns one slot in which the next worker is due to start.
+    /// Returns a slot whose next worker is due to start, and clears the slot's timer.
     pub(crate) fn pop_due_slot(&mut self, now: Time) -> Option<u32> {
         self.slot_timers.pop_due(now)
     }
 
-    /// Returns one worker whose timer has fired. The caller must then check the worker's deadlines. A worker that does
-    /// not need to send heartbeats is no longer considered silent.
+    /// Returns a worker whose timer has fired. The caller must then check the worker's deadlines. If the worker does
+    /// not need to send heartbeats, it is no longer considered silent.
     pub(crate) fn pop_due(&mut self, limits: &Limits, is_stopping: bool, now: Time) -> Option<u32> {
         self.set_timers(limits, is_stopping);
         let place = self.timers.pop_due(now)?;
@@ -732,7 +732,7 @@ impl Workers {
     }
 }
 
-/// Returns the number of jobs that together take about `lookahead`, judging by recent run times.
+/// Returns how many jobs together take about `lookahead`, judging by recent run times.
 fn prefetch_depth(lookahead: Duration, service_ns: u64) -> usize {
     let lookahead = u64::try_from(lookahead.as_nanos()).unwrap_or(u64::MAX);
     usize::try_from(lookahead / service_ns.max(1)).unwrap_or(PREFETCHED_MAX).min(PREFETCHED_MAX)

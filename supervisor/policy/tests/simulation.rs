@@ -23,8 +23,8 @@ use support::world::World;
 const STEPS: u64 = 2_000_000;
 const STEPS_PER_HISTORY_MAX: u64 = 2000;
 
-/// Maximum time between a stop and the last event. Most of this time is needed for killing workers and for delays of
-/// the supervisor itself.
+/// Maximum time from the stop timeout, at which remaining workers are killed, to the last event. Includes delays of the
+/// simulated supervisor itself.
 const STOP_MARGIN: Duration = Duration::from_secs(20);
 
 const TRACE_LINES: usize = 60;
@@ -49,7 +49,7 @@ fn policy_follows_the_rules_in_random_histories() {
     }
 }
 
-/// Situations that every long simulation must reach at least once.
+/// Situations that must occur at least once in every long simulation.
 const REQUIRED: [&str; 124] = [
     "death withholds no permit",
     "death withholds the permit of a tenant",
@@ -182,8 +182,8 @@ fn variable(name: &str) -> Option<u64> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
-/// Runs the history generated from a seed and returns its number of steps. If the history breaks a rule, runs it again
-/// with a trace.
+/// Runs the random history that is generated from a seed. Returns the number of steps. If the bulkhead breaks a rule,
+/// runs the history again with a trace.
 fn replay(seed: u64, coverage: &mut Coverage) -> u64 {
     let quiet = catch_unwind(AssertUnwindSafe(|| History::new(seed, Trace::Off).run()));
     let history = quiet.unwrap_or_else(|_| {
@@ -289,7 +289,7 @@ impl History {
     }
 }
 
-/// Trace of a history. Its most recent events are printed when this value is dropped.
+/// Trace of a history. Dropping this value prints the most recent events.
 enum Trace {
     Off,
     On { seed: u64, lines: VecDeque<String> },

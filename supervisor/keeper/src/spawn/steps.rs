@@ -37,9 +37,9 @@ pub(super) type Step = fn(&Plan<'_>) -> Result<(), StepError>;
 
 /// Steps of the first process in a worker's new namespaces.
 ///
-/// The child of a privileged keeper creates the root folder while it is still root, so that it can access
-/// every folder above the granted paths. It enters a user namespace afterwards. The child of an unprivileged
-/// keeper needs the user namespace first, because only there does it have the right to mount.
+/// The child of a privileged keeper creates the root folder while it is still root, so that it can access every folder
+/// above the granted paths. It enters a user namespace afterwards. The child of an unprivileged keeper needs the user
+/// namespace first, because it has the right to mount only in that namespace.
 pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
     ("session", session),
     ("out-of-memory score", oom_score),
@@ -61,8 +61,8 @@ pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
 ///
 /// Limits are set before the child changes its user and drops its capabilities, because raising a limit requires a
 /// capability. Actions that a limit or filter could prevent come before that limit or filter. The limit on open files
-/// also limits the descriptors in flight for all processes of the user. It is therefore set last, when no more
-/// descriptors have to be passed.
+/// is set last, when no more descriptors have to be passed, because it also limits the descriptors in flight for all
+/// processes of the user.
 pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
@@ -91,17 +91,18 @@ pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
 const COVERS_STEP: &str = "paths that the worker's user cannot reach";
 const RLIMIT_STEP: &str = "rlimit";
 
-/// Value of `detail` in a failure of the Landlock step if the kernel accepted the rules but does not enforce them.
+/// Value of `detail` if the Landlock step failed because the kernel accepted the rules but does not enforce them.
 const LANDLOCK_NOT_ENFORCED: u32 = 1;
 
-/// Number of the step that forks the worker, which comes after the steps of one table and before those of the other.
+/// Number of the step that forks the worker. This step is in neither table of steps, because it runs between the two
+/// tables.
 pub(super) const WORKER_FORK_STEP: u32 = u32::MAX;
 
-/// Number of the step that prepares the first process in a template's namespace.
+/// Number of the step that prepares the first process of a template's PID namespace.
 pub(super) const TEMPLATE_INIT_STEP: u32 = u32::MAX - 1;
 
 impl ChildConnections {
-    /// Describes the failed step of a child.
+    /// Describes the step at which a child failed.
     pub(crate) fn describe(&self, failure: &StepFailure) -> SpawnError {
         let step = describe(failure, self.root.as_deref(), self.covers.as_deref());
         SpawnError { step, errno: Errno::from_raw_os_error(failure.errno) }
@@ -138,7 +139,7 @@ fn rlimit_name(resource: u32) -> &'static str {
     Resource::from_number(resource).map_or("unknown", Resource::name)
 }
 
-/// Waits for the ID maps of the user namespace that the fork has created.
+/// Waits until the keeper has written the ID maps of the user namespace that was created by the fork.
 fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -146,7 +147,8 @@ fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(progress::request_id_maps(plan.prepared.progress.as_fd())?)
 }
 
-/// Creates a user namespace after the root folder has been created, and waits for the ID maps.
+/// Creates a user namespace once the root folder exists, and waits until the keeper has written the namespace's ID
+/// maps.
 fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || !plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -190,8 +192,8 @@ fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Lets the keeper read this process in `/proc` again. Needed because, after a process has changed its user, the kernel
-/// requires capabilities that the keeper has only in its own user namespace.
+/// Lets the keeper read this process's files in `/proc` again. After a process has changed its user, the kernel
+/// otherwise requires capabilities that the keeper has only in its own user namespace.
 fn restore_dumpable() {
     // SAFETY: sets a flag of this process. If this fails, the keeper cannot read the process's state, and
     // reports that.
@@ -381,8 +383,8 @@ fn umask(_: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Restores the nice value that the keeper had when it was started. The child has its own session, and is thus outside
-/// the keeper's autogroup.
+/// Restores the nice value that the keeper had when it was started. The child has its own session, so the kernel does
+/// not schedule it in the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
     // The supervisor's unit may have a real-time policy, which a worker must not inherit. An error means that there is
     // no such policy.
@@ -406,7 +408,7 @@ fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(duplicate_to(&plan.prepared.link, LINK_FD)?)
 }
 
-/// Duplicates a descriptor to this number, replacing any descriptor that already has the number.
+/// Duplicates a descriptor to the given number, replacing any descriptor that is already open under that number.
 pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
     // SAFETY: the previous descriptor is standard input, output or error, or in the child the keeper's
     // socket. Nothing that this process owns and continues to use has this number.
@@ -427,9 +429,9 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
 
-/// Sets the limit on open files. If the order contains no such limit, the worker gets the limit that the keeper had
-/// when it was started. For a confined worker, this default is at most three quarters of the keeper's hard limit. With
-/// a higher limit, a worker could prevent the keeper from starting other workers. The reason is that descriptors that a
+/// Sets the limit on open files. If the spawn order contains no such limit, the worker gets the limit that the keeper
+/// had when it was started. For a confined worker, this default is at most three quarters of the keeper's hard limit.
+/// With a higher limit, a worker could prevent the keeper from starting other workers, because descriptors that a
 /// worker sends to itself but never receives count against the limits of all processes of the user.
 fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
@@ -481,14 +483,14 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
-/// Enters the working directory before the process changes its user, if the worker's user cannot enter the directory
-/// and no mount makes it accessible.
+/// Enters the working directory before the process changes to the worker's user. Does nothing if there are new
+/// namespaces, because their first process has already entered the directory.
 fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.layers().namespaces.any() { Ok(()) } else { enter_directory_early(plan) }
 }
 
-/// Enters the working directory early if there are new namespaces, because the process soon changes to the
-/// worker's user.
+/// Enters the working directory before the process changes to the worker's user, who might not be able to enter it.
+/// Does nothing if the program is executed by path, because the directory is then entered later.
 fn enter_directory_early(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.prepared.confinement.executable.is_none() {
         return Ok(());

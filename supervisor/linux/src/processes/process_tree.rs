@@ -44,9 +44,9 @@ impl Process {
     }
 }
 
-/// Kills every descendant of this process, except children for which `is_spared` returns true and their descendants.
-/// Returns the number of processes killed. The caller must repeat the call until it returns 0, because the children of
-/// a killed process get a new parent.
+/// Kills every descendant of this process. Spares children for which `is_spared` returns true, and all descendants of
+/// these children. Returns the number of processes killed. The caller must repeat the call until it returns 0, because
+/// the children of a killed process get a new parent.
 ///
 /// Reads every process on the machine, which takes a few microseconds per process. [`DescendantKiller`] does the same
 /// in small steps. Fails if `/proc` cannot be read.
@@ -103,8 +103,8 @@ pub fn start_time(pid: u32) -> Option<u64> {
     read_process(pid).map(|process| process.started)
 }
 
-/// Returns true if the process with this PID and this start time ([`start_time`]) is still running. A zombie
-/// is not running. A process that this user cannot see counts as running.
+/// Returns true if the process with this PID and this start time ([`start_time`]) is still running. A zombie does not
+/// count as running, but a process that this user cannot see does.
 pub fn is_alive(pid: u32, started: u64) -> bool {
     match read_process(pid) {
         Some(process) => process.started == started && !process.is_zombie,
@@ -152,9 +152,9 @@ fn read_ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
 
 /// Returns true if each process in `chain` is still a child of the next one. Checks the outermost ancestor first.
 ///
-/// If both reads show the same parent, the parent was alive in between, so its PID was not reused when its own parent
-/// was read. The PID cannot belong to a new parent either, because an orphan's new parent is an ancestor that was alive
-/// at the same time as the dead one.
+/// If a process has the same parent in both reads, the parent was alive in between, so its PID was not reused before
+/// its own parent was read. The process cannot have been reparented to another process with the same PID either,
+/// because an orphan's new parent is an ancestor that was alive at the same time as the previous parent.
 fn is_unchanged(chain: &[u32]) -> bool {
     chain.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }

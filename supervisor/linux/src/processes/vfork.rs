@@ -90,8 +90,8 @@ unsafe fn spawn_as<F: FnMut() -> Errno>(flag: c_int, execute: F) -> Result<Child
 /// process and exits immediately, so the process becomes an orphan.
 ///
 /// A `waitpid(-1)` in this process finds neither the intermediate child nor the orphan, and neither raises SIGCHLD,
-/// unless this process is a child subreaper and so becomes the orphan's parent. (An exit signal of 0 alone would not be
-/// enough, because `execve` changes it to SIGCHLD.)
+/// unless this process is a child subreaper and so becomes the orphan's parent. (Starting a direct child with an exit
+/// signal of 0 would not be enough, because `execve` changes the exit signal to SIGCHLD.)
 ///
 /// # Safety
 /// The requirements of [`spawn`] apply.
@@ -166,7 +166,7 @@ extern "C" fn leave_orphan<F: FnMut() -> Errno>(intermediate: *mut c_void) -> c_
     }
 }
 
-/// Runs in the child. Restores the signals and calls `execute`.
+/// Runs in the child. Restores the default signal actions, unblocks all signals, and calls `execute`.
 extern "C" fn run_child<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     // SAFETY: `call` belongs to the caller, which is suspended. The child exits without unwinding.
     unsafe {
@@ -184,8 +184,8 @@ extern "C" fn run_child<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     }
 }
 
-/// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. Determined only once,
-/// because all handlers are installed before the first child is started.
+/// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. The set is determined only
+/// once, because all handlers are installed before the first child is started.
 fn caught_signals() -> &'static [c_int] {
     static CAUGHT: OnceLock<Vec<c_int>> = OnceLock::new();
     CAUGHT.get_or_init(query_caught_signals)

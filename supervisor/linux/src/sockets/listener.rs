@@ -61,12 +61,11 @@ const TCP_FLAGS_OFFSET: u32 = 13;
 const SYN: u32 = 0x02;
 const ACK: u32 = 0x10;
 
-/// Makes a listener drop packets that open a new connection. Connections whose handshake has begun are still
-/// established.
+/// Makes a listener drop packets that open a new connection. Handshakes that have already begun can still complete.
 ///
 /// A client that connects after this call retries after a second, and then reaches the next program that listens on the
-/// address, or is refused. Other proxies do this with the machine's packet filter when they restart, but a filter on
-/// the socket needs no privileges.
+/// address, or is refused. When other proxies restart, they drop such packets with the machine's packet filter, but a
+/// filter on the socket needs no privileges.
 ///
 /// Fails if `setsockopt(2)` with `SO_ATTACH_FILTER` fails.
 pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {

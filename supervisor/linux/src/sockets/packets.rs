@@ -50,8 +50,8 @@ impl Outbox {
         self.0.push_back((message, descriptors));
     }
 
-    /// Sends messages until the socket is full. Returns true if all messages have been sent. If it returns false, call
-    /// this function again when the socket is writable. Returns the errors of `sendmsg(2)`.
+    /// Sends messages until the socket is full. Returns true if all messages have been sent. Otherwise, the caller must
+    /// call this function again when the socket is writable. Returns the errors of `sendmsg(2)`.
     pub fn flush(&mut self, socket: impl AsFd) -> io::Result<bool> {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {

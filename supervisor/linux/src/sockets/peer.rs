@@ -24,7 +24,7 @@ const GROUPS_INITIAL: usize = 64;
 /// Maximum number of supplementary groups that Linux allows a process to have.
 const GROUPS_MAX: usize = 65_536;
 
-/// Maximum number of processes to remember as unrelated. The oldest ones are forgotten first.
+/// Maximum number of processes to remember as unrelated. The oldest entries are dropped first.
 const UNRELATED_MAX: usize = 16;
 
 /// The process that connected a socket, with its credentials at the time of `connect(2)`.
@@ -43,8 +43,8 @@ pub struct Peer {
 pub enum Descent {
     /// The process is not a descendant of this one.
     Unrelated,
-    /// The process is a descendant of this process or of the other root. Contains the PIDs of the process and of its
-    /// ancestors, up to and including the root from which the process descends.
+    /// The process is a descendant of this process, or of the process set with [`UnrelatedProcesses::set_other_root`].
+    /// Contains the PIDs of the descendant and of its ancestors, up to and including this process or the other process.
     Descendant(Vec<u32>),
     /// The process has exited, so its ancestors cannot be determined.
     Ended,
@@ -58,9 +58,9 @@ impl Peer {
         Ok(Self { uid: found.uid(), gid: found.gid(), pid })
     }
 
-    /// Determines whether the process that connected this socket descends from this process. Returns
-    /// [`Descent::Ended`] if the connecting process has exited. In that case, the peer could have been any process,
-    /// and could have passed the connection to another process.
+    /// Determines whether the process that connected this socket descends from this process. Returns [`Descent::Ended`]
+    /// if the connecting process has exited. In that case, any process could have opened the connection, and could then
+    /// have passed it to another process.
     ///
     /// When a process exits, its children are reparented to the nearest subreaper above. The keeper and this process
     /// are subreapers, so a descendant cannot leave the tree by forking or starting sessions. It cannot hide in a PID
@@ -109,8 +109,8 @@ pub struct UnrelatedProcesses {
 }
 
 impl UnrelatedProcesses {
-    /// Treats the descendants of another process like descendants of this process until the next call. `None` means
-    /// that there is no such process. Needed during an upgrade, when two supervisors run workers.
+    /// Treats the descendants of the process `pid` like descendants of this process until the next call. `None` ends
+    /// this treatment. Needed during an upgrade, when two supervisors run workers.
     pub fn set_other_root(&self, pid: Option<u32>) {
         self.lock().clear();
         self.other_root.store(pid.unwrap_or(0), Ordering::SeqCst);

@@ -17,9 +17,9 @@ impl<T> Bulkhead<T> {
         self.adaptive.as_deref().map(Adaptive::view)
     }
 
-    /// Returns the number of jobs that can currently run at once. Each ready worker contributes `max_in_flight`, or
-    /// less if it was started with a lower value that it cannot change. The adaptive limit caps the sum. During an
-    /// upgrade, the other supervisor's permits are excluded.
+    /// Returns the number of jobs that can currently run at once. Each ready worker contributes `max_in_flight` jobs,
+    /// or fewer if the worker was started with a lower value and cannot change this value. The adaptive limit caps the
+    /// sum. During an upgrade, the other supervisor's permits are excluded.
     pub fn limit(&self) -> u64 {
         self.own_permits(self.workers.totals().permits.min(self.adaptive_bound()))
     }

@@ -51,7 +51,8 @@ fn rejected_with(reason: RejectReason, message: String) -> Rejection {
 }
 
 impl<T> Bulkhead<T> {
-    /// Finds or adds a tenant. Returns the number that identifies the tenant in the next submission.
+    /// Looks up the tenant with this name, and adds the tenant if necessary. Returns the number that identifies the
+    /// tenant in the next submission.
     pub fn tenant(&mut self, name: &str) -> TenantId {
         self.tenants.find_or_add(name)
     }
@@ -96,8 +97,8 @@ impl<T> Bulkhead<T> {
         Some(id)
     }
 
-    /// Decides whether a job is accepted. Returns the worker if the job runs immediately, or `None` if the job must
-    /// wait.
+    /// Decides whether a job is accepted. If the job can run immediately, returns its worker. If the job must wait,
+    /// returns `None`.
     fn admit(
         &mut self,
         now: Time,
@@ -299,7 +300,8 @@ impl<T> Bulkhead<T> {
         queue as usize + coming + totals.stalled_permits as usize
     }
 
-    /// Returns the time of the next worker start, or `None` if a slot has a worker or no slot is in backoff.
+    /// Returns the time at which the first slot's backoff ends and a worker starts. Returns `None` if any slot has a
+    /// worker or no slot is in backoff.
     fn next_start(&self) -> Option<Time> {
         let mut next = None;
         for slot in self.workers.slots().iter().filter(|slot| !slot.is_spare_slot) {
@@ -545,7 +547,7 @@ pub(super) struct Evictions {
 }
 
 impl Evictions {
-    /// Number of recent evictions to consider. Nothing is reported until at least half that number have occurred.
+    /// Number of recent evictions to consider. A tenant is reported only after at least half this many evictions.
     const RECENT: usize = 64;
 
     /// Records an eviction. If the tenant accounts for more than half of the recent evictions and there was no recent

@@ -17,7 +17,8 @@ pub(super) struct Handover {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns how many of `permits` this supervisor can use, given the needs of the other supervisor in an upgrade.
+    /// Returns how many of `permits` this supervisor can use. During an upgrade, the rest is left to the other
+    /// supervisor.
     pub(super) fn own_permits(&self, permits: u64) -> u64 {
         let Handover { predecessor_permits, permits_max, .. } = self.handover;
         let permits = permits.saturating_sub(predecessor_permits.into());

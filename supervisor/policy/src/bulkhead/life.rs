@@ -179,7 +179,7 @@ impl<T> Bulkhead<T> {
         self.drain_worker(now, old);
     }
 
-    /// Asks a worker to finish its jobs and exit. Kills a worker that is not ready yet.
+    /// Asks a worker to finish its jobs and exit. If the worker is not ready yet, kills it instead.
     pub(super) fn drain_worker(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         match worker.phase {
@@ -497,8 +497,8 @@ impl<T> Bulkhead<T> {
         self.edit_timing(place, |worker| worker.next_age_check = again);
     }
 
-    /// Handles the loss of a worker and all its descendants after the keeper died. The loss does not count as a failure
-    /// of the worker.
+    /// Handles the end of a worker and all its descendants after the death of the keeper. This does not count as a
+    /// failure of the worker.
     pub(super) fn lost_with_keeper(&mut self, now: Time, id: WorkerId) {
         let killed = Phase::Killing(KillReason::KeeperDied);
         if self.edit_by_id(id, |worker| worker.phase = killed).is_some() {
@@ -638,8 +638,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Decides from the way a worker ended whether the worker's slot starts another worker now, starts one later, or
-    /// stops.
+    /// Depending on how a worker ended, starts another worker in the slot now or later, or stops the slot.
     fn refill_slot(&mut self, now: Time, slot: u32, charged_slot: u32, effect: EndEffect) {
         if self.is_stopping() {
             self.set_slot(slot, SlotState::Empty);
@@ -779,7 +778,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Describes how a worker ended, for messages that tell clients that no worker is running.
+/// Describes how a worker ended. Used in messages that tell clients why no worker is running.
 fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> String {
     let is_before_hello = matches!(worker.phase, Phase::Handshaking { .. });
     match &worker.last_start_status {

@@ -29,8 +29,8 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// A job is prefetched only if at least this multiple of `lookahead` is left until the job's deadline and queue
-/// timeout.
+/// Minimum time, as a multiple of `lookahead`, that must be left until a job's deadline and queue timeout for the job
+/// to be prefetched.
 const TIME_LEFT_FACTOR: u32 = 2;
 
 /// Time allowed for a worker to start a job, in addition to `lookahead`. On a busy machine, a worker can wait this long
@@ -100,12 +100,12 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns the time by which a worker should start a job that is sent now. Returns `None` if there is only one
-    /// worker, because a recalled job could not run elsewhere.
+    /// worker, because no other worker could run the job after a recall.
     pub(super) fn begin_check_at(&self, now: Time) -> Option<Time> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check that the worker starts its jobs in time.
+    /// Schedules a check of whether the worker has started its jobs in time.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
@@ -344,7 +344,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the outcome of a job that was counted as prefetched although its worker has already started it.
+    /// Sends the outcome of a job that is still counted as prefetched although its worker has already started the job.
     pub(super) fn abandon_prefetched(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         self.uncount_waiting(index);
@@ -395,7 +395,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Handles the return of a job that was recalled while the worker was about to start it. Only the worker knows
-    /// whether the recall came first. After its return, the job can be dispatched again.
+    /// whether the recall came before the start. A returned job can be dispatched again.
     pub(super) fn job_returned(&mut self, now: Time, id: WorkerId, (job, send_number): (JobId, u64)) {
         self.record_sign_of_life(now, id);
         let Some(worker) = self.workers.by_id(id) else { return };
@@ -500,7 +500,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Resends jobs that were recalled although they hold a permit. Each job returns to the worker that had it.
+    /// Resends jobs that hold a permit but were recalled. Each job is sent again to the worker that had it.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));

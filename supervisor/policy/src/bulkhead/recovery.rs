@@ -28,8 +28,8 @@ pub(super) enum Suspicion {
 }
 
 impl Suspicion {
-    /// Returns the degree of suspicion against each job that a dead worker may have started. `jobs` is the number of
-    /// such jobs.
+    /// Returns the degree of suspicion against a job that a dead worker may have started. `jobs` is the number of all
+    /// jobs that the worker may have started.
     pub(super) fn of(ending: &Ending, jobs: usize) -> Self {
         match (ending.may_be_caused_by_job(), jobs) {
             (true, 1) => Self::OnlyJob,
@@ -105,7 +105,7 @@ impl<T> Bulkhead<T> {
         is_open && is_fit && !self.is_quarantined(now, digest) && self.retries.try_retry(now, attempts)
     }
 
-    /// Records that a dead worker did not read this job.
+    /// Records that a worker died before reading this job.
     pub(super) fn job_unread(&mut self, worker: WorkerId, job: JobId) {
         if let Some((index, _)) = self.find_at(worker, job)
             && let JobState::InFlight { is_unread, .. } = &mut self.jobs.get(index).state
@@ -116,8 +116,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Marks a job as not started, according to a record written by its dead worker. The job still counts as a possible
-    /// culprit. Otherwise, a worker could make another job the only suspect.
+    /// Marks a job as not started because a record written by its dead worker says so. The job still counts as a
+    /// possible culprit, because a worker could otherwise make another job the only suspect.
     pub(super) fn job_not_begun(&mut self, id: WorkerId, job: JobId) {
         // The record is trusted only once per job. Otherwise, a job that manipulates the record each time would be
         // dispatched over and over.
@@ -164,7 +164,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Puts a job back at the front of its class, because the job was already dispatched once. The tenant is not
-    /// charged again. A suspect is added to the list of suspects instead.
+    /// charged again. If the job is a suspect, adds it to the list of suspects instead.
     pub(super) fn requeue(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {

@@ -66,8 +66,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Starts successors for all workers that have been given the last job that `recycle.jobs` allows. Called when
-    /// earlier failures no longer count.
+    /// Starts successors for all workers that have been given the last job that `recycle.jobs` allows. Called when the
+    /// failures of earlier successors no longer count.
     pub(super) fn start_successors_at_job_limit(&mut self, now: Time) {
         for slot in self.workers.slot_numbers() {
             self.start_successor_at_job_limit(now, slot);
@@ -89,9 +89,10 @@ impl<T> Bulkhead<T> {
         self.workers.slot(slot).successor.filter(is_ready)
     }
 
-    /// Returns true if a ready successor must wait until the slot's worker is given its last job. The first check for
-    /// an idle slot takes place after four times the successor's start time. The last job should have been given by
-    /// then, because the successor is started when the last job is expected within twice the start time.
+    /// Returns true if a ready successor must wait until the slot's worker is given its last job. In that case,
+    /// schedules the first check of whether the slot's worker is idle, after four times the successor's start time. The
+    /// last job should have been given by then, because the successor is started when the last job is expected within
+    /// twice the start time.
     pub(super) fn must_stand_by(&mut self, now: Time, slot: u32, place: u32, reason: RecycleReason) -> bool {
         let waits = self.has_jobs_left(slot, reason);
         if waits {
@@ -108,8 +109,8 @@ impl<T> Bulkhead<T> {
         is_counted && worker.is_ready() && worker.jobs_left(&self.limits) > 0
     }
 
-    /// Lets a standby take over the slot if the slot's worker is idle. Otherwise, the slot could have two workers for a
-    /// long time if no jobs arrive.
+    /// Lets a standby take over the slot if the slot's worker is idle, because the slot would otherwise have two
+    /// workers for as long as no jobs arrive.
     pub(super) fn check_standby(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place).filter(|worker| worker.is_standby()) else { return };
         if now < worker.next_replacement_at {

@@ -140,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces the workers that cannot raise their maximum number of jobs, one worker at a time.
+    /// Replaces, one at a time, the workers that cannot raise their own maximum number of jobs.
     fn replace_unresizable(&mut self, now: Time) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.sent_max_in_flight < most);
@@ -195,7 +195,7 @@ impl<T> Bulkhead<T> {
         self.reject_without_workers(now);
     }
 
-    /// Starts a worker in a slot, either now or as soon as possible.
+    /// Starts a worker in a slot now, or as soon as the slot can have a worker.
     fn open_slot(&mut self, now: Time, slot: u32) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(now, slot) {
             return;
@@ -254,8 +254,8 @@ impl<T> Bulkhead<T> {
         self.start_successor_at_job_limit(now, slot);
     }
 
-    /// Removes one replaced worker without jobs from its slot, so that the slot does not have to wait for the worker to
-    /// exit. Destructors can delay the exit. Returns false if there is no such worker.
+    /// Removes one replaced worker without jobs from its slot, so that the slot does not have to wait until the
+    /// worker's destructors have run and the worker has exited. Returns false if there is no such worker.
     pub(super) fn release_slots(&mut self, now: Time) -> bool {
         let Some(place) = self.workers.pop_finished() else { return false };
         if self.workers.get(place).is_some_and(Worker::is_finished) {

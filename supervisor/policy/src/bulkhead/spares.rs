@@ -47,7 +47,7 @@ impl<T> Bulkhead<T> {
             && self.workers.slots().iter().any(|slot| slot.is_spare_slot && slot.state.is_occupied())
     }
 
-    /// Returns true if the slot's worker must not be replaced until a spare is ready.
+    /// Returns true if the replacement of the slot's worker must wait for a spare to become ready.
     pub(super) fn must_wait_for_spare(&self, slot: u32) -> bool {
         let is_at_work = self.workers.slot(slot).state.worker().is_some();
         let is_free = self.standby(slot).is_none() && self.ready_spare().is_none();
@@ -90,8 +90,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. The previous worker is
-    /// drained if it is healthy, and otherwise finishes starting or exiting.
+    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. If the previous worker is
+    /// healthy, it is drained. Otherwise, it is left to finish starting or exiting.
     pub(super) fn take_over(&mut self, now: Time, slot: u32, spare: u32, reason: Option<RecycleReason>) {
         let Some(worker) = self.workers.get(spare) else { return };
         let spare_slot = worker.assignment.slot();

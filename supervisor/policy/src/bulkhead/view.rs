@@ -132,11 +132,11 @@ pub struct WorkerView {
     /// True if the worker is running a suspect job alone, or is finishing its jobs so that it becomes idle for a
     /// suspect job.
     pub is_exclusive: bool,
-    /// True if the worker was late in starting a job. The worker then gets no more jobs until its next sign of life.
+    /// True if the worker was late in starting a job, and therefore gets no more jobs until its next sign of life.
     pub is_stalled: bool,
     /// True if the worker is a spare, whether ready or starting.
     pub is_spare: bool,
-    /// True if the worker was started before the last restart, or with a previous program or configuration.
+    /// True if the worker was started before the bulkhead's last restart, or with a previous program or configuration.
     pub is_outdated: bool,
 }
 
@@ -154,7 +154,8 @@ pub struct WorkerSummary {
     pub is_ready_spare: bool,
 }
 
-/// Description of a worker whose process has exited, created before the state machine handles the exit.
+/// Description of a worker whose process has exited. The description is created before the state machine handles the
+/// exit.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
     /// The worker's slot.
@@ -217,7 +218,7 @@ pub struct JobView<'a, T> {
     pub received: Time,
     /// True if the job was passed on from another bulkhead.
     pub is_fallback: bool,
-    /// Time since the last dispatch, or `None` if no worker is running the job.
+    /// Time since the job was last dispatched, or `None` if no worker is running the job.
     pub ran: Option<Duration>,
     /// Maximum time left until the client gets an outcome.
     pub left: Duration,
@@ -298,7 +299,7 @@ impl<T> Bulkhead<T> {
         Some(wait)
     }
 
-    /// Counts a job that was passed on to another bulkhead, and no longer counts it as rejected.
+    /// Counts a job as passed on to another bulkhead, and no longer as rejected.
     pub fn count_fallback(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
         *count = count.saturating_sub(1);
@@ -413,7 +414,8 @@ impl<T> Bulkhead<T> {
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
-    /// Returns the number of valid positions for [`Self::job_at`]. This number can exceed the number of jobs.
+    /// Returns the number of positions that can be passed to [`Self::job_at`]. Some positions can be free, so this
+    /// number can exceed the number of jobs.
     pub fn job_positions(&self) -> usize {
         self.jobs.positions()
     }

@@ -9,8 +9,9 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::worker::Worker;
 
-/// A place in a tenant's quota that is withheld because one of the tenant's jobs may have ended a worker. It is
-/// released when the worker's slot has a ready worker again. Each worker that ended costs a tenant at most one place.
+/// A place in a tenant's quota that is withheld because one of the tenant's jobs may have caused a worker to end. The
+/// place is released once another worker is ready in the ended worker's slot. For each ended worker, a tenant loses at
+/// most one place.
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
@@ -19,8 +20,8 @@ pub(super) struct Withheld {
 }
 
 impl<T> Bulkhead<T> {
-    /// Withholds one place from each tenant whose job may have ended a worker. `slot` is the worker's slot, and `jobs`
-    /// contains all of the worker's jobs.
+    /// Withholds one place from each tenant whose job may have caused a worker to end. `slot` is the worker's slot, and
+    /// `jobs` contains all of the worker's jobs.
     pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], ending: &Ending) {
         let is_late = |place| matches!(place, Some(JobState::InFlight { is_overdue: true, .. }));
         let has_late = jobs.iter().any(|&index| is_late(self.jobs.state(index)));

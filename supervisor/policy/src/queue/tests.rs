@@ -17,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// Number of steps: the maximum for a single operation, and the total.
+/// Steps of work: the maximum number for a single operation, and the total number.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -55,7 +55,7 @@ impl Random {
     }
 }
 
-/// Pops all jobs, in order.
+/// Pops all jobs and returns them in the order in which they were popped.
 fn drain(queue: &mut Queue) -> Vec<u32> {
     std::iter::from_fn(|| queue.pop(BestEffort)).collect()
 }
@@ -157,8 +157,8 @@ fn cancelled_jobs_do_not_earn_extra_turns() {
 
 // Fairness.
 
-/// Returns the total cost of the jobs served for each tenant, after each of the first `pops` calls of `pop`. All jobs
-/// are queued before the first call.
+/// Queues all jobs, and then calls `pop` `pops` times. Returns the total cost of each tenant's served jobs after each
+/// call.
 fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     let (mut queue, mut owner) = (Queue::default(), Vec::new());
     for (tenant, &(count, cost)) in flows.iter().enumerate() {
@@ -366,7 +366,7 @@ struct Model {
     /// Tenants with jobs that were returned to the queue, latest first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
-    /// Time at which each tenant's job count last changed.
+    /// Time at which the number of each tenant's waiting jobs last changed.
     counted: BTreeMap<u32, i64>,
     stamp: i64,
 }
@@ -634,7 +634,7 @@ fn operations_take_a_constant_number_of_steps() {
     }
 }
 
-/// Each operation takes at most twelve steps, so a very expensive job does not delay other tenants.
+/// Each operation takes at most twelve steps, even if a job is very expensive.
 #[test]
 fn job_with_huge_cost_is_served_in_bounded_time() {
     let (mut queue, mut steps) = (Queue::default(), Steps::default());

@@ -12,8 +12,8 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
 }
 
-/// A bulkhead under load. Each of the `waiting` clients submits one job after another, and the bulkhead's limit is
-/// recorded over time.
+/// A bulkhead under load, with a record of its limit over time. Each of the `waiting` clients submits one job after
+/// another.
 struct Load {
     fixture: Fixture,
     /// Running jobs, ordered by the time at which they will end.
@@ -82,7 +82,7 @@ impl Load {
         }
     }
 
-    /// Returns the lowest and the highest limit during the final `last` of the run.
+    /// Returns the lowest and the highest limit during the last part of the run. `last` is the length of this part.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))
@@ -106,8 +106,8 @@ fn crowded(processes: u32, max_in_flight: u32, adaptive: AdaptiveLimits) -> Limi
     limits
 }
 
-/// Returns the run time of a job on `count` cores. The run time is 5 ms if there is a core for each running job, and
-/// proportionally longer if there are more jobs than cores.
+/// Returns the run time of a job on a machine with `count` cores. The run time is 5 ms if there is a core for each
+/// running job, and proportionally longer if more jobs are running.
 fn cores(count: usize) -> impl Fn(usize) -> Duration {
     move |running| (5 * MS).mul_f64((running as f64 / count as f64).max(1.0))
 }
@@ -149,7 +149,7 @@ fn limit_recovers_within_seconds_after_an_overload() {
     assert_eq!(load.limit(), 64);
 }
 
-/// Slow jobs count towards the limit's adjustment even though quick jobs end first.
+/// Slow jobs are taken into account when the limit is adjusted, even though quick jobs end first.
 #[test]
 fn limit_stays_low_if_a_third_of_the_jobs_are_slow() {
     let mut load = Load::new(crowded(1, 32, adaptive(1, 32, 50 * MS)), 100);
@@ -274,8 +274,8 @@ fn monitor_mode_reports_limit_without_enforcing_it() {
     assert_eq!(load.limit(), 64);
 }
 
-/// Ordinary jobs cannot use the permits reserved for critical jobs. The limit must rise even if the reserved permits
-/// are free.
+/// The limit must rise even if the permits reserved for critical jobs are free, because ordinary jobs cannot use these
+/// permits.
 #[test]
 fn limit_rises_although_reserved_permits_are_free() {
     for reserved_permits in [0.1, 0.25, 0.5] {
@@ -289,7 +289,7 @@ fn limit_rises_although_reserved_permits_are_free() {
     }
 }
 
-/// While jobs take too long, the reported limit falls, regardless of the number of running jobs.
+/// As long as jobs take too long, the reported limit falls, regardless of the number of running jobs.
 #[test]
 fn monitored_limit_does_not_rise_if_jobs_are_slow() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
@@ -322,7 +322,7 @@ fn limit_changes_are_reported_at_most_once_every_ten_seconds() {
     assert!(told.windows(2).all(|pair| pair[0].1 == pair[1].0), "{told:?}");
 }
 
-/// When a report of a changed limit was postponed, it is sent as soon as it is due, without waiting for the next job.
+/// A postponed report of a changed limit is sent as soon as the report is due, without waiting for the next job.
 #[test]
 fn reports_final_limit_even_without_further_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);

@@ -148,8 +148,8 @@ fn job_waits_at_most_until_queue_timeout_or_deadline() {
     }
 }
 
-/// Based on `TestDifferentFlowsExpectUnequal` in Kubernetes API Priority and Fairness. A tenant with ten times the
-/// demand of another gets no more than its share while the other tenant has waiting jobs.
+/// Based on `TestDifferentFlowsExpectUnequal` in Kubernetes API Priority and Fairness. While both tenants have waiting
+/// jobs, a tenant with ten times the demand of the other tenant gets no more than its share.
 #[test]
 fn tenants_with_unequal_demand_get_equal_shares() {
     let mut fixture = Fixture::ready(limits(1, 1, 200));
@@ -289,8 +289,8 @@ fn retrying(max_in_flight: u32, budget: f64) -> Limits {
     Limits { retry: Some(RetryLimits { attempts: 2, budget }), ..limits(1, max_in_flight, 100) }
 }
 
-/// Like the budget of failsafe-go's `RetryPolicy`, the retry budget always allows a few retries. Beyond that, retries
-/// are limited to a fraction of the jobs.
+/// As with the budget of failsafe-go's `RetryPolicy`, a few retries are always allowed. Further retries are limited to
+/// a fraction of the jobs.
 #[test]
 fn retry_budget_always_allows_a_few_retries() {
     let mut fixture = Fixture::ready(retrying(1, 0.01));
@@ -306,7 +306,7 @@ fn retry_budget_always_allows_a_few_retries() {
     assert_eq!(fixture.bulkhead.counters().crashed, 30);
 }
 
-/// Beyond the minimum, the number of retries is limited to a fraction of the recent jobs.
+/// A minimum number of retries is always allowed. Further retries are limited to a fraction of the recent jobs.
 #[test]
 fn retry_budget_grows_with_the_number_of_jobs() {
     let mut fixture = Fixture::ready(retrying(1, 0.1));
@@ -321,8 +321,8 @@ fn retry_budget_grows_with_the_number_of_jobs() {
     assert!((20..=24).contains(&retries), "{retries}");
 }
 
-/// A worker dies while running four jobs. Erlang's advice is to find the culprit, so each job is retried alone. The
-/// culprit then cannot kill an innocent job a second time.
+/// A worker dies while running four jobs. Following Erlang's advice to find the culprit, each job is retried alone, so
+/// that the culprit cannot kill an innocent job a second time.
 #[test]
 fn suspects_of_a_shared_crash_are_retried_alone() {
     let mut fixture = Fixture::ready(retrying(4, 1.0));
@@ -355,7 +355,7 @@ fn suspects_of_a_shared_crash_are_retried_alone() {
     assert!(fixture.was_dispatched(fresh));
 }
 
-/// A job is not retried after its deadline. Its outcome is that of the first attempt.
+/// A job is not retried after its deadline. The outcome of the first attempt becomes the job's outcome.
 #[test]
 fn job_is_not_retried_after_its_deadline() {
     let mut fixture = Fixture::ready(retrying(1, 1.0));
@@ -381,8 +381,8 @@ fn deadline_covers_all_attempts() {
     assert_eq!(fixture.outcomes[0].attempts, 2);
 }
 
-/// Follows `maxReceiveCount` in SQS: a message that was received too often is moved to the dead-letter queue, and other
-/// messages are still delivered.
+/// Follows `maxReceiveCount` in SQS: a message that has been received too often is moved to the dead-letter queue, and
+/// all other messages are still delivered.
 #[test]
 fn repeatedly_crashing_payload_is_quarantined() {
     let poison = Some(PoisonLimits { crashes: 3, within: 3600 * SECOND });
@@ -407,8 +407,8 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert!(fixture.submit_payload(7).is_some());
 }
 
-/// Fifty bad payloads must not stop the slot and thus all other jobs, because a death during a job is not a failed
-/// start.
+/// A worker's death during a job is not a failed start. Fifty bad payloads must therefore not stop the slot, because a
+/// stopped slot would affect all other jobs.
 #[test]
 fn quarantined_payloads_do_not_stop_the_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });
@@ -430,7 +430,7 @@ fn quarantined_payloads_do_not_stop_the_slot() {
 // Scaling to zero.
 
 /// As with systemd socket activation and an idle timeout, workers are stopped when there are no jobs and started again
-/// for the next job. Measurements are kept.
+/// for the next job. Stopping them does not discard measurements.
 #[test]
 fn idle_bulkhead_scales_to_zero_and_restarts_for_next_job() {
     let mut fixture = Fixture::ready(Limits { idle: Some(10 * SECOND), ..limits(2, 1, 5) });

@@ -78,8 +78,8 @@ fn jobs_that_time_out_do_not_reduce_capacity() {
     assert!(next.iter().all(|&job| fixture.was_dispatched(job)));
 }
 
-/// Follows Netflix concurrency-limits: if a permit becomes free just as a waiting job times out, the permit must go to
-/// either that job or the next one.
+/// Follows Netflix concurrency-limits: if a permit becomes free just as a waiting job times out, the permit must go
+/// either to that job or to the next job.
 #[test]
 fn permit_freed_at_the_timeout_is_not_lost() {
     for reply_comes_first in [true, false] {
@@ -101,7 +101,7 @@ fn permit_freed_at_the_timeout_is_not_lost() {
 }
 
 /// Semian returns a permit when the process that holds it is killed by SIGKILL. Here, a killed worker's permit is
-/// returned when the next worker is ready.
+/// available again when the next worker is ready.
 #[test]
 fn permit_of_a_killed_worker_becomes_free_again() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
@@ -142,9 +142,8 @@ fn cancelled_job_keeps_its_permit_until_its_work_ends() {
     }
 }
 
-/// When an oversized result starts to arrive, the client gets the job's outcome immediately. The permit is returned
-/// only after the whole result has arrived, and the reply does not count as late. Until then, the worker gets no new
-/// job.
+/// When an oversized result starts to arrive, the client gets the job's outcome immediately. Until the whole result has
+/// arrived, the job keeps its permit and the worker gets no new job. The result does not count as a late reply.
 #[test]
 fn oversized_result_holds_its_permit_until_it_has_arrived() {
     let mut fixture =
@@ -256,7 +255,8 @@ fn job_cancelled_while_queued_never_runs() {
     assert_eq!(fixture.bulkhead.counters().ok, 3);
 }
 
-/// Checks a rule in `docs/semantics.md`: the outcome depends on whether the queue timeout or the deadline passes first.
+/// Checks a rule in `docs/semantics.md`: the outcome of a waiting job depends on whether the queue timeout or the
+/// deadline passes first.
 #[test]
 fn queue_timeout_and_deadline_have_different_reasons() {
     let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(1, 1, 5) });
@@ -287,8 +287,8 @@ fn expired_job_never_runs() {
     );
 }
 
-/// Checks a rule in `docs/semantics.md`: while workers are starting, as many jobs can wait as these workers will have
-/// permits, even without a queue.
+/// Checks a rule in `docs/semantics.md`: even without a queue, as many jobs can wait as there will be permits in the
+/// workers that are still starting.
 #[test]
 fn jobs_wait_for_starting_workers() {
     let mut fixture = Fixture::starting(limits(2, 3, 0));
@@ -317,7 +317,8 @@ fn unread_job_is_dispatched_first() {
     assert_eq!(fixture.holder(later), fixture.newest_worker());
 }
 
-/// If a job has not been started and no other worker will start, the client gets its outcome immediately.
+/// If a worker dies without having started its job, and no other worker will start, the client gets the job's outcome
+/// immediately.
 #[test]
 fn unread_job_ends_if_no_worker_will_start() {
     let mut limits = limits(1, 1, 5);
@@ -515,8 +516,8 @@ fn recycled_worker_continues_until_its_replacement_is_ready() {
     assert_eq!((fixture.bulkhead.last_failure(), fixture.bulkhead.limit()), ("", 1));
 }
 
-/// Checks a rule in `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not increase
-/// the number of workers.
+/// Checks a rule in `docs/architecture.md`: everything is bounded. The number of workers must not grow because of jobs
+/// that hang in replaced workers.
 #[test]
 fn slot_has_at_most_two_workers() {
     let mut limits = limits(1, 2, 0);
@@ -604,8 +605,8 @@ fn stop_waits_for_jobs_until_its_time_limit() {
     }
 }
 
-/// If a worker gets no processor time, its silence does not prove that it is hung, and killing it would only add to the
-/// load. The number of excused silences is limited.
+/// The silence of a worker that gets no processor time does not prove that the worker is hung, and killing the worker
+/// would only add to the load. Such a silence is excused a limited number of times.
 #[test]
 fn starved_worker_is_killed_later_than_hung_worker() {
     for (is_starved, looks) in [(true, 21), (false, 1)] {

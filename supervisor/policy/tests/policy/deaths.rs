@@ -5,8 +5,8 @@ use bulkhead_policy::{Death, Event, KillReason, OperatorEvent};
 
 use crate::fixture::{Fixture, SECOND, limits};
 
-/// When a worker dies, its slot has to wait until the worker's descendants are gone, but its clients get their outcomes
-/// immediately.
+/// When a worker dies, its slot has to wait until the worker's descendants are gone, but the clients get the outcomes
+/// of their jobs immediately.
 #[test]
 fn slot_waits_for_descendants_of_a_dead_worker() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
@@ -63,8 +63,8 @@ fn stop_waits_for_reaping() {
     assert!(fixture.bulkhead.is_stopped());
 }
 
-/// The keeper dies before all descendants of a dead worker are gone. No further event about the worker will arrive, so
-/// the bulkhead must not wait for one.
+/// The keeper dies before all descendants of a dead worker are gone. The bulkhead must not wait for further events
+/// about that worker, because none will arrive.
 #[test]
 fn keeper_death_ends_wait_for_descendants() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));

@@ -39,7 +39,8 @@ fn prefetched(fixture: &Fixture) -> Vec<JobId> {
     fixture.prefetched.iter().map(|&(_, job)| job).collect()
 }
 
-/// Returns a bulkhead with two workers, and the ID of the first worker, which starts no further jobs.
+/// Returns a bulkhead with two workers, the first of which is stuck and starts no further jobs. Also returns the ID of
+/// the stuck worker.
 fn beside_a_stuck_one(limits: Limits) -> (Fixture, WorkerId) {
     let mut fixture = fixture(limits);
     let stuck = fixture.spawned[0];
@@ -253,8 +254,8 @@ fn death_crashes_running_jobs_and_requeues_prefetched_jobs() {
     }
 }
 
-/// After a protocol violation, the supervisor no longer reads the worker's replies. Jobs that the worker has started in
-/// the meantime are therefore still treated as prefetched.
+/// After a protocol violation, the supervisor no longer reads the worker's replies. The bulkhead therefore still treats
+/// jobs that the worker has started in the meantime as prefetched.
 #[test]
 fn started_prefetched_job_does_not_run_twice() {
     let mut fixture = fixture(limits(1, 1, 10));
@@ -506,8 +507,8 @@ fn reply_to_a_recalled_job_kills_the_worker() {
     fixture.expect(job, "ok", None);
 }
 
-/// A job is recalled from one worker and then prefetched to another. The first worker is killed because it sends a
-/// result for the job anyway.
+/// A job is recalled from one worker and then prefetched to another. The first worker is killed, because it sends a
+/// result for the recalled job.
 #[test]
 fn stale_reply_to_moved_job_does_not_affect_the_new_worker() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));

@@ -11,8 +11,8 @@ use bulkhead_shared::JobId;
 
 // Workers that hang at exit.
 
-/// Runs one job in each worker, without letting any worker exit afterwards. Returns the bulkhead after all outcomes
-/// have been sent.
+/// Runs one job in each worker, and returns the bulkhead once all outcomes have been sent. No worker exits in the
+/// meantime.
 fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
     let mut limits = limits(1, 1, count);
     limits.recycle.jobs = Some(1);
@@ -48,8 +48,8 @@ fn kills_oldest_workers_that_hang_at_exit() {
 
 // The limit across generations.
 
-/// Returns a bulkhead whose workers are being replaced one after another. Every worker has a job, and an equal number
-/// of jobs are waiting.
+/// Returns a bulkhead whose workers are being replaced one after another. Each of the two old workers has a job, and
+/// two more jobs are waiting.
 fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId>, Vec<JobId>) {
     let mut fixture = Fixture::ready(limits);
     let running: Vec<_> = (0..2).map(|_| fixture.job()).collect();
@@ -129,8 +129,8 @@ fn worker_killed_before_replacement_does_not_add_overcommit() {
     }
 }
 
-/// The jobs of a replaced worker are charged to its slot and not to other slots, even if the slot's new worker has
-/// exited too.
+/// The jobs of a replaced worker are charged only to the slot that the worker filled, even if the slot's new worker has
+/// also exited.
 #[test]
 fn jobs_of_a_replaced_worker_are_charged_to_its_slot() {
     let mut fixture = Fixture::ready(limits(2, 2, 4));
@@ -241,8 +241,8 @@ fn restart_kills_successor_of_a_worker_at_its_job_limit() {
     assert_eq!(fixture.holder(next), new);
 }
 
-/// Workers killed by a restart do not count as failures of the slot. Under every restart policy, another worker is
-/// started afterwards.
+/// A worker that is killed because of a restart does not count as a failure of its slot. Under every restart policy,
+/// another worker is started in the slot.
 #[test]
 fn restarting_a_starting_worker_does_not_stop_its_slot() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
@@ -292,7 +292,7 @@ fn recycled(fixture: &Fixture) -> usize {
     fixture.events.iter().filter(is_one).count()
 }
 
-/// With `recycle.jobs` = 1, each job gets a new process. Jobs that arrive while no worker is ready wait as they would
+/// With `recycle.jobs` = 1, each job gets a new process. If no worker is ready, newly arrived jobs wait as they would
 /// during startup, even without a queue.
 #[test]
 fn recycle_jobs_of_1_gives_each_job_a_new_worker() {
@@ -413,7 +413,7 @@ fn restart_kills_standbys() {
     fixture.reply(job);
 }
 
-/// A slot must not have two workers for long. If no more jobs arrive, the standby takes over.
+/// If no more jobs arrive, the standby takes over, because a slot must not have two workers for long.
 #[test]
 fn standby_takes_over_an_idle_slot() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -483,7 +483,7 @@ fn standby_takes_over_when_the_worker_dies() {
     assert_ne!(fixture.newest_worker(), standby, "no other worker must be started");
 }
 
-/// Once a worker has been given its last job and its successor has been started, none of the worker's timers is due.
+/// Once a worker has been given its last job and its successor has been started, no deadline is due immediately.
 #[test]
 fn timers_are_cleared_when_the_successor_starts() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 0)));
@@ -502,8 +502,8 @@ fn timers_are_cleared_when_the_successor_starts() {
     );
 }
 
-/// When a worker has been given its last job and its successor has failed, a resize does not shorten the delay before
-/// the next attempt.
+/// If a successor fails to start after the slot's worker has been given its last job, a resize does not shorten the
+/// delay before the next attempt.
 #[test]
 fn resize_does_not_shorten_the_successor_delay() {
     let mut limits = counted(1, limits(1, 1, 0));

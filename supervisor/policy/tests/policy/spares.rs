@@ -70,8 +70,8 @@ fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     assert_eq!(fixture.spawned.len(), 4);
 }
 
-/// If a worker dies without having completed a job, the failure is charged to the slot that the worker filled, even if
-/// a spare has since taken over that slot.
+/// The death of a worker that has not completed a job is charged as a failure to the slot that the worker filled, even
+/// if a spare has since taken over the slot.
 #[test]
 fn spares_do_not_hide_a_crash_loop() {
     let mut limits = with_spares(limits(1, 1, 0), 1);

@@ -8,7 +8,7 @@ use bulkhead_shared::{JobId, Priority};
 
 const SEGFAULT: Death = Death::Signal(11);
 
-/// Returns limits under which all tenants share the same workers. Each tenant can have `share` jobs in flight.
+/// Returns limits for a bulkhead whose tenants share all workers. Each tenant can have `share` jobs in flight.
 fn shared(processes: u32, max_in_flight: u32, share: u32) -> Limits {
     let mut limits = limits(processes, max_in_flight, 100);
     limits.tenants = TenantLimits { max_in_flight: Some(share), ..TenantLimits::default() };

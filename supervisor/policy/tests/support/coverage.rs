@@ -27,7 +27,7 @@ impl Coverage {
         }
     }
 
-    /// Panics with a list of the situations in `all` that never occurred.
+    /// Panics if any of the situations in `all` never occurred, and lists these situations.
     pub(crate) fn demand(&self, all: &[&str]) {
         let missing: Vec<_> = all.iter().filter(|what| !self.0.contains_key(**what)).collect();
         assert!(missing.is_empty(), "the simulation never reached {missing:?}");

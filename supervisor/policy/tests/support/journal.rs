@@ -16,11 +16,11 @@ pub(crate) struct Record {
     pub(crate) begun: u64,
     /// Number of the last recalled job.
     pub(crate) recalled_up_to: u64,
-    /// Number of the last job that had already started when jobs were first recalled in this step.
+    /// Number of the last job that the worker had started before the first recall in this step.
     pub(crate) begun_at_recall: Option<u64>,
-    /// True if the worker starts its next job just as that job is recalled.
+    /// True to simulate a worker that starts its next job just as that job is recalled.
     pub(crate) begins_during_recall: bool,
-    /// Number of the job that was started just as it was recalled.
+    /// Number of the job that the worker started just as the job was recalled.
     pub(crate) begun_during_recall: Option<u64>,
 }
 
@@ -37,7 +37,7 @@ impl Registry {
         self.with(worker, |record| record.begun)
     }
 
-    /// Returns the number of the last job that had already started when jobs were first recalled in this step.
+    /// Returns the number of the last job that the worker had started before the first recall in this step.
     pub(crate) fn begun_at_recall(&self, worker: WorkerId) -> u64 {
         self.with(worker, |record| record.begun_at_recall.unwrap_or(record.begun))
     }

@@ -8,7 +8,7 @@ pub(crate) mod random;
 pub(crate) mod settings;
 pub(crate) mod world;
 
-/// The caller's record of a job. Implements neither `Clone` nor `Copy`, so that the bulkhead cannot return the same
-/// record with two outcomes.
+/// The caller's record of a job. Cannot be cloned or copied, so that the bulkhead cannot return the same record with
+/// two outcomes.
 #[derive(Debug)]
 pub(crate) struct Tag(pub(crate) u64);

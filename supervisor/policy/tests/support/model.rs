@@ -26,9 +26,9 @@ use super::coverage::Coverage;
 use super::journal::Registry;
 use slots::{Slot, SlotState};
 
-/// Minimum time that a worker has to send the next part of an oversized result.
+/// Minimum time that a worker is given to send the next part of an oversized result.
 const STALL_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
-/// Minimum time that a worker has to end a job itself while clients are waiting for its other jobs.
+/// Minimum time that a worker is given to end an overdue job itself while clients are waiting for its other jobs.
 const SLOW_END_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
@@ -38,9 +38,9 @@ pub(crate) struct Model {
     /// Number of permits in use before the current event.
     in_use_before_event: usize,
     reserved_before_event: usize,
-    /// Highest `max_queue` and highest number of permits configured so far. Waiting jobs stay in the queue when limits
-    /// are lowered.
+    /// Highest `max_queue` configured so far. Waiting jobs stay in the queue when the limit is lowered.
     max_queue_ever: u32,
+    /// Highest number of permits configured so far.
     permits_ever: u32,
     mode: Mode,
     activity: Activity,
@@ -49,26 +49,26 @@ pub(crate) struct Model {
     /// All jobs without an outcome, and jobs that have an outcome but are still in a worker.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
-    /// Suspect jobs that are waiting for an idle worker.
+    /// Suspect jobs that are waiting for an idle worker, in which they must run alone.
     suspects: VecDeque<JobId>,
     /// Withheld places. Each entry contains the tenant, the slot, and the time by which the place is released at the
     /// latest.
     withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
-    /// Workers, indexed by their places in the bulkhead's table.
+    /// Workers, by their indexes in the bulkhead's table.
     workers: BTreeMap<u32, Worker>,
     slots: Vec<Slot>,
     /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Most recent start that was delayed, or could have been delayed, because of early deaths.
+    /// Time of the most recent start that was delayed, or may have been delayed, because of early deaths.
     last_spaced_start: Option<Time>,
-    /// Slots in which a rolling restart has yet to replace the worker.
+    /// Slots whose workers a rolling restart has yet to replace.
     rolling: BTreeSet<u32>,
     /// True after a restart or a program change, until the replacement of a worker fails.
     is_restarting: bool,
     counters: Counters,
     newest_generation: u32,
-    /// Number of times that a worker has left its slot.
+    /// Number of times that any worker has left its slot.
     release_count: u64,
     newest_job: JobId,
     step: Step,
@@ -92,8 +92,8 @@ struct Job {
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
-    /// Two limits on the run time. After the first, the client gets its outcome. After the second, this job causes its
-    /// worker to be killed.
+    /// Two limits on the job's run time. At the first limit, the client gets the outcome. At the second limit, the job
+    /// causes its worker to be killed.
     run_limits: [Option<Duration>; 2],
     /// Time of the dispatch.
     since: Time,
@@ -105,13 +105,14 @@ struct Job {
     is_suspect: bool,
     /// True if the worker announced that it is about to exit and cannot have started the job.
     is_unread: bool,
-    /// True if the worker's own record is the only evidence that the job was not started.
+    /// True if only the worker's own record says that the job was not started.
     is_by_journal: bool,
     attempts: u32,
     /// Number of workers that died before reading this job. Not included in `attempts`.
     unread_returns: u32,
     is_answered: bool,
-    /// True if the job was still prefetched when it got its outcome, but could not be recalled because of another job.
+    /// True if the job was still prefetched when its client got the outcome, but could not be recalled because of
+    /// another job.
     was_fixed: bool,
     is_overdue: bool,
     /// True if the worker is still sending an oversized result for the job.
@@ -144,7 +145,7 @@ struct Worker {
     prefetched: Vec<JobId>,
     /// True if the worker gets no jobs because it was late in starting one. This value is taken from the bulkhead.
     is_stalled: bool,
-    /// Value that `is_stalled` takes at the end of this step.
+    /// Value that `is_stalled` will have at the end of this step.
     stalls: bool,
     /// Heartbeat interval sent to the worker.
     heartbeat: Duration,
@@ -152,9 +153,9 @@ struct Worker {
     hello_by: Time,
     /// True if the worker was started before the last restart or the last program change.
     is_outdated: bool,
-    /// True if the worker runs a previous program. After a failed replacement, `retry_replacement_at` is the
-    /// time of the next attempt.
+    /// True if the worker runs a previous program.
     has_old_program: bool,
+    /// Time of the next attempt to replace a worker with a previous program. Set if an attempt has failed.
     retry_replacement_at: Option<Time>,
     /// Most recent `max_in_flight` sent to the worker.
     sent_max_in_flight: u32,
@@ -162,15 +163,16 @@ struct Worker {
     is_exclusive: bool,
     /// True if the worker had already been killed when another worker took over its slot.
     killed_before_replacement: bool,
-    /// Time at which the supervisor began to observe a silent worker's use of processor time, and a flag that is set
-    /// once the caller has been asked for the result.
+    /// Time at which the supervisor began to observe the silent worker's use of processor time.
     observed_since: Option<Time>,
+    /// True once the caller has been asked how much processor time the silent worker used.
     was_checked: bool,
     excused_silences: u32,
     jobs: Vec<JobId>,
     served: u64,
-    /// Number of jobs given to the worker, and a flag that is true if `recycle.jobs` allows no more jobs.
+    /// Number of jobs given to the worker.
     begun: u64,
+    /// True if `recycle.jobs` does not allow any more jobs to be given to the worker.
     is_at_job_limit: bool,
     pid: Option<u32>,
     /// True if the worker was started as a successor because the slot's worker is about to reach `recycle.jobs`.
@@ -178,8 +180,8 @@ struct Worker {
     killed: Option<KillReason>,
     /// Consequences of the worker's exit, which are stored until its descendants are gone.
     dead: Option<Dead>,
-    /// Value of `release_count` when the worker left its slot, or `None` if the slot is still waiting for the worker to
-    /// exit.
+    /// Value that `release_count` had when the worker left its slot, or `None` if the slot is still waiting for the
+    /// worker to leave.
     left: Option<u64>,
     /// Earliest time at which the worker can be killed because of its jobs. Set only if the worker was already stuck
     /// before this step.
@@ -224,10 +226,10 @@ struct Step {
     is_recounted: bool,
     /// True if `max_in_flight` may have changed.
     is_resized: bool,
-    /// True if the silence of a worker was attributed to a busy machine.
+    /// True if this event attributes the silence of a worker to a busy machine.
     is_excused: bool,
-    /// Jobs in `required` that can be retried instead of getting an outcome. The value is true if the job becomes a
-    /// suspect.
+    /// Jobs in `required` that can be retried instead of ending with an outcome. The value is true if the job becomes a
+    /// suspect when it is retried.
     retryable: BTreeMap<JobId, bool>,
     /// Payloads that must be reported as quarantined.
     to_quarantine: Vec<Digest>,
@@ -239,11 +241,11 @@ struct Step {
     ambiguous: BTreeSet<JobId>,
     /// Workers that must be sent a new maximum number of jobs.
     to_resize: BTreeMap<WorkerId, u32>,
-    /// Jobs whose workers must be asked to cancel them.
+    /// Jobs that must be cancelled in their workers.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
-    /// Candidates for eviction. One of these jobs must be evicted to make room for the submitted job. Empty if no
-    /// eviction is needed.
+    /// Jobs that are candidates for eviction. One of them must be evicted to make room for the submitted job. Empty if
+    /// no eviction is needed.
     evictable: BTreeSet<JobId>,
     /// True if the submitted job can be rejected instead of evicting another job, because several tenants have the most
     /// jobs and the oldest job of one of these tenants has a higher priority.
@@ -512,8 +514,8 @@ impl Model {
         }
     }
 
-    /// Returns the time between a worker becoming stuck and being killed. While the worker is sending an oversized
-    /// result, the time starts over whenever data arrives.
+    /// Returns the time after which a stuck worker is killed. While the worker is sending an oversized result, this
+    /// time starts over whenever data arrives.
     fn kill_delay(&self, worker: &Worker) -> std::time::Duration {
         let grace = self.limits.grace;
         let is_wanted = worker.jobs.iter().any(|job| !self.jobs[job].is_answered);
@@ -629,7 +631,7 @@ impl Model {
     }
 }
 
-/// Returns true if two verdicts are equal, ignoring their messages.
+/// Returns true if two verdicts are equal apart from their messages.
 fn is_same(one: &Verdict, other: &Verdict) -> bool {
     let plain = |verdict: &Verdict| {
         let mut verdict = verdict.clone();

@@ -37,7 +37,7 @@ enum Stage {
     Idle,
     /// The killer is reading the table of all processes.
     Scanning { entries: ReadDir, table: HashMap<u32, Process> },
-    /// The killer is sending `signal` to the target processes, from the last to the first.
+    /// The killer is sending `signal` to the target processes, starting with the last target.
     Signalling { targets: Vec<u32>, signal: Signal },
 }
 
@@ -46,7 +46,7 @@ struct Found {
     parent: u32,
     /// Number of the scan in which the process was first found.
     first_seen: u64,
-    /// True if the killer has tried to send SIGSTOP to the process.
+    /// True if the killer has sent SIGSTOP to the process or has tried to do so.
     is_stopped: bool,
 }
 
@@ -88,9 +88,9 @@ impl DescendantKiller {
         self.scans
     }
 
-    /// Returns true if the latest scan began after scan `scan_number` and found no process that is new since then. If
-    /// so, a process that died during scan `scan_number` has left no processes behind. Call this when a scan is
-    /// complete.
+    /// Returns true if the latest scan began after scan `scan_number` and found only processes that earlier scans up to
+    /// `scan_number` had already found. In that case, a process that died during scan `scan_number` has left no
+    /// processes behind. Call this when a scan is complete.
     pub fn has_nothing_new_since(&self, scan_number: u64) -> bool {
         self.scans > scan_number && self.latest_first_seen <= scan_number
     }
