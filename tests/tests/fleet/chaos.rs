@@ -237,8 +237,8 @@ fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &
     }
 }
 
-/// Restarts the leader of the jobs stream until the jobs stream and the ledger stream have different leaders. Later
-/// faults can then leave the ledger stream without a leader while jobs are still acknowledged.
+/// Restarts the leader of the jobs stream until the jobs stream and the ledger stream have different leaders. The
+/// ledger stream can then lose its leader while messages in the jobs stream can still be acknowledged.
 fn separate_leaders(fleet: &mut TestFleet) {
     loop {
         let leader = fleet.leader("BH_JOBS");
