@@ -78,9 +78,9 @@ pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError 
     move |error| RunError::System(what, error)
 }
 
-/// Runs a supervisor until a signal stops it or, if `while_open` is set, until the peer of that descriptor is gone.
-/// This function affects the whole process: the process becomes a child subreaper and handles SIGTERM, SIGINT, SIGHUP
-/// and SIGUSR1.
+/// Runs a supervisor until a signal stops it. If `while_open` is set, the supervisor also stops, immediately, when the
+/// peer of that descriptor is gone. This function affects the whole process: the process becomes a child subreaper and
+/// handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Must be called before the process has started any other thread.
 ///
@@ -189,8 +189,8 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     Ok(SuccessorProgram { path, arguments })
 }
 
-/// The parts of a supervisor that must exist before the rest can start: the configuration, the running keeper, and the
-/// results of probing this machine.
+/// Everything that must be available before the other parts of a supervisor can start: the configuration, the running
+/// keeper, and the results of probing this machine.
 pub(crate) struct Prerequisites {
     pub(crate) config: Config,
     pub(crate) host: Option<PathBuf>,

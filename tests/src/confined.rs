@@ -61,7 +61,7 @@ pub struct Setup<'s> {
     pub bulkheads: &'s str,
     /// UID of the user that the supervisor runs as, or `None` for the user that runs the test.
     pub user: Option<u32>,
-    /// User with or without subordinate IDs that runs the supervisor, as an alternative to `user`.
+    /// Alternative to `user`: a test user, with or without subordinate IDs, that runs the supervisor.
     pub user_with_ids: Option<User>,
     /// Layers of confinement that the supervisor must treat as missing.
     pub without: &'s str,

@@ -61,8 +61,8 @@ impl Loans {
         self.files.remove(&lease);
     }
 
-    /// Returns the payload of a job that refers to a memory file. Returns `None` if the lease is unknown or its file is
-    /// too small.
+    /// Returns a payload that the client sent in a memory file, or `None` if the lease is unknown or the file is
+    /// smaller than the payload.
     pub(crate) fn payload(&self, lease_ref: LeaseRef) -> Option<Box<Loan>> {
         let files = self.files.get(&lease_ref.lease)?.clone();
         let bytes = usize::try_from(lease_ref.bytes).ok().filter(|bytes| *bytes <= files.payload.len())?;

@@ -246,8 +246,8 @@ impl Writer {
     }
 
     /// Queues a frame with extensions, which are pairs of a tag and a value. Returns true if the next job may begin
-    /// before the frame is sent. If there is a journal, this is only safe for a reply that is stored in the journal,
-    /// because the next job could terminate this process.
+    /// before the frame is sent. If there is a journal, this requires that the frame is a reply and is stored in the
+    /// journal, because the next job could terminate this process.
     pub(crate) fn push_reply(
         &self,
         kind: u8,

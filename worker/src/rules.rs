@@ -70,9 +70,10 @@ pub(crate) struct Temporary {
 }
 
 impl Rules {
-    /// Reads the rules that the keeper passes on standard input, or the null device if there are no rules. The worker's
-    /// rules continue to apply to programs, so a program's additional rules only have to deny access to the folders of
-    /// other programs. System folders are therefore granted as a whole, which keeps the number of open descriptors low.
+    /// Reads the rules that the keeper passes on standard input, which is the null device if there are no rules. The
+    /// worker's rules continue to apply to programs, so a program's own rules only have to deny access to the folders
+    /// of other programs. System folders are therefore granted as a whole, which keeps the number of open descriptors
+    /// low.
     pub(crate) fn inherited() -> io::Result<Self> {
         let stdin = io::stdin();
         if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
@@ -212,7 +213,7 @@ fn identity(stat: Stat) -> (u64, u64) {
 pub(crate) struct Ruleset(OwnedFd);
 
 impl Ruleset {
-    /// Restricts this process and all processes that it starts later, permanently. Then checks that the worker's
+    /// Permanently restricts this process and all processes that it starts later. Then checks that the worker's
     /// temporary folder, `worker`, can no longer be listed. Makes only system calls, because this function runs in a
     /// forked child.
     pub(crate) fn restrict(&self, worker: Option<BorrowedFd<'_>>) -> io::Result<()> {
@@ -228,8 +229,8 @@ impl Ruleset {
 }
 
 impl Temporary {
-    /// Returns the worker's temporary folder, or `None` if a grant covers the folder. If a program can list this folder,
-    /// the program's rules are not enforced.
+    /// Returns the worker's temporary folder, or `None` if a grant covers the folder. If a program can list this
+    /// folder, the program's rules are not enforced.
     pub(crate) fn hidden_folder(&self) -> io::Result<Option<OwnedFd>> {
         self.is_hidden.then(|| self.folder.try_clone()).transpose()
     }

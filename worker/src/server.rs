@@ -309,9 +309,9 @@ where
     })
 }
 
-/// Returns a descriptor that becomes readable on SIGTERM. Leaves the environment variable with the link's descriptor
-/// number set, because changing the environment is unsafe once a C library has started threads. Child processes inherit
-/// the variable, but not the descriptor.
+/// Returns a descriptor that becomes readable on SIGTERM. Does not unset the environment variable that contains the
+/// link's descriptor number, because changing the environment is unsafe once a C library has started threads. Child
+/// processes inherit the variable, but not the descriptor.
 fn termination() -> std::io::Result<OwnedFd> {
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
     ours.set_nonblocking(true)?;

@@ -63,7 +63,8 @@ pub(super) struct PartWaker {
 }
 
 impl PartWaker {
-    /// Creates a waker for one of the parts. The part starts out as woken, so that it is polled at least once.
+    /// Creates a waker for one part of the combined future. The part is initially marked as woken, so that it is polled
+    /// at least once.
     pub(super) fn new(combined: &Arc<CombinedWaker>) -> Self {
         let signal = Arc::new(PartSignal { combined: combined.clone(), is_woken: AtomicBool::new(true) });
         Self { waker: signal.clone().into(), signal }

@@ -43,7 +43,7 @@ impl Random {
     }
 }
 
-/// A disturbance of the supervisor: its name, preceded by the time at which it started in µs of CLOCK_MONOTONIC.
+/// A disturbance of the supervisor: its start time, in µs of CLOCK_MONOTONIC, and its name.
 pub type Deed = (u64, &'static str);
 
 /// Disturbs a supervisor until the run is over.

@@ -83,8 +83,8 @@ fn exactly(_: &Ended) -> bool {
     false
 }
 
-/// Returns true if an attempt was refused, by whichever layer. Under an unprivileged supervisor, a different layer can
-/// be the first to refuse.
+/// Returns true if the attempt was refused, no matter by which layer. Under an unprivileged supervisor, a different
+/// layer can be the first to refuse.
 fn refused(ended: &Ended) -> bool {
     matches!(ended, Ended::Refused(..))
 }

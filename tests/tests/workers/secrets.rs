@@ -263,7 +263,7 @@ fn oversized_secrets_fail_the_start_with_a_clear_error() {
 
 // Outputs.
 
-/// Secret with a value that no other file or process contains.
+/// Secret value that is unlikely to occur anywhere else.
 const VALUE: &str = "open-sesame-7d1f0c";
 
 #[track_caller]

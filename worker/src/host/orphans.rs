@@ -60,7 +60,8 @@ struct Programs {
     /// Programs whose jobs have not ended, by PID, which is also the session ID. The value is true once the program's
     /// orphans have been recorded.
     unfinished: HashMap<u32, bool>,
-    /// Possible ancestors of each process or session that is outside the programs' own sessions.
+    /// Programs that a process or session may descend from, for each process or session outside the programs' own
+    /// sessions.
     owners: HashMap<Key, Vec<u32>>,
 }
 

@@ -19,7 +19,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// until they are cancelled.
 const QUICK: u64 = 0;
 
-/// Lowest job number from which on handlers return immediately, like the handler of job `QUICK`.
+/// Handlers of jobs with this or a higher number return immediately, as does the handler of job `QUICK`.
 const RETURNS: u64 = 1 << 32;
 
 /// A running pool, and the supervisor's end of its link.

@@ -39,7 +39,7 @@ pub(super) enum SlotState {
     Empty,
     /// A worker is going to be started in the slot.
     Awaiting,
-    /// The slot is unused, because fewer workers are configured than there are slots.
+    /// The slot is not needed for the configured number of workers and spares.
     Closed,
     Occupied {
         current: u32,
