@@ -120,7 +120,7 @@ struct State {
     pending: VecDeque<Pending>,
     /// Number of jobs received.
     arrived: u64,
-    /// True if recalled jobs were dropped but the supervisor does not know yet.
+    /// True if recalled jobs were dropped but the supervisor has not been notified yet.
     has_dropped: bool,
     loans: Loans,
     /// Handles to all jobs that have been received but not yet answered, by job ID.

@@ -65,7 +65,7 @@ struct Programs {
     owners: HashMap<Key, Vec<u32>>,
 }
 
-/// PID and start time of a process, or the ID of a session without a start time.
+/// PID and start time of a process, or the ID of a session and `None`.
 type Key = (u32, Option<u64>);
 
 fn keys(found: ProcessIdentity) -> [Key; 2] {

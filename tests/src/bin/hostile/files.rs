@@ -107,7 +107,7 @@ fn list_temporary_files(to: &Targets) -> Tried {
     }
 }
 
-/// Removes all permissions from the folder in which the temporary folders of all programs are.
+/// Removes all permissions from the folder that contains the temporary folders of all programs.
 fn shut_temporary_folders() -> Tried {
     let own = std::env::var_os("TMPDIR").ok_or_else(|| Refused::nothing("find its own temporary folder"))?;
     let shared = Path::new(&own).parent().unwrap_or(Path::new(&own));
