@@ -87,8 +87,8 @@ fn any_limits(random: &mut Random) -> Limits {
     }
 }
 
-/// Returns random heartbeat settings. In some histories, the interval is long, so that fewer steps are heartbeats and the
-/// history covers more time.
+/// Returns random heartbeat settings. In some histories, the interval is long, so that fewer steps are heartbeats and
+/// the history covers more time.
 fn health(random: &mut Random) -> Health {
     let (low, high) = if random.percent(70) { (50, 1000) } else { (5000, 30_000) };
     Health { heartbeat: random.millis(low, high), missed: random.pick(&[0, 1, 3, 5]) }
