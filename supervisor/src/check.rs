@@ -101,11 +101,11 @@ fn describe(program: &Program, observed: &Observed) -> String {
     )
 }
 
-/// State of the check: the keeper, and the processes that the keeper has been ordered to start.
+/// State of a start check: the keeper, and the processes that the keeper was asked to start.
 struct StartCheck {
     keeper: Keeper,
-    /// Number of workers and templates that the keeper has been ordered to start. This is also the spawn number of the
-    /// latest process.
+    /// Number of workers and templates that the keeper was asked to start so far, which is also the spawn number of the
+    /// latest one.
     ordered: u64,
     /// Exits that the keeper has reported but [`StartCheck::take_exit`] has not returned yet, by spawn number.
     exits: BTreeMap<u64, keeper::Exit>,
@@ -169,7 +169,7 @@ impl StartCheck {
         result.into_result(program.path_for_messages()).map(|()| observed)
     }
 
-    /// Starts a template and a worker that the template forks.
+    /// Starts a template, and a worker that is forked from the template.
     fn start_forked(
         &mut self,
         program: &Program,

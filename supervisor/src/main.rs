@@ -40,8 +40,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns the path given on the command line, or the default path. If there is no file at the default path, reports
-/// this here, because the usual message would not say where the path comes from.
+/// Returns the path given on the command line, or the default path. Fails if the default path does not exist, because
+/// the general error for a missing file does not say where the path comes from.
 fn config_path(args: &Args) -> Result<PathBuf, String> {
     if let Some(path) = &args.config {
         return Ok(path.clone());

@@ -73,18 +73,18 @@ bulkhead_shared::debug_by_display!(RunError);
 /// default is several milliseconds. With short slices, processes that share a processor wait less for each other.
 pub(crate) const SLICE: Duration = Duration::from_micros(100);
 
-/// Returns a function that converts an I/O error to a [`RunError`]. `what` names the operation that failed.
+/// Returns a function that wraps an I/O error in a [`RunError`]. `what` names the operation that failed.
 pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError {
     move |error| RunError::System(what, error)
 }
 
-/// Runs a supervisor until a signal stops it. If `while_open` is set, the supervisor also stops immediately when the
-/// descriptor reports that its peer is gone. This function affects the whole process: the process becomes a child
-/// subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
+/// Runs a supervisor until a signal stops it. If `while_open` is set, the supervisor also stops, immediately, when the
+/// peer of that descriptor is gone. This function affects the whole process: the process becomes a child subreaper and
+/// handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Must be called before the process has started any other thread.
 ///
-/// `link` is the link to the previous supervisor in an upgrade, from which this one takes over.
+/// During an upgrade, `link` connects this supervisor to the predecessor from which it takes over.
 pub fn run(
     config: Config,
     while_open: Option<LivenessDescriptor>,
@@ -189,8 +189,8 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     Ok(SuccessorProgram { path, arguments })
 }
 
-/// Everything that is needed to start the rest of a supervisor: the configuration, the running keeper, and the results
-/// of probing this machine.
+/// Everything that must be available before the other parts of a supervisor can start: the configuration, the running
+/// keeper, and the results of probing this machine.
 pub(crate) struct Prerequisites {
     pub(crate) config: Config,
     pub(crate) host: Option<PathBuf>,
@@ -212,7 +212,7 @@ pub(crate) struct Ready {
     pub(crate) span_thread: Option<spans::SpanThread>,
     pub(crate) threads: ThreadMonitor,
     pub(crate) counters: Arc<SharedCounters>,
-    /// Ensures that this process and the other supervisor in an upgrade exit in the right order.
+    /// Ensures that during an upgrade, the old and the new process exit in the right order.
     end: Arc<ProcessEnd>,
     drain_timeout: Duration,
 }
@@ -353,8 +353,8 @@ fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Resul
     Ok(Listeners { jobs: Some(jobs_listener), mode, http, jobs_http, inherited })
 }
 
-/// Returns the error for a TCP socket that the service manager passed in although it is not configured. Without the
-/// configuration key, the token for the socket is unknown.
+/// Returns the error for a TCP socket that the service manager passed in although the configuration does not set the
+/// socket's key.
 fn not_configured(key: &str) -> RunError {
     let problem =
         format!("the service manager passed in this socket, but `{key}` is not set in the configuration");

@@ -131,7 +131,7 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 /// State that a supervisor takes over from its predecessor.
 #[derive(Debug, Default)]
 pub struct TakeOver {
-    /// Inherited descriptors by name, each with the address, path or other location to which it belongs.
+    /// Inherited descriptors by name, each with the address or path that the descriptor belongs to, if any.
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,
@@ -145,9 +145,8 @@ impl TakeOver {
         self.descriptors.remove(name)
     }
 
-    /// Removes and returns the descriptor that belongs to a configuration key. Fails if the two supervisors have
-    /// different values for this key. `now` is the value in this supervisor's configuration, or `None` if the key is
-    /// not set.
+    /// Removes and returns the descriptor for a configuration key. Fails if the predecessor used another value for this
+    /// key than `now`, which is the value in this supervisor's configuration (`None` if the key is not set).
     fn take_same(&mut self, name: &str, key: &str, now: Option<&str>) -> io::Result<Option<OwnedFd>> {
         let before = self.take(name);
         let is_same = before.as_ref().map(|(place, _)| place.as_str()) == now;
@@ -164,7 +163,8 @@ impl TakeOver {
         Ok(before.map(|(_, descriptor)| descriptor))
     }
 
-    /// Removes and returns the descriptor that this process and its keepers hold open for as long as they run.
+    /// Removes and returns the lifeline: a descriptor that this process and its keepers hold open for as long as they
+    /// run.
     pub(crate) fn own_lifeline(&mut self) -> Option<OwnedFd> {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }

@@ -15,11 +15,11 @@ pub enum Expected {
     Succeeds,
     /// The attempt succeeds or is refused, depending on the kernel configuration and the user.
     Machine,
-    /// The attempt fails with one of these errors, and the worker continues. The text names the layer of confinement
-    /// that caused the error. The error `NOTHING` means that every call succeeded, but the attempt still did not reach
-    /// its goal.
+    /// The attempt fails with one of the listed errors, and the worker keeps running. The text names the layer of
+    /// confinement that refuses the attempt. `NOTHING` stands for attempts in which every call succeeds but the goal is
+    /// not reached.
     Refused(&'static [&'static str], &'static str),
-    /// The worker is killed because the attempt is a violation. The message contains this word, which is normally the
+    /// The supervisor kills the worker because of a violation. The message contains this word, which is usually the
     /// name of a system call.
     Violation(&'static str),
     /// The worker crashes for this reason. `signal or protocol` means that either of these two reasons is accepted.
@@ -29,7 +29,7 @@ pub enum Expected {
 /// Configuration of the bulkhead in which an attempt runs, apart from the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
-    /// Grants access to some paths for reading and to others for writing, and provides a `tmp` folder of 1 MiB.
+    /// Grants read access to some paths and write access to others, and provides a `tmp` folder of 1 MiB.
     Plain,
     /// Like [`Setting::Plain`], but with resource limits: 64 descriptors, files of 1 MiB, and 1 GiB of address space.
     Limited,
@@ -66,7 +66,7 @@ const NO_CAPABILITY: Expected = Refused(&["EPERM"], "no capabilities");
 const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
 const NO_PROCESS: Expected = Refused(&["ESRCH"], "pid namespace");
 const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor rejects workers");
-/// Expected result of attempts that Linux refuses as of version 6.16; see [`KERNELS_OWN`].
+/// Expected result of attempts that are refused by Linux 6.16 and later; see [`KERNELS_OWN`].
 const NOT_TAKEN: Expected =
     Refused(&["EPERM"], "the kernel; before Linux 6.16, the worker crashes: `protocol`");
 const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
@@ -97,7 +97,7 @@ const fn limited(
     Attempt { name, tries, setting: Setting::Limited, none, default, strict }
 }
 
-/// A heading and the attempts listed under it.
+/// A heading in the documentation, and the attempts listed under it.
 pub type Group = (&'static str, &'static [Attempt]);
 
 /// All groups of attempts.

@@ -25,13 +25,13 @@ use crate::{PATIENCE, Supervisor, programs, wait_for};
 /// The user `nobody`, which owns no files and has no privileges.
 pub const NOBODY: u32 = 65534;
 
-/// Configuration of a range of UIDs that is unused on this machine, for workers that run as separate users.
+/// Configuration key with a range of UIDs that this machine does not use, for workers that run as separate users.
 pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 
-/// Programs that are copied to a folder that every user can access.
+/// Programs that are copied to a folder that is accessible to every user.
 const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
-/// Mode of a file that belongs to another user. Without confinement, only that user and root could read it.
+/// Mode of a file that belongs to another user and that, without confinement, only this user and root could read.
 const SECRET_MODE: u32 = 0o600;
 
 /// Layers of confinement that the `strict` profile needs.
@@ -56,16 +56,16 @@ pub const DEFAULT_LAYERS: &[&str] = &["landlock scopes", "seccomp notify"];
 pub struct Setup<'s> {
     /// Additional keys for the `[supervisor]` table, in TOML syntax.
     pub supervisor: &'s str,
-    /// Configuration of the bulkheads, in TOML syntax. `HOSTILE` is replaced with the path of the hostile worker, and
-    /// `PLACE` with the path of the supervisor's folder.
+    /// Configuration of the bulkheads, in TOML syntax. `HOSTILE` stands for the path of the hostile worker, and `PLACE`
+    /// for the path of the supervisor's folder.
     pub bulkheads: &'s str,
     /// UID of the user that the supervisor runs as, or `None` for the user that runs the test.
     pub user: Option<u32>,
-    /// Alternative to `user`: a user that the supervisor runs as and that can have subordinate IDs.
+    /// Alternative to `user`: a test user, with or without subordinate IDs, that runs the supervisor.
     pub user_with_ids: Option<User>,
     /// Layers of confinement that the supervisor must treat as missing.
     pub without: &'s str,
-    /// Rules for the `filtered` program. Each rule makes a system call fail or have no effect in the supervisor and its
+    /// Rules for the `filtered` program. Each rule makes one system call fail or do nothing in the supervisor and its
     /// descendants.
     pub filter: &'s [&'s str],
 }
@@ -315,7 +315,7 @@ impl Place {
     }
 }
 
-/// Confinement of a worker, as reported in the snapshot. No other code in the tests reads this part of the snapshot.
+/// The part of the snapshot that describes a worker's confinement. Other tests do not read this part.
 #[derive(Debug)]
 pub struct Confinement {
     /// PID of the worker.
@@ -340,8 +340,7 @@ pub struct Confinement {
     pub has_process_bound: bool,
 }
 
-/// Entry of `missing` in the snapshot if the number of processes is not limited. Unlike other entries, this one is not
-/// a layer.
+/// Entry in the snapshot's `missing` list for a missing limit on the number of processes. All other entries are layers.
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
@@ -410,7 +409,7 @@ impl Ended {
         }
     }
 
-    /// Returns true if the worker did not receive the target of this attempt.
+    /// Returns true if the attempt had no target, because the worker did not receive one.
     pub fn had_no_target(&self) -> bool {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }

@@ -109,7 +109,7 @@ impl Drop for NatsServer {
 
 /// A host of the fleet, on which a supervisor and an agent run.
 pub struct Host {
-    /// The supervisor, which may already have exited.
+    /// The supervisor, which may have exited.
     pub supervisor: Supervisor,
     /// The agent, or `None` after a test has stopped it.
     pub agent: Option<Child>,
@@ -125,7 +125,7 @@ impl Host {
         self.start_agent_with(&programs().join("bulkhead-fleet"), &[]);
     }
 
-    /// Starts the agent with a library that is preloaded with `LD_PRELOAD`.
+    /// Starts the agent with a library preloaded by `LD_PRELOAD`.
     pub fn start_agent_under(&mut self, library: &Path) {
         let mut command = Command::new(programs().join("bulkhead-fleet"));
         command.env("LD_PRELOAD", library);
@@ -211,7 +211,7 @@ pub struct TestFleet {
     /// Folder that contains all files of the servers and agents.
     pub folder: TempDir,
     settings: String,
-    /// Additional keys for the `[nats]` table, and the scheme of the servers' addresses.
+    /// Additional keys for the `[nats]` table, and the URL scheme of the server addresses.
     nats: (String, &'static str),
 }
 
@@ -237,7 +237,7 @@ impl TestFleet {
     }
 
     /// Prepares the streams on servers that are already running. `nats` contains additional keys for the `[nats]`
-    /// table, and the scheme of the servers' addresses.
+    /// table, and the URL scheme of the server addresses.
     pub fn prepare(
         folder: TempDir,
         servers: Vec<NatsServer>,

@@ -26,11 +26,11 @@ use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
 use worker::{Attempt, Mark, Record};
 
-/// Name of a bulkhead in which many jobs are prefetched, because most of them have the same priority and tenant.
+/// Name of a bulkhead that prefetches many jobs, because most of its jobs have the same priority and tenant.
 pub const AHEAD: &str = "ahead";
 
-/// Bulkheads that are put under load, each with the number of jobs that it can run at once. No disturbance changes
-/// these numbers.
+/// Bulkheads that are put under load, each with the number of jobs that it can run at once. This number stays the same
+/// throughout the run.
 pub const BULKHEADS: [Bulkhead; 9] = [
     Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
     Bulkhead {
@@ -91,8 +91,8 @@ impl Bulkhead {
         self.processes * self.max_in_flight
     }
 
-    /// Returns the range in which the limit can be while no job is running. A worker has at least one permit. With
-    /// `recycle.jobs`, a worker has no more permits than it has jobs left to run.
+    /// Returns the range of possible values of the bulkhead's limit while no job is running. With `recycle.jobs`, a
+    /// worker has at most as many permits as it has jobs left to run, but at least one.
     fn limits_at_rest(&self) -> RangeInclusive<u64> {
         let lowest = if self.keys.contains("jobs = ") { self.processes } else { self.bound() };
         lowest as u64..=self.bound() as u64
@@ -107,8 +107,8 @@ pub struct Plan {
     /// Seed for random choices. Timing still depends on the machine.
     pub seed: u64,
     /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A worker that is being
-    /// killed can run for a moment alongside its successor. In runs without hangs, the limit on concurrent jobs is
-    /// never exceeded.
+    /// killed can overlap with its successor for a moment. Without hangs, the limit on concurrent jobs is never
+    /// exceeded.
     pub has_hangs: bool,
 }
 
@@ -121,10 +121,11 @@ pub struct Findings {
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Number of jobs that began at least once.
     pub begun: usize,
-    /// Number of jobs that began in excess of the limit, because a worker that was being killed still held a place.
+    /// Number of jobs that exceeded the concurrency limit because a worker that was being killed was still running a
+    /// job.
     pub beside_killed: usize,
-    /// Number of jobs that were reported as executed although there is no record of their beginning. A few such jobs
-    /// are possible, because a worker can die between claiming a job and recording it.
+    /// Number of jobs that were reported as executed but that no worker recorded. There can be a few, because a worker
+    /// can die between claiming a job and recording it.
     pub executed_unseen: usize,
     /// Descriptions of violated invariants.
     pub faults: Vec<String>,
@@ -137,7 +138,7 @@ pub struct Findings {
 /// Value of `grace` for all bulkheads in a run with hangs.
 const GRACE: Duration = Duration::from_millis(50);
 
-/// Maximum time between the decision to kill a worker and the last moment at which the worker can begin a job, in µs.
+/// Maximum time that a worker can continue to begin jobs after the supervisor has decided to kill it, in µs.
 const KILL_TIMEOUT_US: u64 = 500_000;
 
 /// Maximum number of faults of each kind that are reported in full.
@@ -181,7 +182,7 @@ pub fn keep(plan: Plan) -> Findings {
     judge(told, deeds, findings, notes.path(), plan)
 }
 
-/// Compares the records of clients and workers, and adds the results to the findings.
+/// Compares the clients' records with those of the workers, and adds the results to the findings.
 fn judge(
     told: HashMap<u64, Entry>,
     deeds: Vec<Deed>,
@@ -256,7 +257,7 @@ fn fill_all(supervisor: &Supervisor) {
     });
 }
 
-/// Number of times that the idle supervisor is measured.
+/// Number of measurements of the idle supervisor.
 const LOOKS_AT_REST: usize = 20;
 
 /// Waits until no job is in flight and all limits are back to normal. Counts the supervisor's descriptors several times
@@ -290,7 +291,7 @@ fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
     told[told.len().saturating_sub(60)..].join("\n")
 }
 
-/// Returns the state of a bulkhead if it has jobs, or if its limit differs from that of an idle bulkhead.
+/// Returns the state of a bulkhead that is not idle: it has jobs, or its limit differs from the normal one.
 fn busy(supervisor: &Supervisor, bulkhead: &Bulkhead) -> Option<Snapshot> {
     let state = supervisor.state(bulkhead.name);
     let is_limited = match &state.adaptive {
@@ -428,7 +429,7 @@ fn compare(
     }
 }
 
-/// Describes a worker's record, together with the disturbances in the preceding 1.5 seconds.
+/// Describes a worker's record, including the disturbances of the supervisor in the preceding 1.5 seconds.
 fn around(record: &Record, deeds: &[Deed]) -> String {
     let before = deeds.iter().filter_map(|(at_us, deed)| {
         let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;
@@ -437,7 +438,7 @@ fn around(record: &Record, deeds: &[Deed]) -> String {
     format!("{record:?}, {}", before.collect::<Vec<_>>().join(", "))
 }
 
-/// Describes all records for the same bulkhead within 0.15 s of a record.
+/// Describes all records that the bulkhead's workers wrote within 0.15 s of a given record.
 fn beside(record: &Record, records: &[Record], told: &HashMap<u64, Entry>) -> String {
     let bulkhead = told.get(&record.job).map(|entry| entry.bulkhead);
     let lines =

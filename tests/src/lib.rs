@@ -57,7 +57,7 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Number of heavy tests that are running, and a condition variable that is notified when the number decreases.
+/// Number of heavy tests that are running, and a condition variable that is notified when a heavy test ends.
 static HEAVY: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 
 /// Permit to run a heavy test. Dropping the permit admits the next test.
@@ -126,8 +126,9 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Starts a supervisor with the bulkheads that `bulkheads` defines in TOML, in which `MISBEHAVE` stands for the
-    /// path of the worker that misbehaves on request. Returns when the first start of every bulkhead has finished.
+    /// Starts a supervisor with the bulkheads that the TOML text `bulkheads` defines. In this text, `MISBEHAVE` stands
+    /// for the path of a worker that misbehaves on request. Returns when the first start of every bulkhead has
+    /// finished.
     pub fn start(bulkheads: &str) -> Self {
         Self::start_with("", bulkheads)
     }
@@ -181,7 +182,7 @@ impl Supervisor {
         Self::launch_by(command, folder, arguments, (supervisor_keys, bulkheads))
     }
 
-    /// Starts a supervisor that finds `SO_PASSRIGHTS` missing, as on kernels before Linux 6.16.
+    /// Starts a supervisor on a simulated kernel without `SO_PASSRIGHTS`, such as Linux before 6.16.
     pub fn start_on_older_kernel(bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mut command = Command::new(programs().join("older-kernel"));
@@ -394,9 +395,9 @@ fn request(admin: &Path, method: &str, path: &str, body: &str) -> Option<(u16, S
     Some((status, if is_chunked { dechunk(body) } else { body.to_owned() }))
 }
 
-/// Checks continuously that a supervisor's counters balance, using snapshots of all bulkheads taken at the same
-/// moment. Every submitted job must have an outcome, be in flight, or be queued. A bulkhead named `entry` must
-/// not be the fallback of another bulkhead.
+/// Checks continuously that a supervisor's counters add up: every submitted job has an outcome, is in flight, or is
+/// queued. Each check uses snapshots of all bulkheads taken at the same moment. A bulkhead named `entry` must not be
+/// the fallback of another bulkhead.
 pub struct Auditor {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<Result<u64, String>>,
@@ -588,7 +589,7 @@ pub fn run<T>(future: impl Future<Output = T>) -> T {
 
 /// Result of a job.
 pub type Ended = Result<Reply, JobError>;
-/// Task that waits for the job to end.
+/// Task that waits for the outcome of a job.
 pub type Running = tokio::task::JoinHandle<Ended>;
 
 /// Connects a client to the supervisor.
@@ -614,13 +615,13 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// Returns the result of a job, unless the job's deadline passed before a worker had begun the job. On a busy machine,
-/// this can happen to any job.
+/// Returns the result of a job, or `None` if the deadline passed before a worker had begun the job, which can happen on
+/// a busy machine.
 fn begun(result: Ended) -> Option<Ended> {
     (outcome(&result) != "deadline_exceeded/queued").then_some(result)
 }
 
-/// Sends a job until its deadline passes after a worker has begun the job.
+/// Sends the job until an attempt misses its deadline while a worker is running it, and returns the outcome.
 pub async fn overrun(job: &Job) -> Ended {
     let began = Instant::now();
     while began.elapsed() < PATIENCE {
@@ -631,7 +632,8 @@ pub async fn overrun(job: &Job) -> Ended {
     panic!("no worker begins the job before the deadline")
 }
 
-/// Sends a job with the blocking client until its deadline passes after a worker has begun the job.
+/// Sends the job with the blocking client until an attempt misses its deadline while a worker is running it, and
+/// returns the outcome.
 pub fn overrun_blocking(job: &blocking::Job) -> Ended {
     wait_for("a worker begins the job before the deadline", || begun(job.clone().send()))
 }

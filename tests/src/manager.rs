@@ -21,7 +21,7 @@ use tempfile::TempDir;
 
 use crate::{is_alive, kill_pid, processes_with, programs, threads, wait_for, write_config};
 
-/// A service whose processes are killed when this value is dropped.
+/// A service. Dropping this value kills the service's processes.
 pub struct Manager {
     /// Folder with the configuration, the sockets and the log.
     pub folder: TempDir,

@@ -17,7 +17,8 @@ pub struct User {
     has_ids: bool,
 }
 
-/// First UID of test users, whose subordinate IDs begin at `IDS`. The machine must not use any ID from `USERS` upwards.
+/// First UID of test users. Their subordinate IDs begin at `IDS`. No ID from `USERS` upwards may be in use on the
+/// machine.
 const USERS: u32 = 1_879_000_000;
 const IDS: u32 = 1_879_200_000;
 

@@ -227,7 +227,7 @@ pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }
 
-/// Destination of status messages, and of requests for more time, while the worker starts.
+/// Receiver of the status messages and of the requests for more time that a process sends while it starts.
 pub(crate) enum StatusReceiver {
     /// The supervisor, which receives status messages from a worker.
     Supervisor(Arc<Writer>),

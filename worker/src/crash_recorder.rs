@@ -32,11 +32,11 @@ const DONE: u8 = 2;
 
 /// State that the signal handler needs.
 struct Recorder {
-    /// PID of the process that received the supervisor's welcome.
+    /// PID of the worker process: the process that received the welcome from the supervisor.
     process: u32,
     file: BorrowedFd<'static>,
-    /// Device and inode number of the file, to detect that the worker's code has closed the descriptor and reused its
-    /// number.
+    /// Device and inode number of the file. If they differ later, the worker's code has closed the descriptor, and its
+    /// number has been reused.
     identity: (u64, u64),
     maps: BorrowedFd<'static>,
     /// Previous signal actions, one for each of the [`RECORDED_SIGNALS`].
@@ -54,8 +54,9 @@ unsafe impl Sync for Recorder {}
 
 static RECORDER: OnceLock<Recorder> = OnceLock::new();
 
-/// Installs the handlers for fatal signals. `file` is the memory file with the journal. Does nothing if the file has no
-/// room for a record or this process cannot write to it. The worker then runs without a recorder.
+/// Installs handlers for fatal signals, which write crash records to `file`, the memory file that also contains the
+/// journal. Does nothing if the file has no room for a record or is not writable. The worker then runs without a crash
+/// recorder.
 pub(crate) fn install(file: OwnedFd) {
     let is_writable = getrlimit(Resource::Fsize).current.is_none_or(|bytes| bytes >= FILE_BYTES as u64);
     let Ok(found) = rustix::fs::fstat(&file) else { return };
@@ -101,7 +102,7 @@ pub(crate) fn install(file: OwnedFd) {
 // SAFETY: all fields are numbers or optional pointers, for which zero is valid.
 const EMPTY_ACTION: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
 
-/// Leaks a descriptor, so that it stays open for the lifetime of the process.
+/// Leaks a descriptor so that it stays open until the process exits.
 fn forever(descriptor: OwnedFd) -> BorrowedFd<'static> {
     // SAFETY: nothing closes the descriptor, unless the worker's code closes descriptors that it does not own.
     unsafe { BorrowedFd::borrow_raw(descriptor.into_raw_fd()) }

@@ -36,7 +36,7 @@ impl LeaseFiles {
 #[derive(Default)]
 pub(crate) struct Loans {
     files: HashMap<u64, Arc<LeaseFiles>>,
-    /// Descriptors received before the frame that describes them was processed.
+    /// Descriptors that were received before the worker processed the frame that says what they are for.
     pub(crate) received_files: Vec<OwnedFd>,
     /// Leases whose files are mapped, but not yet confirmed to the supervisor.
     pub(crate) unconfirmed: Vec<u64>,
@@ -61,7 +61,8 @@ impl Loans {
         self.files.remove(&lease);
     }
 
-    /// Returns a job's payload, which is in a memory file, or `None` if the lease is unknown or too small.
+    /// Returns a payload that the client sent in a memory file, or `None` if the lease is unknown or the file is
+    /// smaller than the payload.
     pub(crate) fn payload(&self, lease_ref: LeaseRef) -> Option<Box<Loan>> {
         let files = self.files.get(&lease_ref.lease)?.clone();
         let bytes = usize::try_from(lease_ref.bytes).ok().filter(|bytes| *bytes <= files.payload.len())?;
@@ -84,7 +85,7 @@ pub(crate) struct Loan {
     copy: OnceLock<Vec<u8>>,
     /// Reusable buffer for the copy of the payload.
     pub(crate) copy_buffer: Mutex<Vec<u8>>,
-    /// Size of the result written in place, in bytes; 0 if no result was written in place.
+    /// Size in bytes of the result that the handler wrote in place, or 0 if there is no such result.
     in_place: AtomicU64,
 }
 
@@ -108,8 +109,8 @@ impl Loan {
         self.in_place.load(Ordering::Acquire) > 0
     }
 
-    /// Returns the location of the result in the memory file. Writes `result` there, unless the handler has
-    /// already written its result in place. Returns `None` if the result does not fit.
+    /// Returns the location of the result in the memory file. If the handler has not written its result in place,
+    /// copies `result` to this location. Returns `None` if `result` does not fit.
     pub(crate) fn result(&self, result: &[u8]) -> Option<LeaseRef> {
         let in_place = self.in_place.load(Ordering::Acquire);
         if in_place > 0 {
@@ -123,7 +124,7 @@ impl Loan {
         Some(LeaseRef { lease: self.lease, bytes: result.len() as u64 })
     }
 
-    /// Consumes the loan and returns its buffers, so that later jobs can reuse them.
+    /// Consumes the loan and returns its buffers for reuse by later jobs.
     pub(crate) fn into_buffers(self) -> [Vec<u8>; 2] {
         let copy_buffer = self.copy_buffer.into_inner().unwrap_or_else(PoisonError::into_inner);
         [copy_buffer, self.copy.into_inner().unwrap_or_default()]

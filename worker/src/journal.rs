@@ -11,8 +11,8 @@ use bulkhead_shared::journal::{
 };
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-/// Counters in the journal that settle whether the worker runs a job or the supervisor recalls it. The references are
-/// valid for the lifetime of the process.
+/// Counters in the journal that decide, for each job, whether the worker runs it or the supervisor recalls it. The
+/// references are valid until the process exits.
 #[derive(Clone, Copy)]
 pub(crate) struct Claims {
     begun: &'static AtomicU64,

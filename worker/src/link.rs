@@ -22,9 +22,8 @@ use crate::seal::Seal;
 /// Size of the read buffer for the link, in bytes. Small, because a worker receives few jobs at once.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Takes ownership of the descriptor that the supervisor named in the environment variable `variable`.
-/// Returns `None` if the variable names no open descriptor, for example because the program was started by
-/// hand.
+/// Takes ownership of the descriptor whose number the supervisor passed in the environment variable `variable`. Returns
+/// `None` if there is no such descriptor, for example because the program was started by hand.
 pub(crate) fn inherited(variable: &str) -> Option<OwnedFd> {
     let number: RawFd = std::env::var(variable).ok()?.parse().ok().filter(|number| *number > 2)?;
     // SAFETY: `BorrowedFd` requires an open descriptor. The number is only passed to `fcntl`, which fails if
@@ -77,8 +76,8 @@ impl Reader {
     }
 }
 
-/// Sends the hello and waits for the welcome. Frames that arrive after the welcome stay in the inbox. Errors
-/// are human-readable messages.
+/// Sends the hello and waits for the welcome. If further frames arrive with the welcome, they stay in the reader.
+/// Errors are human-readable messages.
 pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
     let hello = Hello {
         version_min: PROTOCOL_VERSION,
@@ -187,7 +186,7 @@ pub(crate) struct Writer {
 struct Unsent {
     outbox: Outbox,
     pool: BufferPool,
-    /// Journal that stores replies until they are sent, so that they survive the death of this process.
+    /// Journal that keeps unsent replies, so that they are not lost if this process dies.
     journal: Option<Journal>,
 }
 
@@ -246,9 +245,9 @@ impl Writer {
         self.push_reply(kind, number, message, &[], payload);
     }
 
-    /// Queues a frame with extensions, each of which consists of a tag and a value. Returns true if the next
-    /// job can begin before the frame is sent. With a journal, this requires that the frame is a reply and is
-    /// in the journal. Otherwise the reply would be lost if the next job terminated this process.
+    /// Queues a frame with extensions, which are pairs of a tag and a value. Returns true if the next job may begin
+    /// before the frame is sent. If there is a journal, this requires that the frame is a reply and is stored in the
+    /// journal, because the next job could terminate this process.
     pub(crate) fn push_reply(
         &self,
         kind: u8,
@@ -290,8 +289,8 @@ impl Writer {
         is_pushed
     }
 
-    /// Sends as many queued bytes as the link accepts. Returns true if all bytes were sent, or if another
-    /// thread is sending.
+    /// Sends as many queued bytes as the link accepts. Returns true if none are left, or if another thread is already
+    /// sending.
     pub(crate) fn try_flush(&self) -> bool {
         let Some(mut unsent) = self.try_lock() else { return true };
         unsent.flush(&self.link)

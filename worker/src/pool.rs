@@ -63,30 +63,31 @@ const WAKE: u64 = 1;
 const SIGNAL: u64 = 2;
 const WATCHDOG: u64 = 3;
 
-/// Average duration in nanoseconds above which handlers count as slow. Below half of this duration, they count as
-/// quick.
+/// Average handler duration in nanoseconds above which handlers count as slow. They count as quick again below half of
+/// this value.
 const SLOW_HANDLER_NS: u64 = 20_000;
 
-/// Estimated run time of all pending quick jobs, in nanoseconds, above which another thread is woken. If
-/// handlers take at most `TINY_HANDLER_NS`, no thread is woken, because lock contention would cost more than
-/// a second thread saves.
+/// Estimated total run time of the pending quick jobs, in nanoseconds, above which another thread is woken to help. If
+/// handlers take at most `TINY_HANDLER_NS`, no thread is woken, because lock contention would cost more than the second
+/// thread saves.
 const BACKLOG_NS_MAX: u64 = 100_000;
 const TINY_HANDLER_NS: u64 = 3_000;
 
-/// Handler duration, in nanoseconds, that is assumed before any job has been measured and after the watchdog has found
-/// a slow job.
+/// Handler duration that is assumed before the first measurement, and again after the watchdog has found a slow job, in
+/// nanoseconds.
 const ASSUMED_HANDLER_NS: u64 = 1_000_000;
 
 /// Interval between the watchdog's checks while quick jobs run.
 const WATCHDOG_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Approximate maximum time to hold back a reply so that it can be sent together with later replies.
+/// Approximate maximum delay of a reply that waits to be sent together with later replies.
 const REPLY_DELAY_MAX: Duration = Duration::from_micros(100);
 
 /// Interval between attempts to send STOPPING while the link is busy.
 const STOPPING_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Maximum time until a deadline. Longer times are truncated, so that adding them to a clock time cannot overflow.
+/// Maximum remaining time of a job. Longer times are shortened to this value, so that adding them to the current time
+/// cannot overflow.
 const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
 
 /// The function that runs a job.
@@ -103,11 +104,11 @@ struct Pending {
 /// Classification of handlers by their measured duration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Pace {
-    /// Each job runs on a separate thread. The dispatch thread waits for the link.
+    /// Handlers are slow. Each job runs on a separate thread, and the dispatch thread waits for the link.
     #[default]
     Slow,
-    /// Handlers return too quickly to justify waking a thread for each job. The watchdog is active, unless no
-    /// job has run recently.
+    /// Handlers return so quickly that waking a thread for each job is not worthwhile. A watchdog checks for slow jobs,
+    /// unless no job has run recently.
     Quick {
         /// Value of `begun` at the watchdog's last check; `None` while the watchdog is inactive.
         watched: Option<u64>,
@@ -119,7 +120,7 @@ struct State {
     pending: VecDeque<Pending>,
     /// Number of jobs received.
     arrived: u64,
-    /// True if recalled jobs were dropped and the supervisor has not been notified yet.
+    /// True if recalled jobs were dropped but the supervisor has not been notified yet.
     has_dropped: bool,
     loans: Loans,
     /// Handles to all jobs that have been received but not yet answered, by job ID.
@@ -129,13 +130,14 @@ struct State {
     pace: Pace,
     /// Number of handler threads that are waiting for work.
     idle: usize,
-    /// Number of idle threads that wait for the link. The other idle threads wait only for a wake request.
+    /// Number of idle threads that wait both for the link and for wake requests. All other idle threads wait only for
+    /// wake requests.
     on_link: usize,
     threads: usize,
     /// Maximum number of handler threads; at least one.
     threads_max: usize,
-    /// True if a wake request to the handler threads is pending: `wake` is readable, and at least one thread
-    /// is idle.
+    /// True while a wake request to the handler threads is pending. In this state, `wake` is readable and at least one
+    /// thread is idle.
     is_wake_pending: bool,
     /// True if READY has been queued, which allows the supervisor to send jobs.
     is_ready: bool,
@@ -352,8 +354,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Removes the finished job `done` from `live`, and returns the next job together with the current pace.
-    /// If necessary, wakes another thread for the remaining jobs and starts the watchdog.
+    /// Removes the finished job `done` from `live`. Returns the next job and the current pace. Before returning, wakes
+    /// another thread for the remaining jobs and starts the watchdog, if necessary.
     fn next_job(self: &Arc<Self>, done: Option<u64>, lifetime: Lifetime) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
@@ -473,8 +475,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// If the calling thread is surplus, removes it from the thread count and returns true. The caller must
-    /// not be running a job, and must exit if this returns true.
+    /// Removes the calling thread from the thread count if there are more threads than allowed. If this returns true,
+    /// the thread must exit. Must not be called while the thread is running a job.
     fn leave_if_surplus(&self) -> bool {
         let mut state = lock(&self.state);
         if !state.has_surplus() {
@@ -489,9 +491,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         true
     }
 
-    /// Lets surplus idle threads exit before the permanent thread waits in the same epoll instance. Otherwise
-    /// the kernel could wake the permanent thread for every wake request, and the surplus threads would never
-    /// exit.
+    /// Makes surplus idle threads exit before the permanent thread starts to wait in the same epoll instance. Otherwise
+    /// the kernel might wake the permanent thread for every wake request, and the surplus threads would never exit.
     fn end_surplus_threads(&self) {
         let mut state = lock(&self.state);
         while state.has_surplus() && state.idle > 0 && state.pending.is_empty() {
@@ -521,10 +522,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Marks the calling thread as no longer idle, and takes over a pending wake request, because the thread
-    /// looks for jobs next. As a result, no wake request is ever pending without an idle thread. Returns true
-    /// if a wake request was pending. In this case the caller must flush, so that no client waits for an
-    /// unsent reply.
+    /// Marks the calling thread as no longer idle. If a wake request is pending, this thread takes it over and looks
+    /// for jobs, so that no wake request stays pending without an idle thread. Returns true if a wake request was taken
+    /// over. The caller must then flush, so that no client waits for an unsent reply.
     fn stop_waiting(&self, is_on_link: bool) -> bool {
         let mut state = lock(&self.state);
         state.idle -= 1;
@@ -687,8 +687,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Returns to the supervisor a job that was recalled just before it began. Sends the frame before any
-    /// later job begins, because a later job could kill the process.
+    /// Returns a job to the supervisor because it was recalled just before it began. Sends the frame before any later
+    /// job begins, because a later job could kill the process.
     fn return_job(&self, state: &mut State, job: &Pending) {
         state.remove_live(&job.metadata);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
@@ -808,7 +808,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
 }
 
 impl State {
-    /// Removes a job from `live`, unless a job received later has the same number.
+    /// Removes a job from `live`, unless its number has since been reused by another job.
     fn remove_live(&mut self, job: &JobMetadata) {
         if self.live.get(&job.number).is_some_and(|handle| Arc::ptr_eq(handle, &job.handle)) {
             self.live.remove(&job.number);

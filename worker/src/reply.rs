@@ -14,7 +14,7 @@ pub struct HandlerError {
     pub code: String,
     /// Human-readable message. Longer messages are truncated to 8 KiB.
     pub message: String,
-    /// True if the same job can succeed later.
+    /// True if the same job might succeed later.
     pub retryable: bool,
     /// The party that caused the error. Errors caused by the caller do not count against the health of the
     /// bulkhead.

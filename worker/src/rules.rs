@@ -24,7 +24,7 @@ use bulkhead_shared::program_rules::{Grant, PROGRAM_RULES_BYTES_MAX, ProgramRule
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-/// Flags for opening folders and files that are only inspected or used in rules.
+/// Flags for opening files and folders only to inspect them or to refer to them in rules.
 const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
 /// Rights that apply to files. The kernel rejects a rule that grants any other right for a file.
@@ -36,8 +36,8 @@ const READ_DIR: u64 = 1 << 3;
 const TRUNCATE: u64 = 1 << 14;
 const IOCTL_DEV: u64 = 1 << 15;
 
-/// System folders. If any path in a system folder is granted, programs get access to the whole folder. `/dev`
-/// is not included, because the worker's temporary folder is also mounted at `/dev/shm`.
+/// System folders. If any path in one of these folders is granted, programs get access to the whole folder. `/dev` is
+/// not in the list, because the worker's temporary folder is also mounted at `/dev/shm`.
 const SYSTEM_FOLDERS: [&str; 10] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
@@ -45,13 +45,13 @@ const SYSTEM_FOLDERS: [&str; 10] =
 /// them.
 pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
-/// No flags are set, so the kernel logs denied accesses.
+/// Flags for `landlock_restrict_self(2)`. Without flags, the kernel logs denied accesses.
 const RESTRICT_FLAGS: u32 = 0;
 
 /// Maximum number of parent folders that are checked for a grant.
 const DEPTH_MAX: usize = 256;
 
-/// The worker's grants, from which the rules for programs are created. The granted paths are kept open as descriptors.
+/// The worker's grants, from which the rules for each program are created. A descriptor keeps each granted path open.
 #[derive(Default)]
 pub(crate) struct Rules {
     handled: u64,
@@ -65,15 +65,15 @@ pub(crate) struct Temporary {
     pub(crate) path: PathBuf,
     pub(crate) folder: OwnedFd,
     access: u64,
-    /// True if no grant covers the temporary folder, so that programs cannot list it.
+    /// True if programs cannot list the temporary folder, because no grant covers it.
     is_hidden: bool,
 }
 
 impl Rules {
-    /// Reads the rules that the keeper has passed on standard input. If there are no rules, standard input is
-    /// the null device. A program's rules only have to deny access to the folders of other programs, because
-    /// the worker's rules still apply. System folders are therefore granted as a whole, which keeps the
-    /// number of open descriptors low.
+    /// Reads the rules that the keeper passes on standard input, which is the null device if there are no rules. The
+    /// worker's rules continue to apply to programs, so a program's own rules only have to deny access to the folders
+    /// of other programs. System folders are therefore granted as a whole, which keeps the number of open descriptors
+    /// low.
     pub(crate) fn inherited() -> io::Result<Self> {
         let stdin = io::stdin();
         if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
@@ -115,8 +115,8 @@ impl Rules {
         Ok(Self { handled, scoped, granted, temporary })
     }
 
-    /// Grants programs the right to read and execute `program`, which is the open descriptor of an executable without
-    /// an accessible path.
+    /// Grants programs the right to read and execute the executable that the descriptor `program` refers to. Used if
+    /// its path is not accessible.
     pub(crate) fn grant_program(&mut self, program: OwnedFd) {
         self.granted.push((program, EXECUTE | READ_FILE));
     }
@@ -213,8 +213,8 @@ fn identity(stat: Stat) -> (u64, u64) {
 pub(crate) struct Ruleset(OwnedFd);
 
 impl Ruleset {
-    /// Restricts this process and its future descendants permanently. Then checks that the worker's temporary
-    /// folder, `worker`, can no longer be listed. Makes only system calls, because this function runs in a
+    /// Permanently restricts this process and all processes that it starts later. Then checks that the worker's
+    /// temporary folder, `worker`, can no longer be listed. Makes only system calls, because this function runs in a
     /// forked child.
     pub(crate) fn restrict(&self, worker: Option<BorrowedFd<'_>>) -> io::Result<()> {
         landlock::restrict_self(self.0.as_fd(), RESTRICT_FLAGS)?;
@@ -229,8 +229,8 @@ impl Ruleset {
 }
 
 impl Temporary {
-    /// Returns the temporary folder of the worker, which a program cannot list if the program's rules are
-    /// enforced. Used to verify the rules. Returns `None` if a grant covers the folder.
+    /// Returns the worker's temporary folder, or `None` if a grant covers the folder. If a program can list this
+    /// folder, the program's rules are not enforced.
     pub(crate) fn hidden_folder(&self) -> io::Result<Option<OwnedFd>> {
         self.is_hidden.then(|| self.folder.try_clone()).transpose()
     }

@@ -84,7 +84,7 @@ pub struct Server<S = (), Stage = Configured> {
     after_fork: Option<AfterFork<S>>,
     operations: BTreeMap<String, BoxedHandler<S>>,
     fallback: Option<BoxedHandler<S>>,
-    /// The first method call that replaced the value set by an earlier call. `serve` reports the repeated call as an
+    /// The first repeated call: a method call that replaced the value set by an earlier call. `serve` reports it as an
     /// error.
     repeated: Option<String>,
     stage: PhantomData<Stage>,
@@ -94,7 +94,7 @@ pub struct Server<S = (), Stage = Configured> {
 #[derive(Debug)]
 pub enum Blank {}
 
-/// Stage of a [`Server`] that has an `init`, a handler or a hook.
+/// Stage of a [`Server`] after `init`, a handler or a hook has been set.
 #[derive(Debug)]
 pub enum Configured {}
 
@@ -142,7 +142,7 @@ impl<S, Stage> Server<S, Stage> {
 }
 
 impl<S> Server<S> {
-    /// Records a repeated call. `is_again` is true if the call has replaced an earlier value.
+    /// Records a repeated method call. `is_again` is true if the call has replaced the value set by an earlier call.
     fn set(mut self, is_again: bool, call: impl FnOnce() -> String) -> Self {
         self.repeated = self.repeated.or_else(|| is_again.then(call));
         self
@@ -309,9 +309,9 @@ where
     })
 }
 
-/// Returns a descriptor that becomes readable on SIGTERM. Does not remove the environment variable of the
-/// link, because changing the environment is unsafe once a C library has started threads. Child processes
-/// inherit the variable, but not the link's descriptor.
+/// Returns a descriptor that becomes readable on SIGTERM. Does not unset the environment variable that contains the
+/// link's descriptor number, because changing the environment is unsafe once a C library has started threads. Child
+/// processes inherit the variable, but not the descriptor.
 fn termination() -> std::io::Result<OwnedFd> {
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
     ours.set_nonblocking(true)?;

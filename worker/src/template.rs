@@ -40,7 +40,8 @@ pub(crate) fn is_wanted() -> bool {
 
 /// A template, with a socket to the keeper.
 pub(crate) struct Template {
-    /// Socket to the keeper. In a forked worker, the link reuses this socket's descriptor number.
+    /// Socket that connects the template to the keeper. In a forked worker, the link takes over the descriptor number
+    /// of this socket.
     socket: ManuallyDrop<OwnedFd>,
     /// Parent of this process, which is the keeper or the first process in the PID namespace.
     parent: Option<Pid>,
@@ -48,7 +49,7 @@ pub(crate) struct Template {
     rules: Rules,
 }
 
-/// Name of the step that failed, and the error number.
+/// Name of the step that failed, with the error number.
 type StepError = (&'static str, Errno);
 
 fn in_step(step: &'static str) -> impl Fn(Errno) -> StepError {
@@ -121,8 +122,8 @@ impl Template {
         }
     }
 
-    /// Replaces the socket to the keeper with the worker's link, keeping the descriptor number, which is also
-    /// in the environment variable `BULKHEAD_LINK_FD`.
+    /// Replaces the socket to the keeper with the worker's link. The descriptor number, which the environment variable
+    /// `BULKHEAD_LINK_FD` contains, stays the same.
     fn replace_socket(&self, link: &OwnedFd) -> Result<OwnedFd, Errno> {
         let number = self.socket.as_raw_fd();
         // SAFETY: nothing in this process uses the socket any more, and `self.socket` is never dropped.
@@ -177,7 +178,7 @@ impl Template {
         }
     }
 
-    /// Removes some entries of the first folder in `removals`, a queue of folders that belonged to dead workers.
+    /// Removes some entries of the first folder in `removals`, which is a queue of folders left by dead workers.
     fn remove_some(&self, removals: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
             return removals.clear();

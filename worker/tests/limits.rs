@@ -71,7 +71,7 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    /// Starts this program as a worker in one of the roles that [`helper_child_runs_as_worker`] defines.
+    /// Starts this test program as a worker in one of the roles that [`helper_child_runs_as_worker`] defines.
     fn sdk(role: &str) -> Self {
         let program = std::env::current_exe().unwrap();
         let arguments = ["helper_child_runs_as_worker", "--exact", "--ignored", "--nocapture"];
@@ -101,7 +101,7 @@ impl Worker {
         Self { child, link, inbox, scratch, read: Vec::new() }
     }
 
-    /// Waits for the hello, then sends a welcome and the frames of `more` in one write.
+    /// Waits for the hello. Then sends a welcome, followed by the frames that `more` adds, in a single write.
     fn welcome(&mut self, max_in_flight: u32, more: impl FnOnce(&mut Outbox)) {
         let (hello, number, metadata) = self.next();
         assert_eq!((hello, number), (kind::HELLO, MAGIC));
@@ -124,7 +124,7 @@ impl Worker {
         });
     }
 
-    /// Opens the link as `welcome` does, and then waits until the worker is ready.
+    /// Completes the handshake as `welcome` does, and then waits until the worker is ready.
     fn open(&mut self, max_in_flight: u32, more: impl FnOnce(&mut Outbox)) {
         self.welcome(max_in_flight, more);
         assert_eq!(self.next().0, kind::READY);

@@ -20,7 +20,8 @@ use super::parts::{CombinedWaker, PartWaker};
 use super::{Ready, check_owner, connector};
 use crate::supervisor::RunError;
 
-/// Maximum number of consecutive iterations that serve only in-process clients.
+/// Maximum number of consecutive event loop iterations that serve only in-process clients. After that, sockets and
+/// timers get a turn.
 const CLIENT_ITERATIONS_MAX: usize = 16;
 
 /// Maximum number of polls before yielding to other tasks of the runtime.

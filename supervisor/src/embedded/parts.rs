@@ -63,8 +63,8 @@ pub(super) struct PartWaker {
 }
 
 impl PartWaker {
-    /// Creates a waker for one part of the combined future. The part initially counts as woken, so that it is polled at
-    /// least once.
+    /// Creates a waker for one part of the combined future. The part is initially marked as woken, so that it is polled
+    /// at least once.
     pub(super) fn new(combined: &Arc<CombinedWaker>) -> Self {
         let signal = Arc::new(PartSignal { combined: combined.clone(), is_woken: AtomicBool::new(true) });
         Self { waker: signal.clone().into(), signal }
@@ -100,8 +100,8 @@ mod tests {
         }
     }
 
-    /// The combined future polls only parts that have been woken. A woken part wakes the combined future, unless the
-    /// combined future is currently being polled.
+    /// The combined future polls only parts that have been woken. Waking a part also wakes the combined future, unless
+    /// a poll of the combined future is in progress.
     #[test]
     fn combined_future_polls_only_woken_parts() {
         let (combined, outer) = (Arc::<CombinedWaker>::default(), Arc::<Counts>::default());

@@ -23,7 +23,7 @@ const _: () = assert!(REGISTER_NAMES.len() <= REGISTERS_MAX);
 /// Maximum number of executable mappings per process.
 const MAPPINGS_MAX: usize = 4096;
 
-/// Crash records of the threads of one process.
+/// A recorded process: its executable mappings, and the registers and stack of each recorded thread.
 pub(crate) struct Process<'r> {
     pub(crate) mappings: Mappings<'r>,
     pub(crate) threads: Vec<Thread<'r>>,

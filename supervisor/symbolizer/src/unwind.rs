@@ -15,8 +15,8 @@ use crate::record::{Mapping, Thread};
 pub(crate) struct CodeAddress {
     /// Address at which execution continues in the frame.
     pub(crate) address: u64,
-    /// Address within the instruction that the frame is executing, which is used to look up names. In a caller, this
-    /// instruction is the call.
+    /// Address inside the instruction that the frame is executing, used to look up names. For a caller, this is an
+    /// address inside the call instruction.
     pub(crate) lookup: u64,
 }
 
@@ -97,7 +97,8 @@ fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     (ip, UnwindRegsNative::new(ip, sp, bp))
 }
 
-/// Returns the return address of a call to an invalid address, which has no frame, and the registers of the caller.
+/// Finds the caller of a function at an invalid address, which has no stack frame. Returns the return address and the
+/// caller's registers.
 #[cfg(target_arch = "x86_64")]
 fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {
     let (_, registers) = registers(thread);
@@ -114,7 +115,8 @@ fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     (pc, UnwindRegsNative::new(lr, sp, fp))
 }
 
-/// Returns the return address of a call to an invalid address, which has no frame, and the registers of the caller.
+/// Finds the caller of a function at an invalid address, which has no stack frame. Returns the return address and the
+/// caller's registers.
 #[cfg(target_arch = "aarch64")]
 fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {
     let (_, registers) = registers(thread);

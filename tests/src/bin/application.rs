@@ -279,7 +279,7 @@ fn waits_for_all() {
     assert!(SEEN.load(Ordering::SeqCst) == 1 && STRANGER.load(Ordering::SeqCst) == 0);
 }
 
-/// Returns the masks of blocked, ignored and caught signals in a `/proc` status file.
+/// Returns the masks of blocked, ignored and caught signals from a `/proc` status file.
 fn signals(status: &str) -> Vec<String> {
     let text = std::fs::read_to_string(status).unwrap();
     let wanted = |line: &&str| ["SigBlk", "SigIgn", "SigCgt"].iter().any(|name| line.starts_with(name));
@@ -455,7 +455,7 @@ fn holds() {
     supervisor.shutdown().unwrap();
 }
 
-/// Runs [`keep_books`] with the data plane on this thread and clients on other threads.
+/// Runs the checks of [`keep_books`] with the data plane on this thread and the clients on other threads.
 async fn local_holds() {
     let (mut supervisor, client) = start_local(HOLDS);
     let books =
@@ -530,11 +530,11 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= KILLS_MIN);
 }
 
-/// Configuration of a bulkhead that runs one job at a time. `WAITS` is the number of jobs that wait in its queue.
+/// Configuration of a bulkhead that runs one job at a time, so that `WAITS` further jobs wait in the queue.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
-/// Checks that the job failed and was not reported as executed.
+/// Checks that the job failed and that the error does not say that the job ran.
 fn assert_told(told: &Result<Reply, JobError>) {
     let told = told.as_ref().expect_err("no job was served");
     assert!(told.executed() != Executed::Yes, "{told}");
@@ -553,8 +553,8 @@ fn is_told() {
     assert!(matches!(send(&client, "echo", ""), Err(JobError::Disconnected { .. })));
 }
 
-/// Runs the scenario of [`is_told`] with the data plane on this thread. Then repeats it with a supervisor that is
-/// dropped before it can send the outcomes.
+/// Runs the scenario of [`is_told`] with the data plane on this thread, first with a regular stop, then with a
+/// supervisor that is dropped before it can send the outcomes.
 async fn local_is_told() {
     for is_dropped in [false, true] {
         let (mut supervisor, client) = start_local(WAITING);

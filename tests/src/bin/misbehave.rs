@@ -77,8 +77,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a template. The `who` operation returns the PIDs of the template and the worker. A process limit makes further
-/// forks fail after `forks_max` forks.
+/// Runs a template. The `who` operation returns the PIDs of the template and of the worker that handles the job. After
+/// `forks_max` forks, a process limit makes all further forks fail.
 fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
     Server::new()
         .init(move |start| {
@@ -132,7 +132,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
         .serve()
 }
 
-/// Returns inherited attributes that another process could have changed in the template.
+/// Returns attributes that a worker inherits from its template and that another process could have changed there.
 fn attributes() -> String {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/self/{file}")).unwrap_or_default();
     let status = read("status");
@@ -191,8 +191,8 @@ fn leave_chains(count: u64) {
     }
 }
 
-/// Runs a worker that forks during initialisation and in a handler. In the forked child, these functions return just as
-/// they do in the worker.
+/// Runs a worker that forks a child in `init` and in a handler. In the child, both functions return normally instead of
+/// exiting.
 fn forked_stray() -> ExitCode {
     Server::new()
         .init(|_| Ok::<_, HandlerError>(fork_stray()))
@@ -536,8 +536,8 @@ fn raw(mode: &str) -> ExitCode {
 }
 
 /// Runs a worker that cannot be resized and that keeps all its jobs until the file `go` exists. The result of each job
-/// is the maximum number of jobs that the worker had at once. Creates the file `too-many` if the worker gets more jobs
-/// than the welcome allows, and the file `told` if it gets a LIMITS frame.
+/// is the largest number of jobs that the worker had at once. Creates the file `too-many` if the worker receives more
+/// jobs than the welcome allows, and the file `told` if it receives a LIMITS frame.
 fn hoard() -> ExitCode {
     use std::os::fd::AsFd;
     let mut raw = Raw::by_hand();

@@ -43,7 +43,7 @@ impl Random {
     }
 }
 
-/// A disturbance of the supervisor: the time at which it started, in µs of CLOCK_MONOTONIC, and its name.
+/// A disturbance of the supervisor: its start time, in µs of CLOCK_MONOTONIC, and its name.
 pub type Deed = (u64, &'static str);
 
 /// Disturbs a supervisor until the run is over.
@@ -52,7 +52,7 @@ pub struct Chaos {
 }
 
 impl Chaos {
-    /// Starts to disturb the supervisor. The disturbances end soon after `is_over` has been set.
+    /// Starts disturbing the supervisor. The disturbances end soon after `is_over` is set.
     pub fn begin(supervisor: &Supervisor, notes: &Path, plan: Plan, is_over: Arc<AtomicBool>) -> Self {
         let target = Target {
             pid: supervisor.pid(),

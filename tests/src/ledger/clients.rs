@@ -136,7 +136,7 @@ pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64,
     book.take()
 }
 
-/// Waits until every bulkhead has run its maximum number of jobs at once, which proves that no permit was lost.
+/// Waits until every bulkhead has run its maximum number of jobs at once. This proves that no permit was lost.
 pub async fn fill_all(client: &Client) {
     // An adaptive limit can stay below the maximum for a while.
     for bulkhead in BULKHEADS.iter().filter(|bulkhead| !bulkhead.keys.contains("adaptive")) {

@@ -16,8 +16,8 @@ use nix::fcntl::{FcntlArg, fcntl};
 /// Name of the file to which workers append records about their jobs.
 const RECORDS: &str = "records";
 
-/// Number of times that a job tries all places, each of which stands for a permit, before the job is recorded as
-/// exceeding the limit.
+/// Number of times that a job tries to lock each place before the job is recorded as exceeding the limit. A place is a
+/// byte of a file and stands for a permit.
 const SCANS: usize = 4;
 
 /// Identifies this worker in the records that it writes.
@@ -30,10 +30,10 @@ pub enum Mark {
     Begun,
     /// The handler of the job is about to return.
     Ended,
-    /// The job began although the maximum number of jobs was already running. A `Held` record for each of those jobs
-    /// follows.
+    /// The job began although the bulkhead was already running its maximum number of jobs. One `Held` record for each
+    /// of the running jobs follows.
     OverBound,
-    /// The job was already running when another job began above the limit.
+    /// The job was already running when another job exceeded the limit.
     Held,
 }
 
@@ -121,8 +121,8 @@ pub fn read(notes: &Path) -> Vec<Record> {
     bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
 }
 
-/// Returns a job's payload, which consists of the repeated job number and is also the expected result. The operation
-/// determines what the job does.
+/// Returns a job's payload, which repeats the job number and is also the expected result. The operation, not the
+/// payload, determines what the job does.
 pub fn payload(job: u64, bytes: usize) -> Vec<u8> {
     job.to_le_bytes().repeat(bytes.div_ceil(8).max(1))
 }
@@ -221,8 +221,8 @@ fn lock_of(byte: usize) -> nix::libc::flock {
 /// replaced, but a later round then succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until as many jobs as the bulkhead allows are running at the same time. The first job that notices this
-/// creates a file to inform the others.
+/// Waits until the bulkhead is running as many jobs as it allows. The first job that notices this creates a file to
+/// inform the others.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));
@@ -248,14 +248,14 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
 
 /// Result of trying to take one of the places that stand for a bulkhead's permits.
 enum Place {
-    /// The attempt has locked one byte of the file and written its identity into the file.
+    /// The attempt has locked a byte of the file and written its identity there.
     Taken(TakenPlace),
-    /// The attempts in `holders` have held all places since `since_us`, a time in µs.
+    /// Other attempts (`holders`) have been holding all places since `since_us`, a time in µs.
     None { since_us: u64, holders: Vec<Attempt> },
 }
 
-/// A locked byte of a file, which stands for a permit. The lock is released explicitly, because a forked child that has
-/// not yet executed its program still shares the open file.
+/// A locked byte of a file. The byte stands for a permit. The lock must be released explicitly, because a forked child
+/// shares the open file until the child executes another program.
 struct TakenPlace {
     file: File,
     byte: usize,

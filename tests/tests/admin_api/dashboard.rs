@@ -36,7 +36,7 @@ env = { PATH = "/usr/bin:/bin" }
 
 /// Text that would run a script if the page treated it as markup. The text also contains terminal control characters.
 const HOSTILE: &str = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>\u{202e}\u{1b}[31m";
-/// Expected text of `HOSTILE` on the page.
+/// The text `HOSTILE` as it must appear on the page.
 const HARMLESS: &str =
     "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>\\u202e\\u001b[31m";
 
@@ -533,7 +533,7 @@ max_in_flight = 2
 max_queue = 10
 "#;
 
-/// Threads that send jobs until `end` is called. `level` is the percentage of active threads.
+/// Threads that send jobs until `end` is called. `level` is the percentage of these threads that are active.
 struct Load {
     level: Arc<AtomicU32>,
     lanes: Vec<JoinHandle<()>>,

@@ -9,7 +9,7 @@ use bulkhead_tests::tenants::{assert_balanced, isolated};
 use bulkhead_tests::{PATIENCE, Supervisor, heavy, outcome, wait_for};
 use nix::sys::signal::Signal;
 
-/// Number of tenants. A supervisor remembers at most 4096 tenants per bulkhead.
+/// Number of tenants, slightly less than the 4096 per bulkhead that a supervisor remembers.
 const TENANTS: usize = 4000;
 
 const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
@@ -31,7 +31,7 @@ fn crowded() -> (Supervisor, Client) {
     (supervisor, client)
 }
 
-/// Requests all `pages` continuously while `meanwhile` runs. Returns the number of responses.
+/// Requests all `pages` repeatedly for as long as `meanwhile` runs. Returns the number of responses.
 fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -> u64 {
     let (is_over, answers) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {

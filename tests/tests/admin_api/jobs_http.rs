@@ -585,8 +585,8 @@ fn second_signal_ends_the_drain_notice_period() {
     assert_eq!(supervisor.wait().code(), Some(0));
 }
 
-/// A client with a token sends chunked payloads until its share of the memory is used up. The supervisor's own user
-/// still gets a share.
+/// A client with a token sends chunked payloads until it has used up its share of the memory. The user that runs the
+/// supervisor still gets a share.
 #[test]
 fn token_holder_cannot_use_another_users_memory_share() {
     let (supervisor, place) = start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", ONE);

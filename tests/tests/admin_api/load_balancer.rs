@@ -73,7 +73,7 @@ impl Proxy {
     }
 }
 
-/// A supervisor whose listener keeps its port when the supervisor is replaced.
+/// A host: a supervisor, whose listener keeps its port when the supervisor is replaced.
 struct Host {
     supervisor: Supervisor,
     address: SocketAddr,
@@ -98,7 +98,7 @@ impl Host {
     }
 }
 
-/// Starts a supervisor in a new folder. `runs` is the record of the jobs that previously began on this host.
+/// Starts a supervisor in a new folder. `runs` lists the jobs that began on this host before.
 fn launch(address: SocketAddr, keys: &str, runs: &str) -> Supervisor {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("runs"), runs).unwrap();
@@ -122,8 +122,8 @@ struct Seen {
     told: String,
 }
 
-/// Sends jobs from `CALLERS` concurrent callers until `is_over` returns true. The argument of `is_over` is the number
-/// of jobs sent so far.
+/// Sends jobs from `CALLERS` concurrent callers until `is_over` returns true. `is_over` is called with the number of
+/// jobs sent so far.
 fn load(proxy: &Proxy, is_over: impl Fn(usize) -> bool + Sync) -> Vec<Seen> {
     let begun = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -169,8 +169,8 @@ fn runs(hosts: &[&Host]) -> BTreeMap<String, usize> {
     tally(hosts.iter().flat_map(|host| host.runs().lines().map(str::to_owned).collect::<Vec<_>>()))
 }
 
-/// Checks that every successful job ran, that no job reported as not executed ran, and that only idempotent jobs ran
-/// twice.
+/// Checks that every successful job ran, that jobs reported as not executed did not run, and that only idempotent jobs
+/// ran twice.
 #[track_caller]
 fn check_runs(seen: &[Seen], runs: &BTreeMap<String, usize>) {
     for Seen { number, idempotent, told } in seen {

@@ -114,8 +114,8 @@ fn bare(text: &str) -> String {
     out + rest
 }
 
-/// Returns the text after a string literal, which starts at the beginning of `from`. The end of `before` shows whether
-/// the literal is raw.
+/// Returns the text that follows a string literal at the start of `from`. The end of `before` shows whether it is a raw
+/// string literal.
 fn after_text<'t>(before: &str, from: &'t str) -> &'t str {
     let hashes = before.len() - before.trim_end_matches('#').len();
     if before.trim_end_matches('#').ends_with('r') {
@@ -369,8 +369,8 @@ fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     text.match_indices(start).filter_map(name).collect()
 }
 
-/// Returns, for each file of a crate, the other files whose methods of `owner` it calls. Calls from the crate's root
-/// are not included. Also returns the number of lines in all methods of `owner`.
+/// Returns, for each file of a crate, the other files whose `owner` methods it calls, and the total number of lines in
+/// all methods of `owner`. Ignores calls from the crate's root.
 fn method_calls(
     files: &BTreeMap<Module, String>,
     owner: &str,

@@ -27,7 +27,7 @@ pub(super) fn run<T>(future: impl Future<Output = T>) -> T {
     })
 }
 
-/// Returns whether a lost job was executed, and the error message. Panics if the job succeeded or has an outcome.
+/// Returns whether a lost job was executed, and the error message. Panics if the job was not lost.
 pub(super) fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
     let error = result.expect_err("the job cannot have succeeded");
     assert!(error.outcome().is_none(), "{error}");
@@ -386,7 +386,7 @@ pub(super) fn metadata<'m>(message: &impl codec::Message<'m>) -> Vec<u8> {
     bytes
 }
 
-/// If `main` returns an error, Rust prints the error with `Debug`.
+/// When `main` returns an error, Rust prints the error in its `Debug` format.
 #[test]
 fn debug_format_of_errors_is_their_message() {
     let error = blocking::Client::connect("/nonexistent/jobs.sock").unwrap_err();

@@ -230,7 +230,7 @@ struct Attack {
 }
 
 impl Attack {
-    /// Keeps a connection open until all other attacks have ended.
+    /// Keeps a connection open until all attacks that expect an answer have ended.
     fn hold(&self, socket: UnixStream) {
         wait_for("the attack has ended", || self.is_over.load(Ordering::Relaxed).then_some(()));
         drop(socket);
@@ -390,7 +390,7 @@ fn honest_jobs_succeed_despite_two_hundred_hostile_clients() {
         dribbles,
         pretends_to_be_a_worker,
     ];
-    /// Attacks that occupy resources until all other attacks have ended.
+    /// Attacks that occupy resources until all attacks in `ANSWERED` have ended.
     const HOLDING: [fn(&Attack); 4] = [four_gibibytes, never_reads, never_reads_results, half_a_payload];
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
@@ -708,7 +708,7 @@ fn clients_cannot_exhaust_descriptors() {
 
 // Several events in one iteration of the event loop.
 
-/// Stops the supervisor with SIGSTOP, so that everything sent before [`goes_on`] reaches the supervisor at once.
+/// Stops the supervisor with SIGSTOP. Everything sent before [`goes_on`] is called then reaches the supervisor at once.
 fn is_stopped(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGSTOP);
     wait_stopped(supervisor);
@@ -1237,7 +1237,7 @@ fn flooding_worker_stays_within_limits() {
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
 }
 
-/// The worker is still busy sending the rejected result, so another job cannot start.
+/// The worker is still sending the rest of the rejected result, so its permit is not free and no other job can start.
 #[test]
 fn oversized_result_keeps_its_permit_until_fully_read() {
     let notes = tempfile::tempdir().unwrap();

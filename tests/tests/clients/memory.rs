@@ -28,7 +28,7 @@ const BOB: u32 = 61_002;
 const BUSY: &str = "[bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100000\ndeadline = \"600s\"\n\
                     [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100000\ndeadline = \"600s\"\n";
 
-/// Client that encodes frames without the client library.
+/// Client that encodes its own frames instead of using the client library.
 struct Caller {
     socket: UnixStream,
     number: u64,
@@ -53,7 +53,7 @@ impl Caller {
         caller
     }
 
-    /// Sends a frame without the last `later` bytes of its payload.
+    /// Sends a frame, but leaves out the last `later` bytes of its payload.
     fn push<M: bincode::Encode>(&mut self, kind: u8, number: u64, message: &M, payload: &[u8], later: usize) {
         let mut metadata = Vec::new();
         codec::encode(message, &[], &mut metadata).unwrap();

@@ -434,7 +434,7 @@ fn worker_that_never_confirms_files_gets_payloads_over_socket() {
     });
 }
 
-/// Client that encodes frames without the client library.
+/// Client that encodes its own frames instead of using the client library.
 struct Raw {
     socket: UnixStream,
     inbox: Inbox,
@@ -587,7 +587,7 @@ fn lease_that_does_not_match_the_job_is_rejected() {
     assert_eq!(raw.told_except_recall(lease), Told::Refused(50));
 }
 
-/// A client must not use a lease after returning it, even if the supervisor had recalled the lease.
+/// A client must not use a lease that it has returned, whether or not the supervisor had recalled the lease.
 #[test]
 fn returned_lease_is_rejected() {
     let supervisor = one("");
@@ -630,7 +630,7 @@ fn reload(supervisor: &Supervisor, bulkheads: &str) {
     assert_eq!(status, 200, "{body}");
 }
 
-/// The supervisor has already created the files, but has not offered the leases yet.
+/// At the time of the reload, the supervisor has already created the files but has not yet offered the leases.
 #[test]
 fn enabling_poison_detection_refuses_pending_lease_requests() {
     let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -882,7 +882,7 @@ fn memory_file_of_running_job_does_not_count_as_buffered() {
     assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
 }
 
-/// The memory file with the killed program's payload is freed, even though the job continues in the fallback.
+/// When a program is killed, the memory file with its payload is freed, even though the job continues in the fallback.
 #[test]
 fn fallback_after_crash_frees_the_memory_file() {
     let supervisor = start(

@@ -21,7 +21,7 @@ const LONG: Duration = Duration::from_secs(100);
 
 // A supervisor that is killed.
 
-/// Maximum number of jobs that run at the same time.
+/// Maximum number of concurrent jobs in the bulkhead.
 const BOUND: usize = 4;
 
 /// A client's record of a job.
@@ -37,7 +37,7 @@ struct Entry {
 fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
     const TASKS: u64 = 16;
     const KILLS: usize = 4;
-    /// Number of jobs that must have an outcome before the supervisor is killed again.
+    /// Number of jobs that must have an outcome before each kill of the supervisor.
     const JOBS_PER_ROUND: u64 = 150;
     let notes = tempfile::tempdir().unwrap();
     let keys = format!(
@@ -312,7 +312,7 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
     );
 }
 
-/// The supervisor that rejects the job knows nothing about the first attempt.
+/// The supervisor that rejects the retry does not know whether the first attempt ran.
 #[test]
 fn rejection_after_lost_connection_leaves_execution_unknown() {
     let wait = Duration::from_millis(40);
@@ -555,7 +555,7 @@ fn retries_stay_within_the_client_budget() {
     assert!((JOBS / 5..=JOBS).contains(&retries), "{retries} retries of {JOBS} jobs");
 }
 
-/// If a retry never ran, its outcome must not obscure the fact that the first attempt did run.
+/// If a retry is rejected without being run, the client must still learn that the first attempt ran.
 #[test]
 fn rejected_retry_reports_the_attempt_that_ran() {
     against(

@@ -41,7 +41,7 @@ fn check_shape(object: &Value) {
     assert!(!object.as_object().unwrap().values().any(is_nested), "no field is nested: {object}");
 }
 
-/// Checks the result of `submit --json` against a row of the outcome table.
+/// Checks that the output of `submit --json` matches a row of the outcome table.
 #[track_caller]
 fn check_end(ran: Ran, code: i32, outcome: &str, reason: &str, executed: &str, retryable: bool) -> Value {
     let object = ran.expect(code).object();

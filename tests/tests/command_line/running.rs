@@ -108,7 +108,7 @@ pub(super) fn fed(supervisor: &Supervisor, arguments: &[&str], input: &[u8]) -> 
     spawn(supervisor.command().args(arguments)).feed(input)
 }
 
-/// Returns the command without the environment variables that name a supervisor.
+/// Returns a `bulkhead` command in whose environment no variable names a supervisor.
 pub(super) fn plain(arguments: &[&str]) -> Command {
     let mut command = Command::new(programs().join("bulkhead"));
     command.args(arguments);

@@ -119,7 +119,7 @@ impl SocketUnits {
         Self { jobs, http: TcpListener::bind("127.0.0.1:0").unwrap() }
     }
 
-    /// Starts a supervisor with the sockets as descriptors 3 and 4. The supervisor itself cannot listen on the
+    /// Starts a supervisor that inherits the sockets as descriptors 3 and 4. The supervisor could not itself bind the
     /// configured `http` address.
     fn start(&self, folder: TempDir, names: &str) -> Supervisor {
         let config = format!(
@@ -205,7 +205,7 @@ fn inherited_sockets_with_wrong_names_are_rejected() {
     }
 }
 
-/// The example in the packaged configuration must work without any files supplied by the user.
+/// The example in the packaged configuration must work as shipped, without any other files.
 #[test]
 fn packaged_configuration_serves_jobs() {
     let packaged = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/debian/workers.toml");

@@ -24,8 +24,8 @@ fn all() -> impl Iterator<Item = &'static Attempt> {
 const WORKER: &str = "command = [\"HOSTILE\"]";
 const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
 
-/// Sandbox keys of each confined worker. The profiles keep the supervisor's user, because a separate user ID could hide
-/// the failure of another layer.
+/// Sandbox keys of the confined workers. The workers run as the supervisor's user, because a separate user ID could
+/// hide the failure of another layer.
 const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
 const NONE: &str = "profile = \"none\"";
 const DEFAULT: &str = "profile = \"default\", user = \"shared\"";
@@ -47,7 +47,7 @@ fn bulkheads(runs: &str, profile: &str) -> String {
     plain + &bulkhead("limited", limits) + &bulkhead("sibling", "")
 }
 
-/// Runs all attempts. Panics with a list of the attempts that `judge` rejects.
+/// Runs all attempts. Panics with a list of the attempts for which `judge` returns an error.
 fn try_all(place: &Place, judge: impl Fn(&Attempt, &Ended) -> Result<(), String>) {
     let client = place.client();
     let is_own = |attempt: &&Attempt| {
@@ -106,8 +106,8 @@ fn documented_table_matches_the_tested_attempts() {
     assert!(docs == current, "docs/confinement/attempts.md is outdated; run this test with UPDATE_DOCS=1");
 }
 
-/// Shows that every attempt works without confinement. A refusal under another profile therefore comes from the layer
-/// in the table.
+/// Shows that every attempt works without confinement. If an attempt is refused under another profile, the reason is
+/// therefore the layer that the table names.
 #[test]
 fn attempts_succeed_without_confinement() {
     if is_root() {
@@ -242,8 +242,8 @@ fn strict_profile_stops_attempts_by_programs() {
     }
 }
 
-/// Judges an attempt under an unprivileged supervisor. A different layer can be the first to refuse, so any refusal is
-/// correct where the table expects a refusal.
+/// Judges an attempt under an unprivileged supervisor, where another layer can be the first to refuse. Where the table
+/// expects a refusal by a particular layer, any refusal is accepted.
 fn no_more_than_written(expected: Expected, ended: &Ended) -> Result<(), String> {
     let is_right = match (expected, ended) {
         (Expected::Refused(..), Ended::Refused(..)) | (Expected::Machine, _) => true,
@@ -285,8 +285,8 @@ fn strict_profile_stops_attempts_under_unprivileged_supervisor() {
     }
 }
 
-/// If the kernel can refuse descriptors, the worker gets EPERM. Otherwise the supervisor closes the descriptors and
-/// kills the worker.
+/// Where the kernel can refuse descriptors, sending one fails with EPERM. On other kernels, the supervisor closes
+/// received descriptors and kills the worker.
 #[test]
 fn supervisor_keeps_no_descriptors_sent_by_workers() {
     let _turn = heavy();

@@ -41,8 +41,8 @@ fn start(profile: &str, more: &str, user: Option<u32>) -> Place {
     Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start()
 }
 
-/// Lets a program make each attempt against another program that is running at the same time. The other program's job
-/// must succeed.
+/// Lets a program make each attempt against another program that is running at the same time. The job of the attacked
+/// program must succeed.
 fn attack(
     profile: &str,
     user: Option<u32>,
@@ -83,7 +83,8 @@ fn exactly(_: &Ended) -> bool {
     false
 }
 
-/// Accepts any refusal. Under an unprivileged supervisor, a different layer can be the first to refuse.
+/// Returns true if the attempt was refused, no matter by which layer. Under an unprivileged supervisor, a different
+/// layer can be the first to refuse.
 fn refused(ended: &Ended) -> bool {
     matches!(ended, Ended::Refused(..))
 }
@@ -148,7 +149,7 @@ fn temporary_files_and_processes_are_removed_after_each_program() {
     }
 }
 
-/// If the `program_scopes` layer is missing, programs can run concurrently only with `best_effort`.
+/// Without the `program_scopes` layer, a bulkhead can run programs concurrently only if `best_effort` lists this layer.
 #[test]
 fn unisolated_programs_run_one_at_a_time() {
     let bulkhead = |name: &str, more: &str, sandbox: &str| {

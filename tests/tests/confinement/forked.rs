@@ -419,7 +419,8 @@ fn hanging_template_does_not_delay_other_bulkheads() {
     }
 }
 
-/// Returns true if the other bulkhead has served its jobs before the fork fails.
+/// Stops one bulkhead's template and kills a forked worker. Returns true if another bulkhead serves its jobs before the
+/// keeper gives up on forking a new worker.
 fn serves_while_template_hangs() -> bool {
     let place = start(
         &(bulkhead("pair", DEFAULT, "processes = 2") + &bulkhead("other", DEFAULT, "recycle = { jobs = 1 }")),
@@ -645,8 +646,7 @@ fn many_forks_leak_no_processes_or_descriptors() {
     }
 }
 
-/// The supervisor must not wait forever for the output of a dead worker while another process can still write to the
-/// pipes.
+/// The supervisor must not wait forever for a dead worker's output when another process keeps the pipes open.
 #[test]
 fn template_that_keeps_pipes_open_leaks_no_descriptors() {
     for profile in profiles() {

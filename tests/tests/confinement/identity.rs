@@ -196,7 +196,7 @@ fn worker_with_reachable_files_needs_no_mounts() {
     assert!(!mounts("worker").contains(home) && !mounts("reader").contains(home), "{}", mounts("worker"));
 }
 
-/// Runs the tour's configuration as root in a home folder with mode 0700.
+/// Runs the configuration from the tour as root in a home folder with mode 0700.
 #[test]
 fn examples_run_in_closed_home() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -443,8 +443,8 @@ fn check_uses_the_same_start_timeout_as_the_supervisor() {
     assert_eq!(error.matches("did not become ready in time").count(), 2, "{error}");
 }
 
-/// An ELF program that `exec` runs, and a library that needs no other library from its folder, can be opened without a
-/// path.
+/// A single ELF program for `exec`, or a library that loads no other library from its folder, can be opened by
+/// descriptor instead of by path.
 #[test]
 fn host_opens_programs_by_descriptor_if_it_cannot_mount() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {

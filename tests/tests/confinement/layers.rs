@@ -202,7 +202,7 @@ fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
 }
 
 /// A profile promises that workers cannot signal other processes. Without Landlock scopes, separate user IDs or PID
-/// namespaces enforce this. If neither is available, no worker starts.
+/// namespaces keep this promise. If neither of them is available, no worker starts.
 #[test]
 fn workers_cannot_signal_others_even_without_landlock_scopes() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
@@ -237,7 +237,7 @@ fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str)
     assert!(why.contains(step), "{sandbox} under {filter:?} as {user:?}: {why}");
 }
 
-/// A seccomp filter outside the supervisor can make a system call return success without any effect.
+/// An outer seccomp filter can make a system call report success without doing anything.
 #[test]
 fn worker_start_fails_if_sandbox_calls_have_no_effect() {
     if !has_layers(STRICT_LAYERS) {
@@ -361,7 +361,7 @@ fn workers_start_under_a_container_seccomp_filter() {
     }
 }
 
-/// Root can create the other namespaces and drop privileges without a user namespace.
+/// Root does not need a user namespace to create the other namespaces and drop privileges.
 #[test]
 fn root_confines_workers_without_user_namespace() {
     if !has_layers(STRICT_LAYERS) || !is_root() {

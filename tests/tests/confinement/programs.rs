@@ -103,7 +103,7 @@ fn shell_runs_under_default_profile() {
     assert_unharmed(&["/bin/sh", "-c", script], "1000\nx");
 }
 
-/// Runs the tour's configuration under `default`.
+/// Runs the configuration from the tour under `default`.
 #[test]
 fn examples_run_under_default_profile() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -274,7 +274,7 @@ fn violation_does_not_affect_other_programs_in_the_worker() {
     }
 }
 
-/// The violation report, the host's answer and the host's exit reach the supervisor at the same time.
+/// The report of the violation, the host's answer and the host's exit reach the supervisor at the same time.
 #[test]
 fn violation_is_reported_when_worker_exits_immediately() {
     const JOBS: usize = 60;
@@ -392,7 +392,7 @@ fn zero_sandbox_tmp_disables_temporary_folder() {
     }
 }
 
-/// The configuration is in the working folder, which the worker can read.
+/// The configuration file is in the working folder, and the worker can read the rest of this folder.
 #[test]
 fn worker_cannot_read_the_configuration() {
     for profile in profiles() {
@@ -465,7 +465,7 @@ fn worker_has_private_dev_shm() {
     }
 }
 
-/// The temporary folder of the worker, which contains the folders of the programs, is also mounted at `/dev/shm`.
+/// The worker's temporary folder contains the temporary folders of the programs and is also mounted at `/dev/shm`.
 #[test]
 fn dev_shm_does_not_expose_other_programs_files() {
     for profile in profiles() {

@@ -30,7 +30,7 @@ fn bulkhead(sandbox: &str, processes: u32) -> String {
     )
 }
 
-/// Numbers and names of all resources that a worker could leave behind.
+/// All resources that a worker could leave behind, as numbers or as names.
 #[derive(Debug, PartialEq, Eq)]
 struct Traces {
     descriptors_of_supervisor: usize,
@@ -108,7 +108,8 @@ fn cgroup_exists(path: &str) -> bool {
     roots.iter().any(|root| std::path::Path::new(&format!("{root}{path}/cgroup.procs")).exists())
 }
 
-/// Kills or crashes workers from `lanes` threads until `STARTS` workers have died. Returns the workers' cgroups.
+/// Starts workers and kills or crashes them, from `lanes` threads, until `STARTS` workers have died. Returns the
+/// workers' cgroups.
 fn start_and_kill(place: &Place, lanes: usize) -> BTreeSet<String> {
     let done = AtomicUsize::new(0);
     let cgroups = Mutex::new(BTreeSet::new());

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 /// Maximum number of unfinished jobs. Further jobs wait for their turn.
 const OPEN_MAX: usize = 256;
-/// Deadline of each job, long enough that no fault makes a job miss it.
+/// Deadline of each job. It is so long that no fault causes a job to miss it.
 const DEADLINE: Duration = Duration::from_secs(600);
 /// Time between the starts of two consecutive faults.
 const FAULT_INTERVAL: Duration = Duration::from_secs(4);
@@ -35,7 +35,7 @@ pub(super) struct Plan {
     pub(super) run_ms: u64,
     /// Each job whose number is a multiple of this value is submitted twice.
     pub(super) copied: u64,
-    /// Bug that is deliberately planted in all agents, if any, to check that the test detects it.
+    /// Bug to plant in all agents on purpose, if any, to check that the test detects broken guarantees.
     pub(super) planted: Option<&'static str>,
     /// Permitted outcomes. Any other outcome is a violation.
     pub(super) outcomes: &'static [&'static str],
@@ -53,7 +53,7 @@ pub(super) struct Report {
     pub(super) outcomes: BTreeMap<String, usize>,
     #[expect(dead_code, reason = "printed")]
     ran_again: usize,
-    /// Time from the last fault to the last outcome.
+    /// Time between the last fault and the last outcome.
     #[expect(dead_code, reason = "printed")]
     settled: Duration,
 }
@@ -66,7 +66,7 @@ fn id(number: u64) -> String {
     format!("job-{number}")
 }
 
-/// The files to which jobs append their numbers.
+/// The files in which jobs record that they ran, by appending their numbers.
 struct Files {
     begun: PathBuf,
     ended: PathBuf,
@@ -237,8 +237,8 @@ fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &
     }
 }
 
-/// Restarts the leader of the jobs stream until the ledger stream has a different leader. Messages can then be
-/// acknowledged while the ledger stream has no leader.
+/// Restarts the leader of the jobs stream until the jobs stream and the ledger stream have different leaders. The
+/// ledger stream can then lose its leader while messages in the jobs stream can still be acknowledged.
 fn separate_leaders(fleet: &mut TestFleet) {
     loop {
         let leader = fleet.leader("BH_JOBS");

@@ -11,8 +11,8 @@ use bulkhead_tests::{run, tally, wait_for};
 
 use super::jobs::{BULKHEADS, settings};
 
-/// Submits jobs from 32 tasks to a fleet without agents. Returns the IDs of the accepted jobs, and the reasons why the
-/// others were rejected.
+/// Submits jobs from 32 tasks to a fleet without agents. Returns the IDs of the accepted jobs, and the reason for each
+/// rejection.
 async fn flood(fleet: &TestFleet, jobs: usize, bytes: usize) -> (Vec<String>, Vec<RejectReason>) {
     let client = fleet.connect().await;
     let mut tasks = tokio::task::JoinSet::new();

@@ -578,8 +578,8 @@ fn rate_limit_counts_jobs_only_at_the_entry() {
     });
 }
 
-/// The rate limit of the entry must also hold while the breaker is open. Otherwise a client could run any number of
-/// jobs in the fallback.
+/// The rate limit of `entry` must apply even while its breaker is open. Otherwise a client could run any number of jobs
+/// in the fallback.
 #[test]
 fn open_breaker_does_not_bypass_rate_limit() {
     let supervisor = start("rate_limit = { per_second = 0.001, burst = 3 }", "max_in_flight = 8");

@@ -107,7 +107,7 @@ fn killed_worker_loses_at_most_one_job() {
     });
 }
 
-/// Jobs prefetched behind an unexpectedly slow job are given to another worker.
+/// Prefetched jobs that are stuck behind an unexpectedly slow job move to another worker.
 #[test]
 fn jobs_behind_slow_job_go_to_another_worker() {
     let supervisor = start("processes = 2\nlookahead = \"50ms\"");
@@ -277,9 +277,9 @@ fn invalid_journal_does_not_affect_other_jobs() {
 enum Blocked {
     /// The worker's process is stopped.
     Stopped,
-    /// A hand-written worker keeps running, but does not read, answer or send heartbeats.
+    /// A worker without the worker library keeps running, but does not read, answer or send heartbeats.
     Ignores,
-    /// Like `Ignores`, except that the worker has not even begun the job.
+    /// Like [`Blocked::Ignores`], but the worker has not even begun the job.
     IgnoresAll,
 }
 
@@ -291,7 +291,7 @@ impl Blocked {
         start_with(arguments, &format!("health = {{ heartbeat = \"10s\", missed = 10 }}\n{keys}"))
     }
 
-    /// Blocks one worker. First runs short jobs, so that all workers are known to be fast.
+    /// Makes one worker stop making progress. First runs short jobs, so that all workers are known to be fast.
     async fn block(self, client: &Client) {
         for _ in 0..5 {
             let warm: Vec<Running> = (0..50).map(|_| spawn(client.job("b", "x"))).collect();
@@ -365,8 +365,8 @@ fn jobs_not_started_by_blocked_worker_are_reported_as_not_run() {
     }
 }
 
-/// The stopped worker can get one job, which another worker then runs. Afterwards the stopped worker gets no jobs until
-/// SIGCONT.
+/// The supervisor can send the stopped worker one job, which it then gives to another worker. After that, the stopped
+/// worker gets no jobs until SIGCONT.
 #[test]
 fn stopped_worker_gets_no_jobs_until_it_continues() {
     let supervisor = start("processes = 2\nhealth = { heartbeat = \"10s\", missed = 10 }");

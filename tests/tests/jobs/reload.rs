@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Default keys that set long deadlines and short delays before restarts.
+/// Configuration defaults: long deadlines, and short delays before restarts.
 const DEFAULTS: &str = "[defaults]\ndeadline = \"120s\"\n\
                         restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }\n";
 
@@ -75,7 +75,7 @@ async fn answer(client: &Client, bulkhead: &str, operation: &str) -> String {
     text(&reply.into_payload()).trim().to_owned()
 }
 
-/// Waits until all workers of a bulkhead are ready and none of them is in `before`. Returns their PIDs.
+/// Waits until all workers of a bulkhead are ready and `before` contains none of their PIDs. Returns the PIDs.
 fn wait_replaced(supervisor: &Supervisor, bulkhead: &str, before: &[u32]) -> Vec<u32> {
     wait_for("all workers are replaced", || {
         let snapshot = supervisor.snapshot(bulkhead);
@@ -185,8 +185,8 @@ fn reload_keeps_live_values_of_unchanged_keys() {
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
 }
 
-/// A value that was changed live is dropped if it conflicts with the new file, and the response names its key. Other
-/// live changes stay in effect.
+/// If a live change conflicts with the new file, the reload drops the changed value and names its key in the response.
+/// Other live changes stay in effect.
 #[test]
 fn reload_names_dropped_live_values() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");
@@ -672,7 +672,7 @@ fn shutdown_waits_for_jobs_of_removed_bulkhead() {
 
 // Many reloads under load.
 
-/// Sends jobs, including to bulkheads that reloads add and remove, until `is_over` is set. Returns the outcomes.
+/// Sends jobs until `is_over` is set, including jobs for bulkheads that reloads add and remove. Returns the outcomes.
 async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<AtomicBool>) -> Vec<String> {
     let mut ends = Vec::new();
     let mut turn = 0;

@@ -960,7 +960,7 @@ fn invalid_limits_are_rejected_and_change_nothing() {
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
-/// A check of the configuration file reports the same error as the resize.
+/// Checking a configuration file with the same conflict reports the same error.
 #[test]
 fn queue_required_by_other_keys_cannot_be_removed() {
     let some = "max_queue = 5\n";

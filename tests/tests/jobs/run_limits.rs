@@ -69,8 +69,8 @@ fn run_limit_excludes_queue_time() {
     blocker.wait().unwrap();
 }
 
-/// If a client has requested the run limit, exceeding it ends only this client's job. Exceeding the bulkhead's run
-/// limit kills the worker, including all of its jobs.
+/// If the run limit comes from the client, only this client's job ends when the limit is exceeded. If the limit comes
+/// from the bulkhead, the worker is killed, together with all of its jobs.
 #[test]
 fn only_the_bulkheads_run_limit_kills_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);

@@ -141,8 +141,8 @@ fn dropping_supervisor_in_forked_child_has_no_effect() {
     runs("forks");
 }
 
-/// The test also covers an application whose forked child inherits all descriptors, so that no pipe or socket reports
-/// an end of file.
+/// The test also covers an application with a forked child that keeps all inherited descriptors open, so that no pipe
+/// or socket reports an end of file.
 #[test]
 fn killed_application_leaves_no_processes() {
     for arguments in [&["is-killed"][..], &["is-killed", "forks"], &["local-is-killed"]] {

@@ -255,7 +255,8 @@ impl Upgrading {
     }
 }
 
-/// Sends operator requests whose effects a failed upgrade would undo. Returns each request with its status.
+/// Sends operator requests that would be undone by a failed upgrade. Returns the method and path of each request, with
+/// the response status.
 fn operators_requests(manager: &Manager) -> Vec<(String, u16)> {
     let place = Place::Unix(manager.folder.path().join("admin.sock"));
     let requests = [
@@ -293,8 +294,8 @@ fn operator_requests_are_rejected_during_an_upgrade() {
     assert!(text.contains("a signal stopped") && !text.contains("continues to serve"), "{text}");
 }
 
-/// Stops the service while both programs have a running job. The signal is sent either to the main process or, as a
-/// terminal does, to both programs.
+/// Stops the service while the old and the new program each have a running job. The signal is sent either to the main
+/// process only or, like Ctrl-C in a terminal, to both programs.
 fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
     let manager = start(ONE);
     let gate = manager.folder.path().join("gate");

@@ -15,7 +15,8 @@ use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// The descriptor is a pipe or a pidfd of the parent program, so the supervisor stops no matter how the parent exits.
+/// The descriptor is a pipe to the parent program or a pidfd of the parent program. Either way, the supervisor stops
+/// even if the parent is killed.
 #[test]
 fn supervisor_stops_when_its_while_open_descriptor_closes() {
     const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
@@ -126,7 +127,8 @@ fn own_folder_is_removed_at_exit() {
     assert!(folder.join("further/file").exists());
 }
 
-/// Mounted data does not belong to the supervisor and must not be removed.
+/// The folder contains a mount. The mounted data does not belong to the supervisor, so the supervisor must not remove
+/// it.
 #[test]
 fn mount_in_own_folder_is_not_emptied() {
     if !is_root() {

@@ -53,8 +53,8 @@ fn after(bulkhead: &str, operation: &str, payload: &str) -> (Supervisor, Value) 
     (supervisor, report)
 }
 
-/// Crashes a worker with one job. Returns the outcome, and the report that the outcome names. Other workers can have
-/// reports, too.
+/// Crashes a worker with one job. Returns the outcome, and the crash report that the outcome names. There can be other
+/// reports as well.
 fn crash(supervisor: &Supervisor, bulkhead: &str, operation: &str) -> (String, Value) {
     let client = Client::connect(supervisor.socket()).unwrap();
     let ended = client.job(bulkhead, "x").operation(operation).tenant("acme").send();
@@ -86,7 +86,7 @@ fn files(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Returns `[supervisor]` keys that store crash reports in a folder.
+/// Returns keys for the `[supervisor]` table that make the supervisor store crash reports in a folder.
 fn kept_in(folder: &Path, keep: usize) -> String {
     format!("crash_dir = {folder:?}\ncrash_keep = {keep}\n")
 }

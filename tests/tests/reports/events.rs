@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 const CRASHES: u64 = 800;
 const CALLERS: u64 = 8;
 
-/// Limits for frequent events, from `observe/events.rs`: burst and rate per second.
+/// Rate limits for frequent events, copied from `observe/events.rs`: a burst, and a number per second.
 const BURST: u64 = 512;
 const PER_SECOND: u64 = 10;
 
@@ -84,7 +84,7 @@ impl Drop for Stopped {
     }
 }
 
-/// The control plane is stopped while the events arrive, so the descriptors of a new worker's output stay queued.
+/// The control plane is stopped while the events arrive, so the descriptors for a new worker's output are still queued.
 #[test]
 fn event_storm_does_not_lose_output_from_new_workers() {
     let _turn = heavy();

@@ -116,7 +116,7 @@ fn sampled(client: &Client, bulkhead: &str, operation: &str) -> Job {
     client.job(bulkhead, "").operation(operation).traceparent(SAMPLED)
 }
 
-/// Checks that a `traceparent` continues the test's trace, and returns its span ID.
+/// Checks that a `traceparent` belongs to the test's trace, and returns its span ID.
 #[track_caller]
 fn span_of(traceparent: &str) -> String {
     let parts: Vec<&str> = traceparent.trim().split('-').collect();

@@ -24,8 +24,8 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Starts a job that hangs, and waits until the job has begun. A job that a dying worker has not read would go to
-/// another worker.
+/// Starts a job that hangs, and waits until the job has begun. Otherwise the job could move to another worker if its
+/// worker died before reading it.
 async fn running(client: &Client, tenant: &str) -> JobHandle {
     let mut job = client.job("b", "").operation("hang").tenant(tenant).start().await.unwrap();
     job.progress().await.expect("the job reports progress when it starts");
@@ -225,9 +225,9 @@ fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
     });
 }
 
-/// Returns the configuration of a bulkhead whose workers, except for the first one, become ready when the file `go`
-/// exists. Until then, the job of a new tenant waits, even if the machine is so busy that the workers of another tenant
-/// have exited.
+/// Returns the configuration of a bulkhead whose first worker becomes ready at once, and whose other workers become
+/// ready when the file `go` exists. This keeps a new tenant's job waiting, no matter how early the workers of another
+/// tenant exit.
 fn starting_on_request(tenants: &str, more: &str) -> String {
     isolated(tenants, more).replace("[\"MISBEHAVE\"]", "[\"MISBEHAVE\", \"slow-again\", \"starts\"]")
 }

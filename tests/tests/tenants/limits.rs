@@ -23,8 +23,8 @@ fn hold(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation(steps).tenant(tenant))
 }
 
-/// Waits until `count` jobs of [`hold`] have begun and no worker of the isolated tenant is slow to begin a job. A slow
-/// worker extends the queue.
+/// Waits until `count` jobs of [`hold`] have begun and the supervisor no longer waits for any of the isolated tenant's
+/// workers to begin a job. While it waits, the tenant's queue is longer.
 fn wait_begun(supervisor: &Supervisor, tenant: &str, count: u64, max_queue: u64) {
     let file = format!("begun-{tenant}");
     wait_for(&format!("{count} jobs of {tenant} have begun"), || {
@@ -33,8 +33,8 @@ fn wait_begun(supervisor: &Supervisor, tenant: &str, count: u64, max_queue: u64)
     wait_part(supervisor, tenant, "queue_capacity", max_queue);
 }
 
-/// Sends jobs that hang until one of them is counted in `field`. On a busy machine, a job can be rejected before the
-/// tenant's share is used up, because a worker gets no other job until it has begun the previous one.
+/// Sends jobs that hang, one after another, until one of them raises `field` to the given value. Several attempts can
+/// be needed, because on a busy machine the supervisor rejects jobs before the tenant has used up its share.
 fn hang_until(
     supervisor: &Supervisor,
     client: &Client,
@@ -96,8 +96,7 @@ fn tenant_table_sets_share_of_shared_workers() {
     });
 }
 
-/// The tenant's jobs ignore their deadlines, so each job causes its worker to be killed. Replacement workers start
-/// slowly.
+/// The tenant's jobs ignore their deadlines, so their workers are killed, and replacement workers start slowly.
 #[test]
 fn tenant_that_lost_a_worker_waits_for_replacement() {
     let folder = tempfile::tempdir().unwrap();

@@ -53,7 +53,7 @@ fn retry_runs_in_worker_of_same_tenant() {
     });
 }
 
-/// The quarantine lasts until a reset, even while the tenant has no workers.
+/// A quarantined payload stays in quarantine until a reset, even if the tenant has no workers in the meantime.
 #[test]
 fn poison_payload_is_quarantined_for_its_tenant_only() {
     let supervisor = Supervisor::start(&isolated(
@@ -216,8 +216,8 @@ fn isolated_fallback_isolates_guest_jobs_by_tenant() {
     });
 }
 
-/// Returns the configuration of an isolated bulkhead `b` with room for one tenant, and of its shared fallback
-/// `safe`.
+/// Returns the configuration of a bulkhead `b` that isolates its tenants and has room for one tenant, and of the
+/// fallback `safe`, whose tenants share its workers.
 fn with_fallback(entry: &str, safe: &str) -> String {
     format!(
         "{}[bulkhead.safe]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n{safe}\n",

@@ -31,8 +31,8 @@ fn forked() -> String {
     FORKED.iter().map(one).collect()
 }
 
-/// Sends a bad job to each kind of bulkhead, and checks that the bulkhead and its neighbour still serve jobs. Returns
-/// the outcome, which must be the same for all kinds of bulkheads, except with `die-answering`.
+/// Sends a harmful job to each kind of bulkhead, and checks that this bulkhead and its neighbour still serve jobs.
+/// Returns the job's outcome, which must be the same for all kinds, except for `die-answering`.
 fn after(operation: &str, payload: &str) -> String {
     let supervisor = Supervisor::start(&format!("{PLAIN}{SPARED}{}", forked()));
     let after_in = |bulkhead, payload: &str| after_in(&supervisor, bulkhead, operation, payload);
@@ -53,8 +53,8 @@ fn after(operation: &str, payload: &str) -> String {
     plain
 }
 
-/// Repeats the job with an embedded supervisor, first on separate threads and then on the application's thread. Returns
-/// both outcomes.
+/// Runs the job in an embedded supervisor, first with the data plane on a separate thread and then on the application's
+/// thread. Returns both outcomes.
 fn after_embedded(operation: &str, payload: &str) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     let mut application = std::process::Command::new(bulkhead_tests::programs().join("application"));

@@ -15,8 +15,7 @@ fn bulkhead(keys: &str) -> String {
 
 const FORK: &str = "start = { mode = \"fork\" }";
 
-/// Returns the PID of the process that ran the initialisation, the PID of the worker, and a random number from the
-/// worker.
+/// Returns the PID of the process that ran `init`, the PID of the worker, and a random number from the worker.
 fn who(client: &Client) -> [u32; 3] {
     let reply = client.job("b", "").operation("who").idempotent(true).send().unwrap();
     let text = String::from_utf8(reply.payload().to_vec()).unwrap();
@@ -201,8 +200,8 @@ fn leftover_process_is_killed_after_failed_fork() {
     wait_for("only the template is left", || (children(nest) == [template]).then_some(()));
 }
 
-/// Each process forks a successor and exits, so a signal always comes too late. Does not run under `none`, because that
-/// profile does not limit the number of processes, and zombies can use up all PIDs on the machine.
+/// Each process in a chain forks a successor and exits, so signals always come too late. The test does not cover the
+/// profile `none`, because without a limit on the number of processes, zombies can use up all PIDs on the machine.
 #[test]
 fn process_chains_do_not_affect_jobs_in_other_workers() {
     for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {

@@ -792,7 +792,8 @@ fn quarantine_expires_without_a_reset() {
     });
 }
 
-/// Kills workers with a payload until the payload is quarantined. Returns the time before the last of these jobs.
+/// Sends a payload that kills workers until the payload is quarantined. Returns the time at which the last job that
+/// killed a worker was sent.
 async fn quarantine(client: &Client) -> Instant {
     let mut began = Instant::now();
     assert_eq!(outcome(&dose(client, "poison").send().await), "crashed/signal");

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
 
-/// Sends jobs from several threads until `enough` returns true for the number of workers that have served jobs. Every
-/// job must succeed. Returns the PIDs of these workers.
+/// Sends jobs from several threads until enough different workers have served jobs. `enough` is called with the number
+/// of these workers. Every job must succeed. Returns the workers' PIDs.
 fn serve_until(
     supervisor: &Supervisor,
     operation: &str,
@@ -124,7 +124,7 @@ fn recycling_after_each_job_gives_fresh_processes() {
     }
 }
 
-/// The limit holds even if `max_in_flight` changes while jobs run.
+/// `recycle.jobs` holds even if `max_in_flight` changes while jobs run.
 #[test]
 fn worker_never_runs_more_jobs_than_recycle_allows() {
     let supervisor = supervisor("jobs = 5");

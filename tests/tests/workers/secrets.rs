@@ -144,8 +144,8 @@ fn restart_rereads_the_secret() {
     }
 }
 
-/// Returns the configuration of a bulkhead whose processes write the secret to the file `NAME.seen`, and then wait for
-/// the file `NAME.start`.
+/// Returns the configuration of a bulkhead whose processes write the secret to the file `NAME.seen` when they start,
+/// and then wait for the file `NAME.start`.
 fn starting_slowly(name: &str, more: &str) -> String {
     let program = format!("{:?}", programs().join("hostile"));
     let script = "echo $SECRET >> $0.seen; until test -e $0.start; do sleep 0.05; done; exec $1";
@@ -263,7 +263,7 @@ fn oversized_secrets_fail_the_start_with_a_clear_error() {
 
 // Outputs.
 
-/// Secret that occurs nowhere else.
+/// Secret value that is unlikely to occur anywhere else.
 const VALUE: &str = "open-sesame-7d1f0c";
 
 #[track_caller]

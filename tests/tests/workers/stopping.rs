@@ -7,13 +7,13 @@ use bulkhead_client::blocking::Client;
 use bulkhead_tests::{Supervisor, kill_pid, wait_for};
 use nix::sys::signal::Signal;
 
-/// Number of signals sent to running workers.
+/// Number of SIGTERM signals that the test sends to running workers.
 const SIGNALS: usize = 20;
 
 /// Number of clients. Each client sends one job after another.
 const CLIENTS: usize = 8;
 
-/// Number of jobs that must be completed before the next signal is sent.
+/// Number of jobs that must be completed between two signals.
 const JOBS_BETWEEN: u64 = 10;
 
 /// Sends SIGTERM to the only worker of a bulkhead repeatedly while clients send jobs without a pause.

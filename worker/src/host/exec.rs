@@ -31,7 +31,8 @@ const TAIL_BYTES: usize = 4 * 1024;
 /// Interval between checks for descendants of a program that has exited.
 const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The program to run, with its limits and exit statuses. The supervisor passes these settings as arguments.
+/// The program to run, with its limits and the meanings of its exit statuses. The supervisor passes all of this to the
+/// host as arguments.
 #[derive(Default)]
 pub(super) struct Plan {
     program: String,
@@ -420,13 +421,13 @@ fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> Handle
 
 enum Ending {
     Exited,
-    /// The program exited, but these processes kept its output open for longer than `output_grace`.
+    /// The program exited, but the processes with these names kept its output open for longer than `output_grace`.
     Incomplete(Vec<String>),
     Cancelled,
     TooLarge,
 }
 
-/// A program's output, and the reason why reading it stopped.
+/// The output of a program that has run, and the reason why the host stopped reading it.
 struct Run {
     stdout: Option<PipeReader>,
     stderr: Option<PipeReader>,

@@ -15,8 +15,8 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 
 use crate::rules::Rules;
 
-/// Maximum number of entries that are removed from a folder before the reply is sent. Larger folders are removed in the
-/// background.
+/// Maximum number of entries in a folder that is removed before the reply is sent. Folders with more entries are
+/// removed in the background.
 const ENTRIES_AT_ONCE_MAX: usize = 256;
 
 /// Maximum number of folders that are queued for removal.

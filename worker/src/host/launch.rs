@@ -25,12 +25,12 @@ const JOB_VARIABLES: [&str; 4] =
 /// The environment common to all programs, and the names of the variables set for each program.
 pub(super) struct Environment {
     common: Vec<CString>,
-    /// Variables from [`FOLDER_VARIABLES`] that are set to the program's folder.
+    /// Names of the variables from [`FOLDER_VARIABLES`] that are set to the temporary folder of the program.
     folder_variables: Vec<&'static str>,
 }
 
 impl Environment {
-    /// Builds the environment from the host's environment. `temporary` is the host's temporary folder.
+    /// Derives the programs' environment from the host's environment. `temporary` is the host's temporary folder.
     pub(super) fn new(temporary: Option<&Path>) -> Self {
         let is_own = |name: &OsStr, value: &OsStr| {
             FOLDER_VARIABLES.iter().any(|own| name == *own)
@@ -77,11 +77,12 @@ fn variable(name: OsString, value: &OsStr) -> io::Result<CString> {
 pub(super) struct ChildSetup<'s> {
     pub(super) rlimits: &'s [(Resource, Rlimit)],
     pub(super) ruleset: Option<&'s Ruleset>,
-    /// Folder that the program must not be able to list. Used to verify that the rules are enforced.
+    /// Folder that the program must not be able to list. The child tries to list it, to verify that the rules are
+    /// enforced.
     pub(super) hidden_folder: Option<BorrowedFd<'s>>,
     /// Working directory of the program; `None` means the host's working directory.
     pub(super) directory: Option<BorrowedFd<'s>>,
-    /// True if standard output goes to the log, as standard error does.
+    /// True if standard output is forwarded to the log in the same way as standard error.
     pub(super) logs_output: bool,
 }
 

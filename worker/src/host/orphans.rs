@@ -42,10 +42,12 @@ const SEARCHED_MAX: usize = 256;
 /// Maximum number of descriptors to check per process.
 const DESCRIPTORS_MAX: usize = 1024;
 
-/// Programs that are running or in their `output_grace` period, and the channel to the thread that kills orphans.
+/// Registry of the programs that are running or in their `output_grace` period, with a channel to the thread that kills
+/// orphans.
 pub(super) struct Orphans {
     programs: Mutex<Programs>,
-    /// Read-locked by threads that start a program, and write-locked by the thread that kills unregistered processes.
+    /// Lock that prevents a new program from being killed before it is registered. Threads that start a program hold it
+    /// for reading, and the thread that kills unregistered processes holds it for writing.
     starting: RwLock<()>,
     /// `/proc` file that lists the children of the first thread, including dead children; `None` if the
     /// kernel does not provide this file.
@@ -58,11 +60,12 @@ struct Programs {
     /// Programs whose jobs have not ended, by PID, which is also the session ID. The value is true once the program's
     /// orphans have been recorded.
     unfinished: HashMap<u32, bool>,
-    /// For each process or session outside the programs' own sessions, the programs that it may descend from.
+    /// Programs that a process or session may descend from, for each process or session outside the programs' own
+    /// sessions.
     owners: HashMap<Key, Vec<u32>>,
 }
 
-/// PID and start time of a process, or the ID of a whole session.
+/// PID and start time of a process, or the ID of a session and `None`.
 type Key = (u32, Option<u64>);
 
 fn keys(found: ProcessIdentity) -> [Key; 2] {
@@ -152,8 +155,8 @@ impl Orphans {
         drop((programs, starting));
     }
 
-    /// Returns true if an exited program has left any orphans. Must be called only while the program's orphans are
-    /// protected.
+    /// Returns true if the exited program has left orphans. The orphans must be protected during this call, so that
+    /// they are not killed.
     pub(super) fn has_orphans(&self, number: u32) -> bool {
         // Reaps orphans that have already died.
         self.reap();
@@ -187,8 +190,8 @@ impl Orphans {
         named.chain((more > 0).then(|| format!("{more} more"))).collect()
     }
 
-    /// Ends the protection of a program's orphans when the job ends. The next cleanup kills the orphans. Must
-    /// be called before the program is reaped.
+    /// Ends the protection of a program's orphans when the job ends, so that the next cleanup kills them. Must be
+    /// called before the program is reaped.
     pub(super) fn unprotect(&self, number: u32) {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
     }

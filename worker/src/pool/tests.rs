@@ -15,8 +15,8 @@ use crate::journal::Journal;
 /// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Number of a job whose handler returns immediately. Handlers of other jobs below `RETURNS` wait until they are
-/// cancelled.
+/// Number of a job whose handler returns immediately. The handlers of all other jobs with numbers below `RETURNS` wait
+/// until they are cancelled.
 const QUICK: u64 = 0;
 
 /// Handlers of jobs with this or a higher number return immediately, as does the handler of job `QUICK`.
@@ -25,7 +25,7 @@ const RETURNS: u64 = 1 << 32;
 /// A running pool, and the supervisor's end of its link.
 struct Fixture {
     pool: Arc<Pool<()>>,
-    /// Never closed, because a pool that loses its supervisor kills its process, which here is the test.
+    /// Never closed. If the link closed, the pool would kill its process, which is the test program.
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
@@ -92,7 +92,7 @@ impl Fixture {
         (Self { pool, link: ManuallyDrop::new(ours), begun, answered, frames, init_thread }, init)
     }
 
-    /// Sends frames in one write.
+    /// Sends several frames in one write.
     fn send(&self, fill: impl FnOnce(&mut Outbox)) {
         let mut outbox = Outbox::default();
         fill(&mut outbox);
@@ -140,8 +140,8 @@ impl Fixture {
     }
 }
 
-/// Receives frames on a thread. Unless `with_kinds` is true, sends the numbers of all results to the first channel. If
-/// `with_kinds` is true, sends the kind and number of all results, returned jobs and heartbeats to the second channel.
+/// Receives frames on a separate thread. The first channel gets the number of each result. If `with_kinds` is true,
+/// only the second channel is used, and it gets the kind and number of each result, returned job and heartbeat.
 fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, u64)>) {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();

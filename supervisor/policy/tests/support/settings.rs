@@ -87,7 +87,8 @@ fn any_limits(random: &mut Random) -> Limits {
     }
 }
 
-/// Returns random heartbeat settings. With long intervals, fewer steps are spent on heartbeats, and more time passes.
+/// Returns random heartbeat settings. In some histories, the interval is long, so that fewer steps are heartbeats and
+/// the history covers more time.
 fn health(random: &mut Random) -> Health {
     let (low, high) = if random.percent(70) { (50, 1000) } else { (5000, 30_000) };
     Health { heartbeat: random.millis(low, high), missed: random.pick(&[0, 1, 3, 5]) }
@@ -130,10 +131,10 @@ fn breaker(random: &mut Random) -> BreakerLimits {
     }
 }
 
-/// Value of `recycle.rss` in histories that set it.
+/// Value of `recycle.rss` in those random histories that set this key.
 pub(crate) const RSS_LIMIT_BYTES: u64 = 1 << 20;
 
-/// Behaviour of the workers and clients in one history. Most fields are probabilities, given as percentages.
+/// Behaviour of the simulated workers and clients during one random history. Most fields are probabilities in percent.
 #[derive(Debug)]
 pub(crate) struct Behaviour {
     pub(crate) spawn_fails: u64,

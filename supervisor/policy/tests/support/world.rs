@@ -41,9 +41,9 @@ enum WorkerMessage {
     Ready,
     Beat,
     Reply(JobId),
-    /// The worker starts all jobs with numbers up to this one.
+    /// The worker starts every job whose number is not greater than this one.
     Begins(u64),
-    /// The worker returns the job with this number, because the job has been recalled.
+    /// The worker returns the job with this number because the supervisor has recalled the job.
     ReturnsJob(u64),
     /// Part of an oversized result. The second value is the number of parts that are still to come.
     Part(JobId, u64),
@@ -51,7 +51,7 @@ enum WorkerMessage {
     ProtocolViolated,
     Memory,
     CpuTimeChecked,
-    /// The caller reads a timestamp written by the worker.
+    /// The supervisor reads the timestamp that the worker last wrote.
     AliveAt(Time),
     Exited(Death),
 }
@@ -72,11 +72,11 @@ struct Process {
     is_ready: bool,
     is_silent: bool,
     is_draining: bool,
-    /// True if the process is about to exit and reads no more jobs.
+    /// True if the process is about to exit and no longer reads jobs.
     is_exiting: bool,
     /// Jobs in flight.
     jobs: Vec<JobId>,
-    /// Jobs in flight that the worker has not read.
+    /// Jobs in flight that the worker has not read yet.
     unread: Vec<JobId>,
     /// Jobs in flight for which an oversized result has started to arrive.
     oversized: Vec<JobId>,
@@ -98,7 +98,7 @@ pub(crate) struct World {
     agenda: BTreeMap<(Time, u64), WorldEvent>,
     sequence: u64,
     processes: HashMap<WorkerId, Process>,
-    /// Recently exited workers, from which stale messages can arrive.
+    /// Workers that exited recently. Stale messages from them can still arrive.
     exited: Vec<WorkerId>,
     /// Recently dispatched jobs, in any state.
     dispatched_jobs: Vec<JobId>,
@@ -143,7 +143,7 @@ impl World {
         self.agenda.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// Returns a random time by which the supervisor itself is delayed. In most cases, returns `None`.
+    /// Returns a random duration by which the supervisor is late, or `None` if it is on time, as in most cases.
     pub(crate) fn supervisor_delay(&mut self) -> Option<Duration> {
         self.random.percent(self.behaviour.supervisor_delay).then(|| self.random.millis(1, 5000))
     }
@@ -218,7 +218,7 @@ impl World {
         })
     }
 
-    /// Handles the acceptance of a job, and sometimes schedules the cancellation of the job by its client.
+    /// Handles a job's acceptance. Sometimes schedules a cancellation by the job's client.
     pub(crate) fn accepted(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.behaviour.cancels) {
             let after = self.random.millis(0, 2 * self.behaviour.job_ms + 20);
@@ -260,7 +260,8 @@ impl World {
         }
     }
 
-    /// Returns limits in which either a few keys or all keys have changed, as after editing a configuration file.
+    /// Returns random limits in which either all keys or only a few keys are new, as if the configuration file had been
+    /// edited.
     fn limits(&mut self) -> Limits {
         let fresh = settings::limits(&mut self.random);
         if self.random.percent(50) {
@@ -705,7 +706,7 @@ impl World {
         }
     }
 
-    /// Makes a process start all jobs with numbers up to this one, unless these jobs have been recalled.
+    /// Makes a process start every job up to the given number, except for jobs that have been recalled.
     fn begin(&mut self, now: Time, worker: WorkerId, send_number: u64) {
         let Some(process) = self.processes.get_mut(&worker) else { return };
         let begun = self.registry.begun(worker);

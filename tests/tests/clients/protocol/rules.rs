@@ -7,14 +7,14 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// Payload that is small enough for the supervisor to keep a copy for another worker, but too large to be read together
-/// with the header by accident.
+/// Payload small enough that the supervisor keeps a copy for another worker, and large enough that a worker cannot
+/// accidentally read it together with the header.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
 /// Capability that a worker announces if its heartbeats do not depend on its handlers.
 const DISPATCH_THREAD: u64 = 1;
 
-/// Starts a supervisor with a worker that behaves as the test of `rule` requires.
+/// Starts a supervisor and a worker that behaves as the test of `rule` requires.
 fn start(rule: &str, keys: &str) -> Supervisor {
     let heartbeat =
         if keys.contains("health") { "" } else { "health = { heartbeat = \"200ms\", missed = 50 }" };
@@ -149,7 +149,7 @@ fn stop(worker: &mut Worker) {
     mark("drained");
 }
 
-/// Sends no heartbeats for ten heartbeat intervals while a job is running, and nothing at all after the result. The
+/// Sends no heartbeats for ten heartbeat intervals while a job is running, and stays silent after the result. The
 /// worker does not announce the `DISPATCH_THREAD` capability.
 fn fall_silent(worker: &mut Worker) {
     let again = mark("came") > 0;

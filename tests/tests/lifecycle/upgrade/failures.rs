@@ -108,7 +108,7 @@ fn one_program_serves_if_the_other_dies_at_any_message() {
     println!("{} deaths: {:?}", deaths(), all.lock().unwrap());
 }
 
-/// Upgrades under load while a program dies at the given message. Returns the number of jobs by outcome.
+/// Performs an upgrade under load in which a program dies at the given point. Returns the number of jobs by outcome.
 fn die_at(death: &str) -> BTreeMap<String, usize> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("death");

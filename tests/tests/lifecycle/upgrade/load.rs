@@ -23,8 +23,8 @@ const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax
                      [bulkhead.files]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      [defaults]\ndeadline = \"60s\"\ncwd = \".\"\n";
 
-/// Files in which workers record their jobs, each with the maximum number of recorded jobs that can run at the same
-/// time.
+/// Files in which workers record their jobs. The number is the maximum number of jobs recorded in the file that can run
+/// at the same time.
 const RECORDS: [(&str, usize); 4] =
     [("record-b", 4), ("record-tenants-x", 1), ("record-tenants-y", 1), ("record-files", 1)];
 
@@ -60,9 +60,10 @@ pub(super) struct Load {
     ids: Arc<AtomicU64>,
     clients: Vec<JoinHandle<Outcomes>>,
     began: Instant,
-    /// The raw client, which encodes frames without the client library, and the number of jobs that it has submitted.
+    /// Client that encodes its own frames instead of using the client library, and the number of jobs that it has
+    /// submitted.
     raw: Option<Arc<Mutex<(Raw, u64)>>>,
-    /// Number of jobs whose payload was lent to a worker.
+    /// Number of jobs whose payload was passed to a worker in a leased memory file.
     lent: Arc<AtomicU64>,
 }
 

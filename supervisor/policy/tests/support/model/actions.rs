@@ -128,7 +128,8 @@ impl Model {
         self.begin(id);
     }
 
-    /// Checks that sending a job to the same worker again is allowed, because the job was recalled along with others.
+    /// Checks that the bulkhead was allowed to send a job to the same worker again, after recalling the job together
+    /// with other jobs.
     fn resend(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
@@ -368,8 +369,8 @@ impl Model {
         self.leave(id, &answer.verdict);
     }
 
-    /// Removes a job that has an outcome from the queue. If a worker has the job, the job stays there, and the worker
-    /// must be asked to cancel it.
+    /// Removes a job from the queue because the job has an outcome. A job that has already been sent stays in its
+    /// worker, and the bulkhead must then ask the worker to cancel the job.
     fn leave(&mut self, id: JobId, verdict: &Verdict) {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });

@@ -113,8 +113,8 @@ impl Model {
         enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))
     }
 
-    /// Returns the jobs that were recalled before the limit changed. These jobs were recalled only because they had
-    /// been sent along with a job that ended, and not because another worker could start them.
+    /// Returns the jobs that were recalled before the limit changed: all jobs recalled from workers in which at least
+    /// one recalled job has ended, for example because its deadline has passed.
     fn recalled_early(&self, actions: &[Action<Tag>]) -> Vec<JobId> {
         let is_due = |id: &JobId| {
             let job = &self.jobs[id];

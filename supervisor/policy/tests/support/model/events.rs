@@ -165,7 +165,7 @@ impl Model {
         }
     }
 
-    /// Ends the observation of each worker whose timestamps show that it is no longer silent.
+    /// Stops observing each worker whose timestamps show that the worker is no longer silent.
     fn end_observations(&mut self) {
         let is_over = |worker: &&Worker| {
             let is_due = worker.observed_since.is_some_and(|at| at + worker.heartbeat <= self.now);
@@ -261,8 +261,8 @@ impl Model {
         self.queue_places() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
     }
 
-    /// Finds the job that must leave a full queue to make room for a job of this priority. If there is none,
-    /// returns the rejection.
+    /// Finds the queued job to evict so that a job with the given priority fits into a full queue. If there is none,
+    /// returns the verdict with which the new job is rejected.
     fn make_room(&mut self, priority: Priority) -> Option<Verdict> {
         let lowest = self.queue.iter().map(|id| self.jobs[id].priority).min();
         if let Some(class) = lowest.filter(|&class| class < priority) {
@@ -664,7 +664,7 @@ impl Model {
         }
     }
 
-    /// Records that workers started from now on will run another program.
+    /// Records that the bulkhead's program has changed, so that workers started from now on run the new one.
     fn replace(&mut self) {
         self.restart();
         for worker in self.workers.values_mut() {

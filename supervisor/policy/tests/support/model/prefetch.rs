@@ -64,7 +64,7 @@ impl Model {
         self.jobs.get_mut(&job).expect("the job must be in the model").send_number = sent;
     }
 
-    /// Handles a worker's reply, after which the worker's oldest prefetched job starts.
+    /// Starts a worker's oldest prefetched job after the worker has replied to the previous job.
     pub(super) fn begin_prefetched(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -98,15 +98,15 @@ impl Model {
         jobs
     }
 
-    /// Returns true if the worker has a job other than `other` that has not started and whose payload is not stored
-    /// elsewhere.
+    /// Returns true if the worker has an unstarted job, other than `other`, whose payload the bulkhead cannot send
+    /// again.
     fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
         let unbegun = self.unbegun(worker);
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_resendable)
     }
 
-    /// Returns two flags. The first is true if a job can end as if it were waiting, because its worker has not started
-    /// it. The second is true if this depends on the order in which several such jobs are handled.
+    /// Returns two flags for a job that its worker has not started. The first is true if the job must end as a waiting
+    /// job does. The second is true if this depends on whether another job is recalled first.
     pub(super) fn can_be_recalled(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.prefetched).and_then(|place| self.workers.get(&place));

@@ -39,7 +39,7 @@ impl Model {
         since.is_some_and(|&since| self.now.since(since) < limits.within)
     }
 
-    /// Records that a worker or program died while it was running only this job.
+    /// Records that a worker or program died while this was its only running job.
     pub(super) fn crashed_as_only_job(&mut self, job: JobId) {
         let digest = self.jobs[&job].digest;
         let was_quarantined = self.is_quarantined(digest);
@@ -104,7 +104,8 @@ impl Model {
         }
     }
 
-    /// Returns the verdict to send to the client if its job is waiting or about to wait.
+    /// Returns the verdict that the client receives when a waiting job ends with `verdict`. An earlier crash of the job
+    /// takes precedence.
     pub(super) fn overall_verdict_of_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },

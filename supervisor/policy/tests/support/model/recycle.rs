@@ -60,8 +60,8 @@ impl Model {
         }
     }
 
-    /// Handles a report that a worker is being replaced. If the slot has a standby, the standby takes over, regardless
-    /// of the reason.
+    /// Handles a report that a worker is being replaced. If a standby is waiting in the worker's slot, the standby
+    /// takes over, whatever the reason for the replacement.
     pub(super) fn recycled(&mut self, pid: u32, reason: RecycleReason) {
         let worker = self.workers.values().find(|worker| worker.pid == Some(pid) && self.is_current(worker));
         let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
@@ -106,7 +106,7 @@ impl Model {
         assert_eq!(on_their_way.count(), 0, "a rolling restart must replace one worker at a time");
     }
 
-    /// Returns true if the slot's worker can still be given a job before its successor takes over.
+    /// Returns true if the slot's worker can run more jobs before its standby takes over.
     pub(super) fn has_jobs_left(&self, current: u32, next: u32) -> bool {
         let is_counted = self.workers[&next].stands_by && self.limits.recycle.jobs.is_some();
         let worker = &self.workers[&current];
@@ -114,8 +114,8 @@ impl Model {
         is_counted && is_at_work && self.jobs_left(worker) > 0
     }
 
-    /// Checks that no worker from before a restart runs jobs once the restart is complete. The restart is not complete
-    /// while a worker is being replaced or a spare is starting. If a replacement fails, the restart is over.
+    /// Checks that once a restart has ended, no worker from before the restart runs jobs. The restart continues while
+    /// any worker is being replaced or any spare is starting, and ends early if a replacement fails.
     pub(super) fn check_outdated(&self) {
         if !self.is_restarting || self.is_stopping() {
             return;

@@ -28,7 +28,7 @@ pub(super) struct Slot {
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
-    /// State of the slot before the bulkhead was scaled to zero. Saved only if the slot was waiting for its next
+    /// State that the slot had before the bulkhead was scaled to zero, saved only if the slot was waiting for its next
     /// worker.
     saved_state: Option<SlotState>,
 }
@@ -37,9 +37,9 @@ pub(super) struct Slot {
 pub(super) enum SlotState {
     #[default]
     Empty,
-    /// The slot is going to get a worker.
+    /// A worker is going to be started in the slot.
     Awaiting,
-    /// The slot is not needed for the configured number of workers.
+    /// The slot is not needed for the configured number of workers and spares.
     Closed,
     Occupied {
         current: u32,
@@ -91,7 +91,7 @@ impl Model {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_spare_slot).count()
     }
 
-    /// Returns true if the worker still occupies the slot.
+    /// Returns true if the worker belongs to the slot and has not left it.
     pub(super) fn is_in(worker: &Worker, slot: u32) -> bool {
         worker.slot == slot && worker.left.is_none()
     }
@@ -300,7 +300,7 @@ impl Model {
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
     }
 
-    /// Allows another attempt to replace each outdated worker for which the next attempt is due.
+    /// Allows another replacement attempt for each outdated worker whose retry is due.
     pub(super) fn replace_again(&mut self) {
         let now = self.now;
         for worker in self.workers.values_mut() {
@@ -359,8 +359,8 @@ impl Model {
         self.reject_without_workers();
     }
 
-    /// Allows a new worker in a slot, either immediately or, if a worker still occupies the slot, after that worker is
-    /// gone.
+    /// Opens a slot for a new worker. If another worker still occupies the slot, the new worker starts after the other
+    /// one is gone.
     pub(super) fn open(&mut self, slot: usize) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(slot) {
             return;

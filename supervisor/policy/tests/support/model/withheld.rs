@@ -7,7 +7,7 @@ use super::slots::SlotState;
 use super::{Model, Phase};
 
 impl Model {
-    /// Withholds one place from each tenant whose job may have caused this worker's death.
+    /// Withholds one place each from the tenants whose jobs may have caused this worker's death.
     pub(super) fn withhold(&mut self, id: WorkerId, killed: Option<&KillReason>) {
         let worker = &self.workers[&id.place];
         if !self.is_current(worker)
@@ -56,8 +56,8 @@ impl Model {
         entry.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
     }
 
-    /// Releases a withheld place once its slot has a ready worker again. If that worker dies later, places that have
-    /// already been released are not withheld again.
+    /// Gives back each withheld place once a new worker is ready in the slot whose worker died. If that new worker dies
+    /// later, the place is not withheld again.
     pub(super) fn release_withheld(&mut self) {
         let mut withheld = std::mem::take(&mut self.withheld);
         let before = withheld.len();
