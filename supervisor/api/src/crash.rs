@@ -102,8 +102,8 @@ impl<'de> Deserialize<'de> for CrashId {
 }
 
 vocabulary! {
-    /// Kinds of reports. They cover the reasons for a `crashed` outcome, two reasons why a worker failed to start, and
-    /// a job that missed its deadline.
+    /// Kind of a crash report: a reason for a `crashed` outcome, a reason why a worker failed to start, or a job that
+    /// missed its deadline.
     CauseKind {
         /// The process exited on its own, with any exit status.
         Exit = "exit",
@@ -160,7 +160,7 @@ vocabulary! {
     Victim {
         /// A worker.
         Worker = "worker",
-        /// The `exec` program that ran one job. The worker that started the program survives.
+        /// The program that an `exec` worker started for one job. The worker itself survives.
         Program = "program",
     }
 }

@@ -186,7 +186,8 @@ pub(crate) struct Control {
     handover: Handover,
     /// Cache of processes that are known not to be descendants of the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
-    /// Reference that every unfinished HTTP request for a job holds, so that these requests can be counted.
+    /// Marker to which every unfinished HTTP request for a job holds a reference. The reference count shows whether
+    /// there are such requests.
     job_requests: Arc<()>,
     /// Permits that limit the number of concurrent jobs submitted over the admin API.
     jobs: Arc<Semaphore>,
@@ -493,8 +494,9 @@ impl Control {
         self.notify_systemd(&[NotifyState::Ready]);
     }
 
-    /// Notifies the service manager, if there is one. Does nothing if another process is the main process. Does nothing
-    /// in an embedded supervisor either, because the application is responsible for such notifications.
+    /// Notifies the service manager, if there is one. Does nothing while another process is the main process of the
+    /// service, as during an upgrade. Also does nothing in an embedded supervisor, because notifications are the
+    /// application's responsibility.
     fn notify_systemd(&self, states: &[NotifyState<'_>]) {
         if !self.is_embedded
             && self.handover.is_main()

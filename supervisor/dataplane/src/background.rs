@@ -17,7 +17,7 @@ use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
-/// Number of pending tasks at which no further starvation checks are added. With this many tasks, the machine is
+/// Number of pending tasks at which the data plane stops adding starvation checks. With this many tasks, the machine is
 /// overloaded, which already explains why workers are silent.
 const LOOKS_WAITING_MAX: usize = 1024;
 
@@ -50,7 +50,7 @@ enum Task {
         worker: WorkerId,
         watch: Arc<Watch>,
     },
-    /// Creates the files of a lease. This is slow, because the kernel zeroes their memory.
+    /// Creates the memory files of a lease. This is slow, because the kernel zeroes the memory.
     MakeFiles {
         lease: u64,
         bytes: u64,
@@ -130,12 +130,12 @@ impl Background {
         self.send(Task::Look { compartment, worker, watch });
     }
 
-    /// Creates the files of a lease. The result arrives as [`Done::FilesMade`].
+    /// Creates the memory files of a lease. The result arrives as [`Done::FilesMade`].
     pub(super) fn make_files(&mut self, lease: u64, bytes: u64) {
         self.send(Task::MakeFiles { lease, bytes });
     }
 
-    /// Frees the memory of a lease's files.
+    /// Frees the memory files of a lease.
     pub(super) fn free_files(&mut self, files: Files) {
         self.send(Task::FreeFiles(files));
     }

@@ -28,7 +28,7 @@ pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time, at shutdown, for accepting the remaining connections and receiving their requests.
 pub(super) const LAST_ACCEPT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Age up to which a connection whose request has not arrived yet is kept open at shutdown. Longer than
+/// Age above which a connection on which no request has arrived is closed at shutdown. Longer than
 /// `LAST_ACCEPT_TIMEOUT`, because a new client may not have been scheduled yet. Connections that a browser opens in
 /// advance are usually older.
 const LAST_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
@@ -79,7 +79,7 @@ impl Admission {
     }
 }
 
-/// A connection to serve. If it was rejected, the response contains the reason.
+/// An accepted connection. If the connection failed the admission checks, the response contains the reason.
 pub(super) struct NewConnection<S> {
     socket: S,
     admission: Admission,

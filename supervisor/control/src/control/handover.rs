@@ -109,7 +109,8 @@ struct StopRequests {
 }
 
 impl StopRequests {
-    /// Returns false if the latest request only duplicates the first.
+    /// Returns false if exactly one signal and one STOP message have been received. The two count as one request, so
+    /// the second has no effect.
     fn has_effect(&self) -> bool {
         (self.signals, self.messages) != (1, 1)
     }
@@ -231,8 +232,8 @@ impl Handover {
         stops.has_effect()
     }
 
-    /// Records a stop signal and notifies the other supervisor in an upgrade. Returns true if the signal must start an
-    /// orderly stop or an immediate one.
+    /// Records a stop signal and notifies the other supervisor in an upgrade. Returns false if the signal only
+    /// duplicates a STOP message, and must be ignored.
     pub(super) fn signalled(&self) -> bool {
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -242,8 +243,8 @@ impl Handover {
         has_effect
     }
 
-    /// Records a STOP message from the other supervisor in an upgrade. Returns true if the message must start an
-    /// orderly stop or an immediate one.
+    /// Records a STOP message from the other supervisor in an upgrade. Returns false if the message only duplicates a
+    /// signal, and must be ignored.
     pub(super) fn stop_received(&self) -> bool {
         self.stop_requested(|stops| stops.messages += 1)
     }

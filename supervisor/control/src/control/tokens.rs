@@ -57,7 +57,7 @@ impl TokenTable {
     }
 }
 
-/// Marks a request whose token only allows reading. The response must not contain payloads.
+/// Marks a request whose token allows only reading. The response to such a request must not contain payloads.
 #[derive(Clone, Copy)]
 pub(super) struct ReadOnly;
 

@@ -40,8 +40,8 @@ pub(super) struct ListenerRules {
     pub(super) served_max: usize,
     /// Maximum number of waiting connections.
     pub(super) waiting_max: usize,
-    /// Kept-alive connections, of which idle ones are closed to make room for others. `None` if each connection is
-    /// closed after one response.
+    /// Kept-alive connections. If all connections are in use, an idle one is closed to make room for another client.
+    /// `None` if each connection is closed after one response.
     pub(super) kept_alive: Option<Arc<Active>>,
     /// Explanation sent to clients that are refused.
     pub(super) refusal: &'static str,

@@ -45,8 +45,8 @@ const READ_BYTES: usize = 64 * 1024;
 /// Maximum number of times that a pipe is read after its process has exited. This is enough to empty a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// Minimum number of processes that are started between two searches for exited processes. If there are many processes,
-/// searches are less frequent, so that each start accounts for checking `PROCESSES_FOR_EACH_START` processes.
+/// Minimum number of process starts between two searches for exited processes. If there are many processes, the number
+/// is higher: one start for every `PROCESSES_FOR_EACH_START` processes.
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 

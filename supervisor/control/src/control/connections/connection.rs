@@ -67,7 +67,7 @@ impl<S> Connection<S> {
         self.timer.as_mut().reset(Instant::now() + limit);
     }
 
-    /// Updates the phase when the last request has been answered or another request has been received.
+    /// Updates the phase when the current request has been answered or the next request has been received.
     fn update_phase(&mut self) {
         match (self.progress.is_waiting(), &self.phase) {
             (true, Phase::Serving | Phase::Stalled) => self.enter(Phase::Idle, IDLE_TIMEOUT),
