@@ -335,7 +335,7 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Returns the value, or reports the error at `position` and returns `None`.
+    /// Returns the value, or `None` after reporting an error at `position`.
     fn ok_or_report<T>(&mut self, position: &Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }

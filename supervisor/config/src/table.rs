@@ -28,12 +28,12 @@ pub(crate) trait Value: Clone {
     }
 }
 
-/// A type whose values can be the default of a key.
+/// A type that a key's default value can have.
 pub(crate) trait Scalar {
     fn default_value(&self, kind: Kind) -> DefaultValue;
 }
 
-/// A validated value, formatted for output.
+/// A validated value that can be written to the output.
 pub(crate) enum Written {
     Scalar(DefaultValue),
     Toml(String),

@@ -36,7 +36,7 @@ use super::JobData;
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab, owns_slab};
 use tenants::TenantState;
 
-/// An event, and the compartment to which it must be applied.
+/// An event, together with the compartment to which it applies.
 pub(super) type CompartmentEvent = (CompartmentIndex, Event<Box<JobData>>);
 
 /// All bulkheads, by index and by name.

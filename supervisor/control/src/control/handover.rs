@@ -23,8 +23,8 @@ use tokio::sync::{Notify, watch};
 /// Maximum time, in addition to `drain_timeout`, to wait for the other supervisor in an upgrade to exit.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
-/// Options for upgrades, such as the program to start as the successor, and the predecessor if this supervisor takes
-/// over from one.
+/// Options for upgrades, including the program to start as a successor, and the predecessor if this supervisor is
+/// itself a successor.
 pub struct HandoverOptions {
     /// Program to start as the successor, or the reason why this supervisor cannot be upgraded.
     pub program: Result<SuccessorProgram, String>,
@@ -36,7 +36,7 @@ pub struct HandoverOptions {
     pub end: Arc<ProcessEnd>,
 }
 
-/// Program and arguments that started the supervisor.
+/// Program and arguments for starting a successor, taken from the command line of this supervisor.
 #[derive(Clone, Debug)]
 pub struct SuccessorProgram {
     /// Path of the program.

@@ -34,8 +34,8 @@ const DELAYED_BYTES_PER_SECOND: usize = 64 * 1024;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Maximum number of bytes of standard error output kept per process, and maximum number of processes whose output is
-/// kept.
+/// Maximum number of bytes of standard error output to keep for each process, and maximum number of processes for which
+/// such output is kept.
 const TAIL_BYTES: usize = 8 * 1024;
 const TAILS_MAX: usize = 256;
 
@@ -71,13 +71,13 @@ struct State {
 /// such as the template that forked it, keeps the pipes open.
 #[derive(Debug)]
 struct ProcessReader {
-    /// Dropping this sender stops the tasks that read the process's pipes. Each task has a receiver.
+    /// Dropped in order to stop the tasks that read the process's pipes. Each task has a receiver.
     stop: watch::Sender<()>,
     /// True if the process is a template. A template's pipes stay in use after it exits, because its forked workers
     /// write to the same pipes.
     is_template: bool,
     is_stderr_closed: bool,
-    /// True if the process had already exited when it was last checked.
+    /// True if the most recent check found that the process had exited.
     has_ended: bool,
 }
 
@@ -98,7 +98,7 @@ struct Lines {
     delayed_logged: usize,
 }
 
-/// The last lines from a second in which too many lines arrived. Logged with a delay.
+/// The last lines that arrived in a second with more lines than can be logged immediately. Logged with a delay.
 #[derive(Debug, Default)]
 struct DelayedLines {
     lines: VecDeque<(LineSource, Box<[u8]>)>,

@@ -87,7 +87,7 @@ fn serve(options: &SymbolizerOptions, requests: &Receiver<(CrashId, CrashRecord)
 }
 
 impl SymbolizerOptions {
-    /// Returns the backtrace, or the reason why there is none.
+    /// Returns the document that contains the backtrace. The error is the reason why there is no backtrace.
     fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         let taken = match record.kind {

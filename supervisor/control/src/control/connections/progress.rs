@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
 
-/// Value of `waiting_since` while a request is being served.
+/// Value that `waiting_since` has while a request is being served.
 const SERVING: u64 = u64::MAX;
 
 /// Progress of one connection. Shared by the socket and the task that serves the requests.
