@@ -36,7 +36,7 @@ pub struct CrashId {
 const TIME_DIGITS: usize = 18;
 
 impl CrashId {
-    /// Creates the ID of a crash that occurred at `at`.
+    /// Creates the ID of the crash with this number, which occurred at the time `at`.
     pub fn new(at: SystemTime, number: u32) -> Self {
         let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self { at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(0), number }
@@ -55,7 +55,7 @@ impl fmt::Display for CrashId {
     }
 }
 
-/// Error for text that is not the ID of a crash report.
+/// Error returned if a text is not the ID of a crash report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidCrashId;
 
@@ -70,7 +70,7 @@ impl std::error::Error for InvalidCrashId {}
 impl FromStr for CrashId {
     type Err = InvalidCrashId;
 
-    /// Accepts only the exact text that `Display` writes.
+    /// Parses an ID. Accepts no variations of the text that `Display` writes.
     fn from_str(text: &str) -> Result<Self, InvalidCrashId> {
         let (time, number) = text.split_once('-').ok_or(InvalidCrashId)?;
         if time.len() != TIME_DIGITS || !time.is_ascii() {

@@ -68,7 +68,7 @@ pub(super) enum Done {
     FilesFreed,
 }
 
-/// The data plane's channels to the background threads.
+/// Handle with which the data plane sends tasks to the background threads and receives the results.
 pub(super) struct Background {
     tasks: Sender<Task>,
     files: Sender<Task>,
@@ -78,8 +78,8 @@ pub(super) struct Background {
     threads: ThreadMonitor,
 }
 
-/// Marks the exit of the background threads as expected. The threads exit along with the data plane, even if the data
-/// plane panics.
+/// Tells the thread monitor that the background threads are expected to exit. They exit along with the data plane, even
+/// if the data plane panics.
 impl Drop for Background {
     fn drop(&mut self) {
         self.threads.begin_shutdown();

@@ -381,7 +381,8 @@ fn configuration_summary_has_section_for_each_tenant() {
     assert_eq!(json["tenant"]["acme"]["rate_limit"]["per"], "tenant");
 }
 
-/// Parses a file with every kind of table, both with isolated tenants and with tenants that share workers.
+/// Parses a file that contains every kind of table, once with isolated tenants and once with tenants that share
+/// workers.
 #[test]
 fn configuration_with_every_table_is_accepted() {
     let text = r#"

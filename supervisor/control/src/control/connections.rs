@@ -96,7 +96,7 @@ impl<S> NewConnection<S> {
 /// Channel to a thread that serves connections.
 type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 
-/// A listener's channels to the main thread and the low-priority reader thread, which serve the connections.
+/// A listener's channels to the threads that serve connections: the main thread and the low-priority reader thread.
 pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     /// Channel to the low-priority reader thread. `None` if one thread serves all requests.
@@ -113,8 +113,8 @@ impl<S: Socket> Clone for Dispatcher<S> {
 }
 
 impl<S: Socket> Dispatcher<S> {
-    /// Passes a connection to a serving thread as soon as the requested path is known. Runs as a separate task so that
-    /// other connections do not have to wait.
+    /// Passes a connection to the thread that should serve it, once the requested path is known. Runs as a separate
+    /// task so that other connections do not have to wait.
     pub(super) fn dispatch(&self, connection: NewConnection<S>) {
         let mut dispatcher = self.clone();
         tokio::spawn(async move {

@@ -116,7 +116,7 @@ impl StopRequests {
     }
 }
 
-/// Upgrade state in the control plane.
+/// The control plane's state with respect to upgrades.
 pub(super) struct Handover {
     pub(super) program: Result<SuccessorProgram, String>,
     pub(super) soft_limits: Vec<(u32, u64)>,
@@ -137,7 +137,7 @@ pub(super) struct Handover {
     has_predecessor: AtomicBool,
     /// Notified when every bulkhead has started.
     pub(super) started: Notify,
-    /// Link to the other supervisor in an upgrade, once both supervisors are serving.
+    /// Link to the other supervisor in an upgrade. Present once both supervisors are serving.
     other: Mutex<Option<Arc<Link>>>,
     /// Stop requests received so far.
     stops: Mutex<StopRequests>,

@@ -70,8 +70,8 @@ pub(super) fn pieces(
     })
 }
 
-/// Returns a stream of the items sent on a broadcast channel. If the receiver is too slow, the stream yields the number
-/// of items it has missed. The stream ends when the control plane shuts down.
+/// Returns a stream of the items sent on a broadcast channel. If the stream is read too slowly and misses items, it
+/// yields the number of missed items. The stream ends when the control plane shuts down.
 pub(super) fn live<T: Clone + Send + 'static>(
     control: &Shared,
     receiver: broadcast::Receiver<T>,

@@ -84,7 +84,7 @@ const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Interval between checks for unfinished HTTP requests.
 const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Maximum number of upgrade steps that can be reported to the client.
+/// Maximum number of reported upgrade steps that the client has not received yet.
 const STEPS_MAX: usize = 16;
 
 #[derive(Default, Deserialize)]

@@ -81,7 +81,7 @@ pub struct Events {
     announced: watch::Sender<u64>,
 }
 
-/// A follower of events, and the position up to which it has read.
+/// A reader of events, with the position up to which it has read.
 #[derive(Debug)]
 pub struct Reader {
     bulkhead: Option<String>,
@@ -164,15 +164,15 @@ impl Events {
         self.lock().seq
     }
 
-    /// Makes the event numbers continue after `number`, the last number that the previous supervisor in an upgrade
-    /// used.
+    /// Continues the numbering of events after `number`, which is the last number used by the previous supervisor in an
+    /// upgrade.
     pub fn continue_after(&self, number: u64) {
         let mut ring = self.lock();
         ring.seq = ring.seq.max(number);
     }
 
-    /// Emits an event for each kind of event that has unreported suppressed events, unless an event of that kind
-    /// occurred recently.
+    /// Emits an event about each kind of event whose suppressed events have not been reported yet, unless an event of
+    /// that kind occurred recently.
     pub fn report_suppressed(&self) {
         let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
