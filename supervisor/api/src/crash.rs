@@ -36,7 +36,7 @@ pub struct CrashId {
 const TIME_DIGITS: usize = 18;
 
 impl CrashId {
-    /// Creates the ID of a crash that occurred at `at`.
+    /// Creates the ID of the crash with this number, which occurred at the time `at`.
     pub fn new(at: SystemTime, number: u32) -> Self {
         let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self { at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(0), number }
@@ -55,7 +55,7 @@ impl fmt::Display for CrashId {
     }
 }
 
-/// Error for text that is not the ID of a crash report.
+/// Error returned if a text is not the ID of a crash report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidCrashId;
 
@@ -70,7 +70,7 @@ impl std::error::Error for InvalidCrashId {}
 impl FromStr for CrashId {
     type Err = InvalidCrashId;
 
-    /// Accepts only the exact text that `Display` writes.
+    /// Parses an ID. Accepts no variations of the text that `Display` writes.
     fn from_str(text: &str) -> Result<Self, InvalidCrashId> {
         let (time, number) = text.split_once('-').ok_or(InvalidCrashId)?;
         if time.len() != TIME_DIGITS || !time.is_ascii() {
@@ -102,8 +102,8 @@ impl<'de> Deserialize<'de> for CrashId {
 }
 
 vocabulary! {
-    /// Kinds of reports. They cover the reasons for a `crashed` outcome, two reasons why a worker failed to start, and
-    /// a job that missed its deadline.
+    /// Kind of a crash report: a reason for a `crashed` outcome, a reason why a worker failed to start, or a job that
+    /// missed its deadline.
     CauseKind {
         /// The process exited on its own, with any exit status.
         Exit = "exit",
@@ -160,7 +160,7 @@ vocabulary! {
     Victim {
         /// A worker.
         Worker = "worker",
-        /// The `exec` program that ran one job. The worker that started the program survives.
+        /// The program that an `exec` worker started for one job. The worker itself survives.
         Program = "program",
     }
 }

@@ -14,9 +14,9 @@ vocabulary! {
     Severity {
         /// Normal operation.
         Info = "info",
-        /// An operator should know about the event.
+        /// Operators should know about the event.
         Warning = "warning",
-        /// An operator should act.
+        /// Operators should act on the event.
         Critical = "critical",
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// Allocation unit: the number of allocated buckets is a multiple of this number.
+/// Allocation unit. The number of allocated buckets is always a multiple of this number.
 const BUCKETS_PER_ALLOCATION: usize = 8;
 
 /// A weighted histogram that keeps the `PRECISION_BITS` most significant bits of each value. A quantile
@@ -34,7 +34,7 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
         self.max = self.max.max(value);
     }
 
-    /// Returns the sum of both histograms.
+    /// Returns a histogram that contains the values of both histograms.
     pub fn merged(mut self, other: &Self) -> Self {
         if !other.buckets.is_empty() {
             self.allocate(other.range());

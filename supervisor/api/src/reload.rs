@@ -45,8 +45,8 @@ pub struct BulkheadChange {
     pub keys: Vec<String>,
     /// True if the reload replaces the workers, one at a time.
     pub replaces_workers: bool,
-    /// Keys that an operator changed through the admin API. The reload discards these changes, because they do not fit
-    /// the new file.
+    /// Keys that an operator changed through the admin API. The reload discards these changes, because they are not
+    /// compatible with the new file.
     pub live_dropped: Vec<String>,
 }
 

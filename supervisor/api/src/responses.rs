@@ -50,7 +50,7 @@ pub struct UpgradeStep {
 }
 
 impl UpgradeStep {
-    /// Creates a step whose other fields are empty.
+    /// Creates a response line for the given step. All other fields are empty.
     pub fn new(step: &'static str) -> Self {
         Self { step: step.into(), ..Self::default() }
     }

@@ -100,8 +100,8 @@ pub struct Adaptive {
     pub max: u32,
     /// Value of the `target` key, in milliseconds.
     pub target_ms: f64,
-    /// Current limit on the number of running jobs. If the limit is not enforced, the value that it would have. If
-    /// tenants are isolated, the sum over all tenants.
+    /// Current limit on the number of running jobs, or the limit that would apply if it were enforced. If tenants are
+    /// isolated, the sum of all tenants' limits.
     pub limit: u64,
     /// Number of separate limits whose sum is `limit`. If tenants are isolated, there is one limit for each tenant with
     /// workers, otherwise a single limit.
@@ -183,7 +183,8 @@ pub struct Worker {
     pub state: Text,
     /// True if the worker is a spare, which runs no jobs until it takes over a slot.
     pub spare: bool,
-    /// True if the worker was started before the last restart, or before a reload that replaces the workers.
+    /// True if the worker was started before the bulkhead was last restarted, or before a reload that replaces the
+    /// workers.
     pub outdated: bool,
     pub uptime_ms: u64,
     pub in_flight: u64,

@@ -148,7 +148,8 @@ impl Problems {
         self.found.push((span, message.into(), help.into()));
     }
 
-    /// Adds the problems of a file whose text starts at the position `start` of the whole configuration.
+    /// Adds the problems found in one file. `start` is the position of the file's first byte in the whole
+    /// configuration.
     pub(super) fn append(&mut self, of_file: Self, start: usize) {
         let moved = |(span, message, help): (Range<usize>, String, String)| {
             (span.start + start..span.end + start, message, help)

@@ -16,7 +16,7 @@ use crate::reader::{Field, Origin, TableReader};
 use crate::table::{NestedTable as _, Table as _};
 use crate::{defaults, key, schema, values};
 
-/// Contents of a complete configuration file.
+/// Contents of a whole configuration file. Rules that involve several keys have not been checked yet.
 pub(crate) struct RawFile {
     pub(crate) supervisor: RawSupervisor,
     /// Keys of each `[[access]]` rule, in file order.
@@ -27,7 +27,7 @@ pub(crate) struct RawFile {
     pub(crate) names: Vec<String>,
 }
 
-/// Keys of a table, with the table's name and position.
+/// Keys of a table in the file, with the name and position of the table.
 pub(crate) struct Raw<K> {
     /// Name of the bulkhead; empty for other tables.
     pub(crate) name: String,

@@ -136,8 +136,8 @@ pub enum OnReload {
     NeedsRestart,
 }
 
-/// Names that other systems use for a bulkhead's settings. Each name is paired with the keys that the author of the
-/// file may have meant, and each key with its meaning.
+/// Names that other systems use for a bulkhead's settings, such as `replicas`. Each name is listed with the keys that
+/// correspond to it, and each key with its meaning.
 pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
     (
         "timeout",
@@ -156,8 +156,8 @@ pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
 ];
 const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
 
-/// Main keys of some tables. If a file contains a value in place of the table, the author most likely meant this key:
-/// `sandbox = "strict"` means `sandbox.profile`. The boolean is true if the key's value is a string.
+/// Keys to suggest if a file contains a plain value in place of a table. For example, the author of `sandbox =
+/// "strict"` most likely meant `sandbox.profile`. The boolean is true if the key's value is a string.
 pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("sandbox", "profile", true),
     ("rate_limit", "per_second", false),

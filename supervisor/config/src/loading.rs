@@ -110,7 +110,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
     }
 }
 
-/// Parses all files and reports syntax errors. The first document in the result is that of the main file.
+/// Parses all files into documents, and reports syntax errors. The main file's document comes first.
 pub(super) fn parse<'s>(sources: &'s Sources, problems: &mut Problems) -> Vec<DeTable<'s>> {
     let files = std::iter::once(sources.main()).chain(sources.fragments());
     files.map(|source| parse_one(source, problems)).collect()
@@ -128,7 +128,7 @@ pub(super) fn merge<'s>(
     merged
 }
 
-/// Adds the tables of a file in `conf.d` to the document.
+/// Adds the tables of one file in `conf.d` to the merged document.
 fn add<'s>(sources: &Sources, document: &mut DeTable<'s>, fragment: DeTable<'s>, problems: &mut Problems) {
     for (key, value) in fragment {
         let name = key.get_ref().to_string();
@@ -297,7 +297,7 @@ fn who_can_change(found: &Metadata) -> Option<String> {
         .then(|| format!("group {gid} can change the file (mode {mode:04o})"))
 }
 
-/// Contents of a file that is not valid UTF-8.
+/// A file whose contents are not valid UTF-8.
 struct InvalidText {
     /// Offset of the first byte that is not UTF-8.
     at: usize,

@@ -254,12 +254,12 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Returns the value, or reports the error at `span` and returns `None`.
+    /// Returns the value in `found`. If `found` is an error, reports the error at `span` and returns `None`.
     pub(super) fn ok_or_report<T>(&mut self, span: Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(span, error)).ok()
     }
 
-    /// Opens the inner table `name`. Returns `None` if it is absent or not a table.
+    /// Opens the inner table `name`. Returns `None` if this key is absent or its value is not a table.
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
         // The labels of keys in a top-level table do not include the table's name.

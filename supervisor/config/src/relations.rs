@@ -63,7 +63,7 @@ impl<'c> Checker<'c> {
         Config { path, fragments, supervisor, access, bulkheads }
     }
 
-    /// Returns the folder that relative paths at this position are resolved against.
+    /// Returns the folder against which to resolve relative paths that occur at this position in the configuration.
     fn folder(&self, span: &Range<usize>) -> &'c Path {
         &self.sources.at(span.start).folder
     }
@@ -335,7 +335,7 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Returns the value, or reports the error at `position` and returns `None`.
+    /// Returns the value, or `None` after reporting an error at `position`.
     fn ok_or_report<T>(&mut self, position: &Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }
@@ -496,8 +496,8 @@ impl<'c> Checker<'c> {
     }
 }
 
-/// Limits on processes, jobs in flight and queued jobs for one set of workers, each with the name of its key for
-/// messages.
+/// Limits on processes, jobs in flight and queued jobs for one set of workers. Each limit includes the name of its key,
+/// for use in messages.
 struct Permits {
     processes: (String, Resolved<u32>),
     in_flight: (String, Resolved<u32>),

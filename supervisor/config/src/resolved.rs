@@ -44,7 +44,8 @@ impl<T> Resolved<T> {
         self.source.given().is_some_and(|given| given.origin == Origin::Own)
     }
 
-    /// Adds the origin to a formatted value, unless the value is in the bulkhead's own table.
+    /// Formats a value with its origin, such as `5, the default`. Omits the origin if the value is in the bulkhead's
+    /// own table.
     pub(super) fn with_origin(&self, shown: impl Display) -> String {
         match &self.source {
             Field::Absent => format!("{shown}, the default"),
@@ -66,7 +67,8 @@ pub(super) fn report_position_of<T>(values: &[&Resolved<T>]) -> Option<Range<usi
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())
 }
 
-/// Returns the position with the most specific origin, or the first of them if there are several.
+/// Returns the position of the value with the most specific origin. If there are several such values, returns the
+/// position of the first.
 fn nearest(sources: &[&Field<()>]) -> Option<Range<usize>> {
     if sources.iter().any(|source| source.is_invalid()) {
         return None;

@@ -10,7 +10,7 @@ use super::defaults;
 /// A file that is part of a configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Source {
-    /// Path to show in messages. For the main file, this is the path given by the caller.
+    /// Path of the file, as shown in messages. For the main file, this is the path that the caller specified.
     pub(super) path: PathBuf,
     /// Absolute path of the folder that relative paths in the file are resolved against.
     pub(super) folder: PathBuf,

@@ -64,7 +64,7 @@ impl Config {
     }
 }
 
-/// Source from which workers get separate user IDs.
+/// Source of the separate user IDs under which workers can run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WorkerIds {
     /// There are no separate IDs. Workers run as the supervisor's user.
@@ -322,7 +322,7 @@ impl Write for Vec<(String, PathBuf)> {
     }
 }
 
-/// Tenant tables are not written as values. `Lines::tenant` writes each one as a separate table.
+/// Tenant tables are omitted here, because `Lines::tenant` writes each one as a separate table.
 impl Write for BTreeMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
         None

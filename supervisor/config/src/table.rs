@@ -19,7 +19,7 @@ use crate::resolved::Resolved;
 
 /// A type of value that can be read from the configuration file.
 pub(crate) trait Value: Clone {
-    /// Reads the value of the key `name` in an open table. Reports an invalid value.
+    /// Reads the value of the key `name` from a table. Reports an error if the value is invalid.
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self>;
 
     /// Merges the value in a bulkhead's table with the value in `[defaults]`.
@@ -28,12 +28,12 @@ pub(crate) trait Value: Clone {
     }
 }
 
-/// A type whose values can be the default of a key.
+/// A type that a key's default value can have.
 pub(crate) trait Scalar {
     fn default_value(&self, kind: Kind) -> DefaultValue;
 }
 
-/// A validated value, formatted for output.
+/// A validated value that can be written to the output.
 pub(crate) enum Written {
     Scalar(DefaultValue),
     Toml(String),
@@ -122,7 +122,7 @@ pub(crate) trait Table: Sized {
     fn merge(self, defaults: &Self) -> Self;
 }
 
-/// A table that is fully validated by checking each value on its own.
+/// A table in which each value can be validated without looking at the other values.
 pub(crate) trait ByRows {
     type Checked;
 
@@ -196,8 +196,8 @@ pub(crate) fn in_braces(entries: &[String]) -> String {
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
-/// Serializes a table whose validated type is defined in `policy`. Each value has the format declared in the table's
-/// rows.
+/// Serializes a table whose validated type is defined in `policy`. The declaration of each key determines the format of
+/// its value.
 pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     let entries = value.key_values();
     let mut map = serializer.serialize_map(Some(entries.len()))?;
@@ -211,8 +211,8 @@ pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> R
     map.end()
 }
 
-/// Serializes an optional table whose validated type is defined in `policy`. Each value has the format declared in the
-/// table's rows.
+/// Serializes an optional table whose validated type is defined in `policy`. The declaration of each key determines the
+/// format of its value.
 pub(crate) fn as_table_option<T: Section, S: Serializer>(
     value: &Option<T>,
     serializer: S,

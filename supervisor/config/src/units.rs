@@ -12,7 +12,8 @@ pub(super) enum UnitError {
     NoUnit,
     /// The unit is `M`, which could mean minutes or months.
     AmbiguousMonth,
-    /// The unit is a single letter. The fields are the units to use instead, for powers of 1024 and for powers of 1000.
+    /// The unit is a single letter, which is ambiguous. The fields contain the units to suggest: one for powers of
+    /// 1024, and one for powers of 1000.
     AmbiguousPower(&'static str, &'static str),
     /// The value does not fit in 64 bits.
     TooLarge,

@@ -30,7 +30,7 @@ impl ValueError {
 
 type ValueResult<T> = Result<T, ValueError>;
 
-/// A key in an open table, with the name that messages use for the key.
+/// A key of the table that is being read, with the name that messages use for the key.
 pub(super) struct LabelledKey {
     pub(super) key: Key,
     /// Name of the key relative to the table of the bulkhead or supervisor, such as `restart.backoff` or

@@ -105,23 +105,23 @@ const TAIL_READ_YIELDS_MAX: u32 = 64;
 /// more.
 const EVENT_TAIL_BYTES: usize = 2 * 1024;
 
-/// Kind of process in which the supervisor runs.
+/// Whether the supervisor runs in a process of its own or in an application's process.
 pub enum RunMode {
-    /// A separate process. The supervisor handles signals, notifies the service manager and has sockets.
+    /// The supervisor runs in a process of its own. It handles signals, notifies the service manager and has sockets.
     Standalone {
         /// The bound admin socket.
         admin: UnixListener,
         /// The jobs socket and the admin socket. The control plane checks periodically that their files still exist.
         sockets: Arc<Sockets>,
     },
-    /// The application's process. The supervisor handles no signals, does not notify the service manager, and has no
-    /// sockets.
+    /// The supervisor runs in an application's process. It handles no signals, does not notify the service manager, and
+    /// has no sockets.
     Embedded,
 }
 
 /// Arguments for starting the control plane.
 pub struct Options {
-    /// Kind of process in which the supervisor runs.
+    /// Whether the supervisor runs in a process of its own or in an application's process.
     pub mode: RunMode,
     /// Sender of commands to the data plane.
     pub commands: CommandSender,
@@ -129,9 +129,9 @@ pub struct Options {
     pub notices: NoticeReceiver,
     /// Counters that the control plane shares with the data plane.
     pub counters: Arc<SharedCounters>,
-    /// The active configuration, with everything that a reload needs.
+    /// The active configuration, along with the data needed to reload the configuration file.
     pub active_config: ActiveConfig,
-    /// Handle for accessing crash reports, and handle to the thread that stores them.
+    /// Handle for accessing crash reports, and handle to the thread that stores the reports.
     pub crashes: (Crashes, CrashThread),
     /// Options for starting symbolizers.
     pub symbolizer: SymbolizerOptions,
@@ -186,7 +186,8 @@ pub(crate) struct Control {
     handover: Handover,
     /// Cache of processes that are known not to be descendants of the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
-    /// Reference that every unfinished HTTP request for a job holds, so that these requests can be counted.
+    /// Marker to which every unfinished HTTP request for a job holds a reference. The reference count shows whether
+    /// there are such requests.
     job_requests: Arc<()>,
     /// Permits that limit the number of concurrent jobs submitted over the admin API.
     jobs: Arc<Semaphore>,
@@ -331,7 +332,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
 type Local = (tokio::net::UnixListener, u32);
 type Tcp = (tokio::net::TcpListener, tcp::RequestCheck);
 
-/// The listeners, each with the queue of connections that the main thread serves.
+/// The listeners. Each has a queue of connections that the main thread serves.
 struct Serving {
     local: (Option<Local>, Dispatcher<UnixStream>, Queue<UnixStream>),
     tcp: Option<(Tcp, Dispatcher<TcpStream>, Queue<TcpStream>)>,
@@ -448,8 +449,8 @@ impl Control {
         }
     }
 
-    /// Runs a task repeatedly, at a fixed interval, until the control plane shuts down. A run in progress at that time
-    /// is completed.
+    /// Runs a task repeatedly, at a fixed interval, until the control plane shuts down. If the task is running at that
+    /// time, it is completed.
     async fn every<T: Future<Output = ()>>(
         self: Arc<Self>,
         interval: Duration,
@@ -493,8 +494,9 @@ impl Control {
         self.notify_systemd(&[NotifyState::Ready]);
     }
 
-    /// Notifies the service manager, if there is one. Does nothing if another process is the main process. Does nothing
-    /// in an embedded supervisor either, because the application is responsible for such notifications.
+    /// Notifies the service manager, if there is one. Does nothing while another process is the main process of the
+    /// service, as during an upgrade. Also does nothing in an embedded supervisor, because notifications are the
+    /// application's responsibility.
     fn notify_systemd(&self, states: &[NotifyState<'_>]) {
         if !self.is_embedded
             && self.handover.is_main()

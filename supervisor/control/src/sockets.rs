@@ -64,7 +64,8 @@ impl InheritedSockets {
         ]
     }
 
-    /// Returns the sockets that have these names, which the previous supervisor passes on during an upgrade.
+    /// Creates the flags from the names of the sockets that the service manager has bound. During an upgrade, these
+    /// names come from the previous supervisor.
     pub fn from_names(names: &[String]) -> Self {
         let mut sockets = Self::default();
         for (name, is_inherited) in sockets.each() {
@@ -73,7 +74,8 @@ impl InheritedSockets {
         sockets
     }
 
-    /// Returns the names of the sockets, which are passed on to the successor during an upgrade.
+    /// Returns the names of the sockets that the service manager has bound. During an upgrade, these names are sent to
+    /// the successor.
     pub fn names(mut self) -> Vec<String> {
         let names = self.each().into_iter().filter(|(_, is_inherited)| **is_inherited);
         names.map(|(name, _)| name.to_owned()).collect()

@@ -149,8 +149,8 @@ impl Acceptor {
         (self.delayed_since, self.accepted) = (None, 0);
     }
 
-    /// Records that connections might be waiting even though the time budget is used up. Returns an event if the delay
-    /// must be reported now.
+    /// Records that connections might be waiting, but cannot be accepted because the time budget is used up. Returns an
+    /// event if the delay must be reported now.
     pub(super) fn delayed(&mut self, now: Time) -> Option<EventKind> {
         let delay = now.since(*self.delayed_since.get_or_insert(now));
         let is_due = self.delay_reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
@@ -162,8 +162,8 @@ impl Acceptor {
         Some(EventKind::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 
-    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the meantime, the
-    /// event loop reports the connection immediately.
+    /// Registers the listener with the event loop again once no connection is waiting. If a connection has arrived in
+    /// the meantime, the event loop reports it immediately.
     fn resume_listening(&mut self, poll: &Poll) -> io::Result<()> {
         if self.is_deregistered
             && let Some(listener) = &self.listener

@@ -17,7 +17,7 @@ use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
-/// Number of pending tasks at which no further starvation checks are added. With this many tasks, the machine is
+/// Number of pending tasks at which the data plane stops adding starvation checks. With this many tasks, the machine is
 /// overloaded, which already explains why workers are silent.
 const LOOKS_WAITING_MAX: usize = 1024;
 
@@ -50,7 +50,7 @@ enum Task {
         worker: WorkerId,
         watch: Arc<Watch>,
     },
-    /// Creates the files of a lease. This is slow, because the kernel zeroes their memory.
+    /// Creates the memory files of a lease. This is slow, because the kernel zeroes the memory.
     MakeFiles {
         lease: u64,
         bytes: u64,
@@ -68,7 +68,7 @@ pub(super) enum Done {
     FilesFreed,
 }
 
-/// The data plane's channels to the background threads.
+/// Handle with which the data plane sends tasks to the background threads and receives the results.
 pub(super) struct Background {
     tasks: Sender<Task>,
     files: Sender<Task>,
@@ -78,8 +78,8 @@ pub(super) struct Background {
     threads: ThreadMonitor,
 }
 
-/// Marks the exit of the background threads as expected. The threads exit along with the data plane, even if the data
-/// plane panics.
+/// Tells the thread monitor that the background threads are expected to exit. They exit along with the data plane, even
+/// if the data plane panics.
 impl Drop for Background {
     fn drop(&mut self) {
         self.threads.begin_shutdown();
@@ -130,12 +130,12 @@ impl Background {
         self.send(Task::Look { compartment, worker, watch });
     }
 
-    /// Creates the files of a lease. The result arrives as [`Done::FilesMade`].
+    /// Creates the memory files of a lease. The result arrives as [`Done::FilesMade`].
     pub(super) fn make_files(&mut self, lease: u64, bytes: u64) {
         self.send(Task::MakeFiles { lease, bytes });
     }
 
-    /// Frees the memory of a lease's files.
+    /// Frees the memory files of a lease.
     pub(super) fn free_files(&mut self, files: Files) {
         self.send(Task::FreeFiles(files));
     }

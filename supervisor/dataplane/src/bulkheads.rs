@@ -36,7 +36,7 @@ use super::JobData;
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab, owns_slab};
 use tenants::TenantState;
 
-/// An event, and the compartment to which it must be applied.
+/// An event, together with the compartment to which it applies.
 pub(super) type CompartmentEvent = (CompartmentIndex, Event<Box<JobData>>);
 
 /// All bulkheads, by index and by name.
@@ -78,8 +78,8 @@ pub(super) struct BulkheadEntry {
     /// Outcomes of the jobs that ended in the last minute.
     service: Window,
     pub(super) counters: BulkheadCounters,
-    /// Metric series that were possible at some earlier scrape. Such series are exported even if they can no longer
-    /// occur.
+    /// Metric series that could have had a nonzero value at an earlier scrape. They continue to be exported even if
+    /// their values can no longer change.
     possible: PossibleSeries,
     /// True if the configuration sets `pressure` for this bulkhead. Pressure limits require a queue.
     has_own_pressure: bool,
@@ -118,7 +118,7 @@ struct Isolated {
     own: BTreeMap<String, TenantConfig>,
     by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
     max_active: usize,
-    /// Compartments with workers but no jobs, ordered by the time since which they have had no jobs.
+    /// Compartments with workers but no jobs, ordered by the time at which they became idle.
     idle: BTreeSet<(Time, CompartmentIndex)>,
     /// Compartments without workers, ordered by the time at which the last worker exited.
     resting: BTreeSet<(Time, CompartmentIndex)>,
@@ -154,7 +154,7 @@ pub(super) struct Compartment {
     is_touched: bool,
     /// Job latency. Measured only if the compartment belongs to a single tenant.
     latency: Latency,
-    /// Load of the compartment when last measured.
+    /// Load of the compartment at the last measurement.
     load: Load,
     /// The state that [`Isolated`] records for this compartment.
     tenant_state: TenantState,
@@ -299,8 +299,8 @@ impl Bulkheads {
         entry.has_poison_detection || targets.any(|target| self[target].has_poison_detection)
     }
 
-    /// Returns the names of the bulkheads that need payload digests, among this bulkhead and the bulkheads that use it
-    /// as a fallback.
+    /// Returns the names of bulkheads that need payload digests: this bulkhead, if it needs them, and the bulkheads
+    /// that need them because they use this one as a fallback.
     pub(super) fn needing_payload_bytes(&self, bulkhead: BulkheadIndex) -> Vec<Arc<str>> {
         let entry = &self[bulkhead];
         let own = self.needs_payload_bytes(bulkhead).then_some(bulkhead);

@@ -193,7 +193,7 @@ vocabulary! {
         Cgroup = "cgroup",
         /// The `no_new_privs` flag, which ensures that executing a program never adds privileges.
         NoNewPrivs = "no_new_privs",
-        /// Isolation between programs that an `exec` worker runs at the same time.
+        /// Isolation between concurrently running programs of an `exec` worker.
         ProgramScopes = "program_scopes",
     }
 }

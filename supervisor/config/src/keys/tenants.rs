@@ -106,7 +106,7 @@ pub struct TenantConfig {
 }
 
 impl TenantConfig {
-    /// Returns those settings that have an effect if tenants share the workers.
+    /// Returns only the settings that have an effect if tenants share the workers.
     pub fn of_share(&self) -> TenantOverrides {
         let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
         TenantOverrides { max_in_flight, max_queue, rate_limit }

@@ -22,8 +22,8 @@ pub(super) fn texts(field: &Field<Environment>) -> Vec<(String, String)> {
 
 impl Checker<'_> {
     /// Checks the total size of arguments and environment variables. The maximum leaves room below the kernel's limit
-    /// for variables that describe a job. For a variable whose value comes from a file, the name and the path of the
-    /// file are counted.
+    /// for variables that describe a job. If the value of a variable comes from a file, the path of the file is counted
+    /// instead of the value.
     pub(super) fn check_argument_bytes(&mut self, raw: &RawBulkhead) {
         let given = raw.command.given().or(raw.exec.given());
         let arguments: usize =

@@ -7,8 +7,8 @@ use crate::reader::{Given, Origin};
 use crate::values::ValueError;
 
 impl Checker<'_> {
-    /// Returns all fallbacks of a bulkhead, and reports the invalid ones. `names` contains the names of all bulkheads
-    /// in the file.
+    /// Returns all names in a bulkhead's `fallback` list, and reports the invalid ones. `names` contains the names of
+    /// all bulkheads in the file.
     pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
         let Some(given) = raw.fallback.given() else { return Vec::new() };
         let mut taken: Vec<String> = Vec::new();
@@ -22,8 +22,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns an error if `name` cannot be a fallback of the bulkhead `own`. `before` contains the names that precede it
-/// in the list.
+/// Returns an error if the bulkhead `own` cannot have the fallback `name`. `before` contains the names that precede
+/// `name` in the list of fallbacks.
 fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<ValueError> {
     if before.contains(&name.value) {
         return Some(ValueError::new(

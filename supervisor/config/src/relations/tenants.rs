@@ -201,8 +201,8 @@ impl Checker<'_> {
         );
     }
 
-    /// Reports too many worker processes at the `processes` key of the tenant that has the most processes. Called if
-    /// the bulkhead's own keys would stay within the limit.
+    /// Reports that there are too many worker processes. The position is that of the `processes` key of the tenant with
+    /// the most processes, because the bulkhead's own keys alone would not exceed the limit.
     fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
         if raw.processes.is_invalid() || raw.tenants.max_active.is_invalid() {
             return;

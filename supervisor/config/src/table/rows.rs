@@ -12,7 +12,7 @@
 //! `reload` declares the effect of a reload that changes the value. Without `reload`, the new value takes effect
 //! immediately. `no field` means that the validated type has no field with the name of the key.
 
-/// Declares a table; see the module documentation. Inner tables are declared after the rows.
+/// Declares a table, in the syntax that the module documentation describes. Inner tables are declared after the rows.
 macro_rules! table {
     (
         $(#[$about:meta])*
@@ -75,8 +75,8 @@ macro_rules! table {
 }
 pub(crate) use table;
 
-/// Declares a table whose validated type has a field for each key and each inner table, with the same name. With
-/// `by rows`, the macro also generates the conversion to the validated type. Otherwise, the conversion is in
+/// Declares a table whose validated type has a field of the same name for each key and each inner table. With `by
+/// rows`, the macro also generates the conversion to the validated type. Without it, the conversion must be written in
 /// `relations`.
 macro_rules! section {
     (

@@ -30,7 +30,7 @@ macro_rules! word_types {
 
 word_types!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer, Role);
 
-/// Implements the table traits for types that are always read by the same function and written in the same format.
+/// Implements the table traits for types whose values are always read and formatted in the same way.
 macro_rules! scalar_types {
     ($($type:ty: $read:path, |$value:ident| $default_value:expr;)+) => {
         $(
@@ -107,7 +107,7 @@ impl Value for String {
     }
 }
 
-/// A string key that has a default value.
+/// A string, for keys that have a default value.
 impl Value for Cow<'static, str> {
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.read_value(name, |key, value| values::text(key, value).map(Cow::Owned))

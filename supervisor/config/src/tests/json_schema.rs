@@ -227,7 +227,8 @@ proptest! {
     }
 }
 
-/// Pieces of random durations and sizes. They are short, so that a number made of seven pieces does not overflow.
+/// Fragments from which random durations and sizes are built. The fragments are so short that a number made of seven of
+/// them does not overflow.
 const PIECES: [&str; 20] = [
     "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
     "k", "-",

@@ -33,8 +33,8 @@ fn cases(least: u32) -> PropertyConfig {
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
 }
 
-/// A folder that contains the files named in the tested configurations, and an environment that does not depend on the
-/// user who runs the tests.
+/// Test fixture: a folder with the files that the tested configurations refer to, and an environment that does not
+/// depend on the user who runs the tests.
 struct Folder {
     dir: TempDir,
     process_env: ProcessEnv,

@@ -302,7 +302,8 @@ fn invalid_default_is_reported_once() {
     assert_problem(&problems[1], (9, 7), "`cwd`: there is no directory", "");
 }
 
-/// Returns a file that is valid except for `line`, which is added to the table `table`. The added key is on line 1.
+/// Returns a file that is valid except for `line`, which sets a key in the table `table`. This key is on line 1 of the
+/// file.
 fn with_key(table: &str, line: &str) -> String {
     match table {
         "" => format!("{line}\n{}", bulkhead("")),
@@ -320,7 +321,7 @@ fn with_key(table: &str, line: &str) -> String {
     }
 }
 
-/// Returns the name used for a key in messages.
+/// Returns the name that messages use for the key `name` in the table `table`.
 fn label(table: &str, name: &str) -> String {
     match table.strip_prefix("bulkhead.NAME.") {
         Some(inner) => format!("{inner}.{name}"),

@@ -9,7 +9,7 @@ fn accept_one(lines: &str) -> BulkheadConfig {
     Folder::new().accept(&bulkhead(lines)).bulkheads.remove(0)
 }
 
-/// Returns the configuration of a bulkhead that isolates its tenants on line 3, followed by `lines`.
+/// Returns the configuration of a bulkhead with isolated tenants. Line 3 sets `isolate`, and `lines` begin on line 4.
 fn isolated(lines: &str) -> String {
     bulkhead(&format!("tenants = {{ isolate = true }}\n{lines}"))
 }
@@ -381,7 +381,8 @@ fn configuration_summary_has_section_for_each_tenant() {
     assert_eq!(json["tenant"]["acme"]["rate_limit"]["per"], "tenant");
 }
 
-/// Parses a file with every kind of table, both with isolated tenants and with tenants that share workers.
+/// Parses a file that contains every kind of table, once with isolated tenants and once with tenants that share
+/// workers.
 #[test]
 fn configuration_with_every_table_is_accepted() {
     let text = r#"

@@ -16,8 +16,8 @@ pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     })
 }
 
-/// Multiplies a value that applies to each adaptive limit by the number of limits. If tenants are isolated, each tenant
-/// has its own limit.
+/// Returns the sum of a value over all adaptive limits of a bulkhead. If tenants are isolated, each tenant has its own
+/// limit.
 fn total(adaptive: &Adaptive, each: u32) -> u64 {
     adaptive.limits.max(1) * u64::from(each)
 }

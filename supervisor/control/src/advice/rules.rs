@@ -35,8 +35,8 @@ const MEMORY_SHARE: f64 = 0.8;
 /// Ratio of the p99 run time to the deadline above which the deadline counts as too short.
 const DEADLINE_NEAR: f64 = 0.8;
 
-/// Ratio of the deadline to the longest run time above which the deadline counts as too long. The second constant is
-/// the ratio that is proposed instead.
+/// Ratio of the deadline to the longest run time above which the deadline counts as too long. The proposed deadline has
+/// the ratio `DEADLINE_ROOM` instead.
 const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;
 const DEADLINE_MIN: Duration = Duration::from_secs(1);
@@ -103,7 +103,7 @@ impl RecordVerdict for Verdicts {
 
 // Rules for the number of permits (`processes` × `max_in_flight`).
 
-/// The configuration key through which the advice changes the number of permits.
+/// The configuration key that the advice changes in order to change the number of permits.
 struct SizingKey {
     key: &'static str,
     now: u64,
@@ -113,8 +113,8 @@ struct SizingKey {
 }
 
 impl SizingKey {
-    /// Selects the key through which the advice changes the number of permits. This is `processes`, or `max_in_flight`
-    /// if a single process runs several jobs at once.
+    /// Selects the configuration key that determines the number of permits: `processes`, or `max_in_flight` if a single
+    /// process runs several jobs at once.
     fn of(settings: &Settings) -> Self {
         let (processes, in_flight) = (u64::from(settings.processes), u64::from(settings.max_in_flight));
         if processes == 1 && in_flight > 1 {

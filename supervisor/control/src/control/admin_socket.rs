@@ -93,8 +93,8 @@ impl AdminListener {
         Ok(uid)
     }
 
-    /// Reports a rejected client to the data plane. Returns the rejection to send to the client, with a permit to send
-    /// it. Returns `None` if no permit is free.
+    /// Reports a rejected client to the data plane. Returns the response for the client and a permit to send the
+    /// response, or `None` if no permit is free.
     fn reject(&self, rejection: ClientRejection) -> Option<(Admission, OwnedSemaphorePermit)> {
         let permit = self.rejection_permits.clone().try_acquire_owned();
         let admission = Admission::rejected(&rejection.message);
@@ -105,7 +105,7 @@ impl AdminListener {
         Some((admission, permit.ok()?))
     }
 
-    /// Closes the listener, and passes on the connections that are still in its backlog.
+    /// Closes the listener. Connections that are still in the listener's backlog are served or rejected as usual.
     fn close(&self, dispatcher: &Dispatcher<UnixStream>) {
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;

@@ -24,7 +24,7 @@ const SAMPLE_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum number of workers to include in one sample. If there are more, successive samples cover different workers.
 const SAMPLED_WORKERS_MAX: usize = 512;
 
-/// Resource usage of the workers in the current and the previous hour.
+/// Resource usage of the workers during the current hour and the previous hour.
 pub(super) struct UsageSamples {
     origin: Instant,
     by_bulkhead: HashMap<Arc<str>, WindowPair<ResourceUsage>>,

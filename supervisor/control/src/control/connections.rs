@@ -28,7 +28,7 @@ pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time, at shutdown, for accepting the remaining connections and receiving their requests.
 pub(super) const LAST_ACCEPT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Age up to which a connection whose request has not arrived yet is kept open at shutdown. Longer than
+/// Age above which a connection on which no request has arrived is closed at shutdown. Longer than
 /// `LAST_ACCEPT_TIMEOUT`, because a new client may not have been scheduled yet. Connections that a browser opens in
 /// advance are usually older.
 const LAST_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
@@ -79,7 +79,7 @@ impl Admission {
     }
 }
 
-/// A connection to serve. If it was rejected, the response contains the reason.
+/// An accepted connection. If the connection failed the admission checks, the response contains the reason.
 pub(super) struct NewConnection<S> {
     socket: S,
     admission: Admission,
@@ -96,7 +96,7 @@ impl<S> NewConnection<S> {
 /// Channel to a thread that serves connections.
 type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 
-/// A listener's channels to the main thread and the low-priority reader thread, which serve the connections.
+/// A listener's channels to the threads that serve connections: the main thread and the low-priority reader thread.
 pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     /// Channel to the low-priority reader thread. `None` if one thread serves all requests.
@@ -113,8 +113,8 @@ impl<S: Socket> Clone for Dispatcher<S> {
 }
 
 impl<S: Socket> Dispatcher<S> {
-    /// Passes a connection to a serving thread as soon as the requested path is known. Runs as a separate task so that
-    /// other connections do not have to wait.
+    /// Passes a connection to the thread that should serve it, once the requested path is known. Runs as a separate
+    /// task so that other connections do not have to wait.
     pub(super) fn dispatch(&self, connection: NewConnection<S>) {
         let mut dispatcher = self.clone();
         tokio::spawn(async move {

@@ -23,8 +23,8 @@ use tokio::sync::{Notify, watch};
 /// Maximum time, in addition to `drain_timeout`, to wait for the other supervisor in an upgrade to exit.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
-/// Options for upgrades, such as the program to start as the successor, and the predecessor if this supervisor takes
-/// over from one.
+/// Options for upgrades, including the program to start as a successor, and the predecessor if this supervisor is
+/// itself a successor.
 pub struct HandoverOptions {
     /// Program to start as the successor, or the reason why this supervisor cannot be upgraded.
     pub program: Result<SuccessorProgram, String>,
@@ -36,7 +36,7 @@ pub struct HandoverOptions {
     pub end: Arc<ProcessEnd>,
 }
 
-/// Program and arguments that started the supervisor.
+/// Program and arguments for starting a successor, taken from the command line of this supervisor.
 #[derive(Clone, Debug)]
 pub struct SuccessorProgram {
     /// Path of the program.
@@ -109,13 +109,14 @@ struct StopRequests {
 }
 
 impl StopRequests {
-    /// Returns false if the latest request only duplicates the first.
+    /// Returns false if exactly one signal and one STOP message have been received. The two count as one request, so
+    /// the second has no effect.
     fn has_effect(&self) -> bool {
         (self.signals, self.messages) != (1, 1)
     }
 }
 
-/// Upgrade state in the control plane.
+/// The control plane's state with respect to upgrades.
 pub(super) struct Handover {
     pub(super) program: Result<SuccessorProgram, String>,
     pub(super) soft_limits: Vec<(u32, u64)>,
@@ -136,7 +137,7 @@ pub(super) struct Handover {
     has_predecessor: AtomicBool,
     /// Notified when every bulkhead has started.
     pub(super) started: Notify,
-    /// Link to the other supervisor in an upgrade, once both supervisors are serving.
+    /// Link to the other supervisor in an upgrade. Present once both supervisors are serving.
     other: Mutex<Option<Arc<Link>>>,
     /// Stop requests received so far.
     stops: Mutex<StopRequests>,
@@ -231,8 +232,8 @@ impl Handover {
         stops.has_effect()
     }
 
-    /// Records a stop signal and notifies the other supervisor in an upgrade. Returns true if the signal must start an
-    /// orderly stop or an immediate one.
+    /// Records a stop signal and notifies the other supervisor in an upgrade. Returns false if the signal only
+    /// duplicates a STOP message, and must be ignored.
     pub(super) fn signalled(&self) -> bool {
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -242,8 +243,8 @@ impl Handover {
         has_effect
     }
 
-    /// Records a STOP message from the other supervisor in an upgrade. Returns true if the message must start an
-    /// orderly stop or an immediate one.
+    /// Records a STOP message from the other supervisor in an upgrade. Returns false if the message only duplicates a
+    /// signal, and must be ignored.
     pub(super) fn stop_received(&self) -> bool {
         self.stop_requested(|stops| stops.messages += 1)
     }

@@ -35,7 +35,7 @@ pub(super) fn descriptors(config: &SupervisorConfig) -> u64 {
     connections as u64
 }
 
-/// The listener's counters for the metrics.
+/// Counters of the `jobs_http` listener, from which the metrics are computed.
 #[derive(Debug, Default)]
 pub(super) struct JobsHttpCounters {
     /// Connections that are being served. Empty if there is no listener.

@@ -57,7 +57,7 @@ async fn serve_all(control: Shared, reader_queues: ReaderQueues) {
     tokio::join!(serve(local, http::router(control.clone())), over_tcp);
 }
 
-/// Wakes up followers of events when there are new events.
+/// Wakes up clients that follow events whenever there are new events.
 async fn wake_followers(control: Shared) {
     control.until_shutdown(control.events.wake_readers_periodically()).await;
 }

@@ -35,11 +35,11 @@ const READ_TIMEOUT: Duration = Duration::from_secs(7);
 /// Maximum number of configuration problems to list in an event. The HTTP response lists all problems.
 const EVENT_PROBLEMS_MAX: usize = 10;
 
-/// The active configuration, and everything needed to read a new version of the configuration file.
+/// The active configuration, and the data needed to read a new version of the configuration file.
 #[derive(Clone)]
 pub struct ActiveConfig {
-    /// The most recently loaded configuration. Keys whose changes require a restart still have the values from the
-    /// supervisor's start.
+    /// The most recently applied configuration. Keys whose changes require a restart still have the values that they
+    /// had when the supervisor started.
     pub config: Arc<Config>,
     /// Confinement layers and user IDs that are available on this machine.
     pub support: Arc<SandboxSupport>,
@@ -47,8 +47,8 @@ pub struct ActiveConfig {
     pub open_files: OpenFiles,
     /// User ID of the supervisor itself.
     pub own_uid: u32,
-    /// Names of the tenants that have a separate label in the metrics. They do not change while the
-    /// supervisor runs.
+    /// Names of the tenants that have separate labels in the metrics. These names do not change while the supervisor
+    /// runs.
     pub labels: Arc<[String]>,
 }
 

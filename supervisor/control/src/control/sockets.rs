@@ -25,11 +25,11 @@ pub(super) struct SocketFiles {
     next_admin: watch::Sender<Option<Arc<std::os::unix::net::UnixListener>>>,
     /// True for each socket whose file was missing at the last check.
     missing: Mutex<[bool; 2]>,
-    /// Duplicate of the admin socket's listener, for a successor.
+    /// Duplicate of the admin socket's listener, to be handed to a successor.
     admin: Mutex<Option<OwnedFd>>,
 }
 
-/// Receiver for new listeners of the admin socket, each of which replaces the previous one.
+/// Receiver for new listeners of the admin socket. Each listener replaces the previous one.
 pub(super) struct NextAdmin(watch::Receiver<Option<Arc<std::os::unix::net::UnixListener>>>);
 
 impl NextAdmin {
@@ -53,7 +53,7 @@ impl SocketFiles {
         Self { sockets, next_admin: watch::Sender::new(None), missing: Mutex::default(), admin }
     }
 
-    /// Records whether this supervisor or the other one in an upgrade serves the sockets.
+    /// Records which of the two supervisors in an upgrade serves the sockets: this one or the other.
     pub(super) fn set_owner(&self, is_owner: bool) {
         for (_, bound) in self.each() {
             bound.lock().unwrap_or_else(PoisonError::into_inner).set_owner(is_owner);

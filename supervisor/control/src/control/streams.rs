@@ -23,7 +23,7 @@ pub(super) const STREAMS_MAX: usize = 128;
 /// Maximum number of events or lines in one response, unless the client requests another number.
 pub(super) const LIMIT_DEFAULT: usize = 4096;
 
-/// Time after which a keep-alive comment is sent on a stream that has had no data.
+/// Time without data after which a keep-alive comment is sent on a stream.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
 const KEEP_ALIVE_COMMENT: Bytes = Bytes::from_static(b":\n\n");
@@ -70,8 +70,8 @@ pub(super) fn pieces(
     })
 }
 
-/// Returns a stream of the items sent on a broadcast channel. If the receiver is too slow, the stream yields the number
-/// of items it has missed. The stream ends when the control plane shuts down.
+/// Returns a stream of the items sent on a broadcast channel. If the stream is read too slowly and misses items, it
+/// yields the number of missed items. The stream ends when the control plane shuts down.
 pub(super) fn live<T: Clone + Send + 'static>(
     control: &Shared,
     receiver: broadcast::Receiver<T>,
@@ -144,7 +144,7 @@ pub(super) async fn events(
     }))
 }
 
-/// Concatenates `head` and the frames of all events in a piece. Prefixes each frame with `before`.
+/// Concatenates `head` and the frames of a group of events. Each frame is preceded by `before`.
 pub(super) fn concatenate(head: impl Into<Vec<u8>>, before: &str, piece: &Piece) -> Bytes {
     let mut bytes: Vec<u8> = head.into();
     for event in &piece.events {

@@ -35,13 +35,13 @@ const BACKLOG_MAX: usize = 4096;
 /// user for a password.
 const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkhead\", charset=\"UTF-8\""];
 
-/// The checks that each request over TCP must pass.
+/// Checks that every request received over TCP must pass.
 #[derive(Clone)]
 pub(super) struct RequestCheck {
     /// The admin token, which grants all permissions.
     token: Token,
-    /// The address on which the supervisor listens, if it is a loopback address. In that case, the `Host` header must
-    /// name this machine.
+    /// The address on which the supervisor listens, if this is a loopback address. The `Host` header of each request
+    /// must then name this machine.
     own: Option<IpAddr>,
 }
 

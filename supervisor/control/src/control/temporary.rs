@@ -20,7 +20,7 @@ use bulkhead_plane::command::Command;
 /// Minimum pause between two measurements of the temporary folders.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Minimum pause after measuring the temporary folders, as a multiple of the time that the measurement took.
+/// Minimum ratio of the pause after a measurement of the temporary folders to the duration of the measurement.
 const PAUSE_FACTOR: u32 = 10;
 
 /// Maximum number of entries to visit when measuring one temporary folder.
@@ -30,8 +30,8 @@ const ENTRIES_MAX: u64 = 1 << 20;
 /// many small or empty files.
 const ENTRY_BYTES: u64 = 4096;
 
-/// Maximum number of forked workers whose folders, inside the template's folder, are measured separately. If there are
-/// more, all of these folders count towards the template's folder.
+/// Maximum number of a template's forked workers whose temporary folders are measured separately. If there are more,
+/// all of their folders count towards the template's folder.
 const WORKERS_MAX: usize = 4096;
 
 /// Maximum nesting depth of folders. A temporary folder with deeper nesting counts as too large.

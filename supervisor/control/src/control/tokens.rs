@@ -11,7 +11,7 @@ use bulkhead_plane::access::{TokenGrant, Tokens};
 use bulkhead_plane::command::{Command, CommandSender};
 use bulkhead_plane::counters::SpoolCounters;
 
-/// The current tokens, which a reload replaces.
+/// The tokens that are currently valid. A reload replaces them.
 pub(super) struct TokenTable {
     tokens: RwLock<Tokens>,
     /// Counters for payloads of unknown length that are being received, by token ID.
@@ -57,7 +57,7 @@ impl TokenTable {
     }
 }
 
-/// Marks a request whose token only allows reading. The response must not contain payloads.
+/// Marks a request whose token allows only reading. The response to such a request must not contain payloads.
 #[derive(Clone, Copy)]
 pub(super) struct ReadOnly;
 

@@ -45,10 +45,10 @@ use super::handover::{Incoming, Link, register, wait_for_end};
 use super::responses::{problem, switch};
 use super::{Control, Shared};
 
-/// Option passed to a program that is started as a successor, followed by a descriptor number.
+/// Option with which a program is started as a successor. The value of the option is a descriptor number.
 pub const TAKE_OVER_ARGUMENT: &str = "--take-over";
 
-/// Time limit for the new program's first message.
+/// Maximum time to wait for the first message from the new program.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time allowed for the new program to start, in addition to the largest value of `start.ready` in its configuration.
@@ -64,14 +64,14 @@ const PROBATION: Duration = Duration::from_secs(10);
 /// Interval at which PINGs are sent to the new program until it becomes the main process.
 const PING_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Number of unanswered PINGs after which the new program counts as hung.
+/// Number of PINGs that the new program can leave unanswered before it counts as hung.
 const UNANSWERED_PINGS_MAX: u32 = 3;
 
 /// Maximum time to wait for a killed successor's workers to exit. No client data is read in the meantime, so the sum of
 /// this time and `ACTIVE_TIMEOUT` must be below the time limit for a client's hello.
 const WORKERS_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Time limit for the service manager's confirmation.
+/// Maximum time to wait until the service manager confirms that it has processed all messages.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum time to wait for space in the command queue.
@@ -81,10 +81,10 @@ const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 /// job can have.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Interval at which to check whether the last HTTP request is complete.
+/// Interval between checks for unfinished HTTP requests.
 const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Maximum number of upgrade steps that can be reported to the client.
+/// Maximum number of reported upgrade steps that the client has not received yet.
 const STEPS_MAX: usize = 16;
 
 #[derive(Default, Deserialize)]

@@ -40,8 +40,8 @@ pub(super) struct ListenerRules {
     pub(super) served_max: usize,
     /// Maximum number of waiting connections.
     pub(super) waiting_max: usize,
-    /// Kept-alive connections, of which idle ones are closed to make room for others. `None` if each connection is
-    /// closed after one response.
+    /// Kept-alive connections. If all connections are in use, an idle one is closed to make room for another client.
+    /// `None` if each connection is closed after one response.
     pub(super) kept_alive: Option<Arc<Active>>,
     /// Explanation sent to clients that are refused.
     pub(super) refusal: &'static str,
@@ -60,7 +60,8 @@ struct Listener<S: Socket> {
     health_permits: Arc<Semaphore>,
     refused_permits: Arc<Semaphore>,
     refused: Arc<AtomicU64>,
-    /// Waiting connections by number, oldest first. A connection is notified when it must give up its place.
+    /// Waiting connections, each with its number, oldest first. A connection is notified when it must give up its
+    /// place.
     waiting: Mutex<VecDeque<(u64, Arc<Notify>)>>,
 }
 
@@ -101,7 +102,7 @@ impl<S: Socket> Listener<S> {
         self.dispatcher.dispatch_to(NewConnection::new(socket, admission, permit), &head[..count]);
     }
 
-    /// Sends a client the reason why it is refused.
+    /// Refuses a client, and sends it the reason.
     async fn refuse(&self, mut socket: S) {
         self.refused.fetch_add(1, Ordering::Relaxed);
         let Ok(_permit) = self.refused_permits.clone().try_acquire_owned() else { return };
@@ -124,7 +125,7 @@ struct Admitted {
     permit: OwnedSemaphorePermit,
 }
 
-/// Error returned if a client does not send anything in time.
+/// Error returned if a client sends nothing within the time limit.
 struct Silent;
 
 /// A guard that, when dropped, removes a connection from the list of waiting connections.

@@ -11,9 +11,9 @@ use super::Control;
 /// Minimum interval between messages.
 const INTERVAL_MIN: Duration = Duration::from_millis(1);
 
-/// Sends the service manager two messages per watchdog period for as long as the data plane responds. Ends when the
-/// control plane shuts down. Sends nothing without a configured watchdog. An embedded supervisor sends nothing either,
-/// because only the application knows whether it is healthy.
+/// Sends the service manager two messages per watchdog period while the data plane responds, until the control plane
+/// shuts down. Sends nothing if no watchdog is configured, or in an embedded supervisor, where only the application
+/// knows whether it is healthy.
 pub(super) async fn watch(control: Arc<Control>) {
     let limit = sd_notify::watchdog_enabled().filter(|_| !control.is_embedded);
     let Some(limit) = limit else {

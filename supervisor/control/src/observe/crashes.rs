@@ -56,7 +56,7 @@ pub struct OpenError {
 /// Reason why a crash report cannot be returned.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
-    /// There is no report with this ID, or it has been dropped.
+    /// No report with this ID is stored. It may have been dropped.
     #[error("there is no crash report with this ID")]
     NotFound,
     /// The report's file cannot be read or is not a valid report.
@@ -76,7 +76,7 @@ pub struct Store {
     /// from another group.
     groups: [BTreeSet<CrashId>; GROUPS],
     memory_bytes: usize,
-    /// True if the last report could not be written. While this is true, further failures are not logged.
+    /// True if the most recent attempt to write a report failed. While this is true, further failures are not logged.
     is_failing: bool,
 }
 

@@ -21,7 +21,8 @@ pub const EVENTS_MAX: usize = 4096;
 /// logged.
 const LOG_LINES_PER_SECOND: u32 = 20;
 
-/// Rate limit for each frequent kind of event in each bulkhead, as burst size and events per second.
+/// Burst size, and number of events per second, that the rate limit allows for each frequent kind of event in each
+/// bulkhead.
 const FREQUENT_BURST: u64 = 512;
 const FREQUENT_PER_SECOND: u64 = 10;
 
@@ -80,7 +81,7 @@ pub struct Events {
     announced: watch::Sender<u64>,
 }
 
-/// A follower of events, and the position up to which it has read.
+/// A reader of events, with the position up to which it has read.
 #[derive(Debug)]
 pub struct Reader {
     bulkhead: Option<String>,
@@ -101,7 +102,8 @@ pub struct Piece {
     pub events: Vec<Arc<Rendered>>,
 }
 
-/// Name of a kind of event, and the bulkhead that the events concern.
+/// Key of a flow, which consists of the events of one kind in one bulkhead: the name of the kind and the name of the
+/// bulkhead.
 type FlowKey = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
@@ -111,7 +113,7 @@ struct EventRing {
     flows: HashMap<FlowKey, EventFlow>,
 }
 
-/// The events of one kind in one bulkhead.
+/// A flow, which consists of the events of one kind in one bulkhead.
 #[derive(Debug)]
 struct EventFlow {
     /// Sequence numbers of the events that are still in memory.
@@ -162,15 +164,15 @@ impl Events {
         self.lock().seq
     }
 
-    /// Makes the event numbers continue after `number`, the last number that the previous supervisor in an upgrade
-    /// used.
+    /// Continues the numbering of events after `number`, which is the last number used by the previous supervisor in an
+    /// upgrade.
     pub fn continue_after(&self, number: u64) {
         let mut ring = self.lock();
         ring.seq = ring.seq.max(number);
     }
 
-    /// Emits an event for each kind of event that has unreported suppressed events, unless an event of that kind
-    /// occurred recently.
+    /// Emits an event about each kind of event whose suppressed events have not been reported yet, unless an event of
+    /// that kind occurred recently.
     pub fn report_suppressed(&self) {
         let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
@@ -268,7 +270,7 @@ impl Reader {
     }
 }
 
-/// Result of applying the rate limit to an event that is not suppressed.
+/// Information about an event that passed the rate limit.
 struct Admitted {
     /// Number of events of the same kind that were suppressed immediately before this event.
     suppressed: u64,
@@ -307,7 +309,7 @@ impl EventRing {
         self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))
     }
 
-    /// Evicts the oldest event of the flow that has the most events in memory.
+    /// Evicts an event: the oldest one of the kind and bulkhead with the most events in memory.
     fn evict_one(&mut self) {
         let weight =
             |flow: &&mut EventFlow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));
@@ -317,8 +319,8 @@ impl EventRing {
         }
     }
 
-    /// Returns the flows that have unreported suppressed events, with the number of these events. Omits flows that had
-    /// an event within the last `UNREPORTED_SECONDS_MAX`.
+    /// Returns the flows (each a kind of event in a bulkhead) that have unreported suppressed events, with the number
+    /// of these events. Omits flows that had an event within the last `UNREPORTED_SECONDS_MAX`.
     fn take_unreported(&mut self, second: u64) -> Vec<(FlowKey, u64)> {
         for ((kind, bulkhead), flow) in &mut self.flows {
             if flow.second < second {

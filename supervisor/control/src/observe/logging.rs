@@ -34,13 +34,13 @@ pub enum LogFormat {
     Json,
 }
 
-/// Channel for JSON lines that this module formats itself. Not set if the format is text.
+/// Channel for log lines that this module itself formats as JSON. Not set if the log format is text.
 static JSON_LINES: OnceLock<SyncSender<Vec<u8>>> = OnceLock::new();
 
 /// `tracing` target of log lines that contain workers' output.
 pub(crate) const WORKER_TARGET: &str = "worker";
 
-/// Determines which lines are logged.
+/// Filter that determines which lines are logged.
 #[derive(Clone, Copy, Debug)]
 pub struct LogFilter<'a> {
     /// A log level, or a filter with targets and levels.

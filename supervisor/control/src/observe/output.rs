@@ -34,8 +34,8 @@ const DELAYED_BYTES_PER_SECOND: usize = 64 * 1024;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Maximum number of bytes of standard error output kept per process, and maximum number of processes whose output is
-/// kept.
+/// Maximum number of bytes of standard error output to keep for each process, and maximum number of processes for which
+/// such output is kept.
 const TAIL_BYTES: usize = 8 * 1024;
 const TAILS_MAX: usize = 256;
 
@@ -45,8 +45,8 @@ const READ_BYTES: usize = 64 * 1024;
 /// Maximum number of times that a pipe is read after its process has exited. This is enough to empty a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// Minimum number of processes that are started between two searches for exited processes. If there are many processes,
-/// searches are less frequent, so that each start accounts for checking `PROCESSES_FOR_EACH_START` processes.
+/// Minimum number of process starts between two searches for exited processes. If there are many processes, the number
+/// is higher: one start for every `PROCESSES_FOR_EACH_START` processes.
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
@@ -71,13 +71,13 @@ struct State {
 /// such as the template that forked it, keeps the pipes open.
 #[derive(Debug)]
 struct ProcessReader {
-    /// Dropping this sender stops the tasks that read the process's pipes. Each task has a receiver.
+    /// Dropped in order to stop the tasks that read the process's pipes. Each task has a receiver.
     stop: watch::Sender<()>,
     /// True if the process is a template. A template's pipes stay in use after it exits, because its forked workers
     /// write to the same pipes.
     is_template: bool,
     is_stderr_closed: bool,
-    /// True if the process had already exited when it was last checked.
+    /// True if the most recent check found that the process had exited.
     has_ended: bool,
 }
 
@@ -98,7 +98,7 @@ struct Lines {
     delayed_logged: usize,
 }
 
-/// The last lines from a second in which too many lines arrived. Logged with a delay.
+/// The last lines that arrived in a second with more lines than can be logged immediately. Logged with a delay.
 #[derive(Debug, Default)]
 struct DelayedLines {
     lines: VecDeque<(LineSource, Box<[u8]>)>,

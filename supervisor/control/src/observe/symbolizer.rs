@@ -34,7 +34,7 @@ const RECORD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time to wait until all processes of a symbolizer have exited, so that its user ID can be reused.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Spawn number of the symbolizer, which is the only process that its keeper starts.
+/// Number by which the keeper identifies the symbolizer, which is the only process that this keeper starts.
 const SPAWN_NUMBER: u64 = 1;
 
 /// Handle for sending crash records to the thread that starts symbolizers.
@@ -87,7 +87,7 @@ fn serve(options: &SymbolizerOptions, requests: &Receiver<(CrashId, CrashRecord)
 }
 
 impl SymbolizerOptions {
-    /// Returns the backtrace, or the reason why there is none.
+    /// Returns the document that contains the backtrace. The error is the reason why there is no backtrace.
     fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         let taken = match record.kind {

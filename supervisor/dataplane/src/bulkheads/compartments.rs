@@ -79,7 +79,7 @@ impl Compartments {
         self.timers.next()
     }
 
-    /// Returns a compartment whose timer has expired.
+    /// Removes an expired timer and returns its compartment, or returns `None` if no timer has expired.
     pub(crate) fn pop_due(&mut self, now: Time) -> Option<CompartmentIndex> {
         self.timers.pop_due(now).map(|number| CompartmentIndex::from_number(number as usize))
     }

@@ -35,7 +35,8 @@ pub(super) struct Connection<S> {
     progress: Arc<Progress>,
     timer: Pin<Box<Sleep>>,
     phase: Phase,
-    /// Response to send in place of hyper's own response, and the number of its bytes already written.
+    /// A response that is sent in place of hyper's own response, and the number of bytes of it that have already been
+    /// written.
     replacement: Option<(Vec<u8>, usize)>,
 }
 
@@ -45,7 +46,7 @@ enum Phase {
     Idle,
     /// Part of the request's head has arrived.
     Head,
-    /// The handler has the request, or the response is being sent. The handler enforces the time limit.
+    /// The handler is processing the request, or the response is being sent. The handler enforces the time limit.
     Serving,
     /// There is data to send, but the client is not reading.
     Stalled,
@@ -67,7 +68,7 @@ impl<S> Connection<S> {
         self.timer.as_mut().reset(Instant::now() + limit);
     }
 
-    /// Updates the phase when the last request has been answered or another request has been received.
+    /// Updates the phase when the current request has been answered or the next request has been received.
     fn update_phase(&mut self) {
         match (self.progress.is_waiting(), &self.phase) {
             (true, Phase::Serving | Phase::Stalled) => self.enter(Phase::Idle, IDLE_TIMEOUT),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
 
-/// Value of `waiting_since` while a request is being served.
+/// Value that `waiting_since` has while a request is being served.
 const SERVING: u64 = u64::MAX;
 
 /// Progress of one connection. Shared by the socket and the task that serves the requests.
@@ -26,7 +26,7 @@ pub(in crate::control) struct Progress {
     is_closing: AtomicBool,
     /// Notified when `is_closing` becomes true.
     close: Notify,
-    /// Reference that is dropped when the response to the current request is complete.
+    /// Marker that shows that a request is unfinished. Dropped when the response to the request is complete.
     held: Mutex<Option<Arc<()>>>,
 }
 
@@ -51,7 +51,7 @@ impl Progress {
         self.waiting_since.store(SERVING, Ordering::Relaxed);
     }
 
-    /// Keeps the reference `marker` until the response to the current request is complete.
+    /// Holds a reference to `marker` until the response to the current request is complete.
     pub(in crate::control) fn hold(&self, marker: Arc<()>) {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(marker);
     }

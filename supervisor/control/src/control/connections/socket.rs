@@ -12,7 +12,7 @@ use tokio::net::{TcpStream, UnixStream};
 pub(in crate::control) trait Socket:
     AsyncRead + AsyncWrite + Unpin + Send + Sync + Sized + 'static
 {
-    /// Type of the socket when it is not registered with a runtime.
+    /// Corresponding type in the standard library, which is not registered with a runtime.
     type Std: Send + 'static;
 
     fn into_std_socket(self) -> io::Result<Self::Std>;

@@ -37,7 +37,7 @@ fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     }
 }
 
-/// Returns response headers for those fields of an outcome that are documented as headers.
+/// Returns the response headers for an outcome. Only some fields of an outcome have a corresponding header.
 fn headers(fields: &Map<String, Value>) -> HeaderMap {
     let names = [
         ("bulkhead-outcome", "outcome"),

@@ -36,9 +36,9 @@ pub(super) enum Length {
     Unknown,
 }
 
-/// The payload size, in bytes, to announce to the data plane, and the way in which the payload will be sent.
+/// Size of the payload in bytes, as announced to the data plane, and the way in which the payload will be sent.
 pub(super) enum Announced {
-    /// The payload is passed on while it is being received.
+    /// The payload is sent to the data plane while it is still being received.
     Streamed(u64),
     /// The complete payload is in memory.
     Spooled(u64),

@@ -78,7 +78,7 @@ pub(super) struct FamilyInfo {
 /// Initial capacity of a page in bytes, large enough for a few bulkheads.
 const PAGE_BYTES: usize = 256 * 1024;
 
-/// Builder for a page of metrics.
+/// Builder for a page that contains metrics in a text format.
 pub(super) struct Page {
     format: Format,
     text: String,

@@ -39,12 +39,12 @@ pub(super) struct Export {
     queued_spans: VecDeque<Box<JobSpan>>,
     /// Time when the oldest span in the queue arrived.
     oldest_at: Instant,
-    /// Message that is being sent, or that must be sent again because the collector has not accepted it.
+    /// Message that is being sent, or that must be resent because an attempt failed.
     batch: Option<Batch>,
     sending: Option<JoinHandle<Result<(), SendError>>>,
-    /// Earliest time at which to try again after a failure.
+    /// Earliest time for the next attempt to send the message after a failure.
     retry_at: Instant,
-    /// Pause after the next failure.
+    /// Length of the pause that will follow the next failure.
     pause: Duration,
     lost: u64,
 }
