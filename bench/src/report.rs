@@ -27,7 +27,7 @@ pub(crate) enum Target {
     Told,
 }
 
-/// Mean difference between the real figure and the bare figure over all pairs of rounds.
+/// Mean difference between the two measured chains over all pairs of rounds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Difference {
     pub(crate) mean: f64,

@@ -104,7 +104,7 @@ struct Pending {
 /// Classification of handlers by their measured duration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Pace {
-    /// Handlers are slow. Each job runs on a separate thread, and the dispatch thread waits for the link.
+    /// Handlers are slow. Each job runs on a separate thread, and the dispatch thread waits for incoming frames.
     #[default]
     Slow,
     /// Handlers return so quickly that waking a thread for each job is not worthwhile. A watchdog checks for slow jobs,
@@ -403,7 +403,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
     }
 
-    /// Classifies handlers as slow or quick. The dispatch thread waits for the link only while handlers count as slow.
+    /// Classifies handlers as slow or quick. Only while they count as slow, the dispatch thread waits for incoming frames.
     fn change_pace(&self, state: &mut State, typical_ns: u64) {
         match state.pace {
             Pace::Slow if typical_ns < SLOW_HANDLER_NS / 2 => {

@@ -31,7 +31,7 @@ pub(crate) struct Tenant {
     /// Number of the tenant's queued jobs, jobs in flight and withheld places, added up.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Number of places withheld from the tenant's quota because the tenant's jobs may have caused workers to die.
+    /// Number by which the tenant's quota is reduced, because the tenant's jobs may have killed workers.
     pub(crate) withheld: u32,
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,

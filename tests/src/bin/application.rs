@@ -784,7 +784,7 @@ fn backtrace() {
     supervisor.shutdown().unwrap();
 }
 
-/// Checks that running jobs are finished even if the supervisor is dropped.
+/// Checks that running jobs can finish after the supervisor has been dropped.
 fn drains() {
     let (supervisor, client) = start("max_in_flight = 2");
     let line = line(&client);

@@ -190,7 +190,7 @@ fn replay_reproduces_crash_of_c_library() {
 }
 
 #[test]
-fn report_of_killed_program_names_program_as_victim() {
+fn report_identifies_killed_program_as_victim() {
     let script = "echo last words >&2; cat >/dev/null; kill -SEGV $$";
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\nexec = [\"sh\", \"-c\", {script:?}]\nenv = {{ PATH = \"/usr/bin:/bin\" }}\n"

@@ -177,7 +177,8 @@ fn spares_are_restarted_after_keeper_death() {
     supervisor.wait_number("b", "available", 2);
 }
 
-/// A changed number of spares takes effect at once. A new revision replaces spares as well as workers.
+/// A changed number of spares takes effect immediately. If a reload changes the program, spares are replaced as well as
+/// workers.
 #[test]
 fn reload_changes_number_of_spares() {
     let supervisor = Supervisor::start(&bulkhead(""));

@@ -28,7 +28,7 @@ fn settings() -> Settings {
     }
 }
 
-/// Returns observations from two hours in which the limits in [`settings`] were appropriate for the load.
+/// Returns observations that cover two hours, during which the limits in [`settings`] were appropriate for the load.
 fn seen() -> Observations {
     Observations {
         watched: Duration::from_secs(7200),

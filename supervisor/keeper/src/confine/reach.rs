@@ -80,8 +80,8 @@ impl Unreachable {
         self.hidden.iter().all(is_opened_before) && elf::is_elf(granted.program)
     }
 
-    /// Returns the file that the worker's host program loads or runs, if the worker's user cannot reach that
-    /// file.
+    /// Returns the path of the library or program that the host loads or runs, but only if the worker's user has no
+    /// access to this path.
     pub(crate) fn hidden_hosted_file<'g>(&self, granted: &GrantedPaths<'g>) -> Option<&'g Path> {
         let is_hidden = |path: &Path| self.hidden.iter().any(|hidden| hidden.place == path);
         granted.programs.iter().copied().find(|path| *path != granted.program && is_hidden(path))

@@ -225,13 +225,19 @@ mod tests {
         stale_folders(parent).iter().for_each(|stale| assert!(remove(&stale.folder, usize::MAX)));
     }
 
+    /// Releases the lock of a base folder, as the death of its keeper does. Closing the descriptor is not enough: a child
+    /// that another test has just forked still has a copy.
+    fn unlock(lock: &OwnedFd) {
+        rustix::fs::flock(lock, FlockOperation::Unlock).unwrap();
+    }
+
     /// Another thread removes the folders, so that removing many files does not delay the start of the first worker.
     #[test]
     fn another_thread_removes_folders_of_killed_keepers() {
         let parent = tempfile::tempdir().unwrap();
         let (stale, lock) = create_base(parent.path()).unwrap();
         std::fs::write(stale.join("file"), "x").unwrap();
-        drop(lock);
+        unlock(&lock);
         let base = Base::create(parent.path()).unwrap();
         let until = Instant::now() + std::time::Duration::from_secs(60);
         while stale.exists() {
@@ -408,7 +414,7 @@ mod tests {
         std::fs::write(left.join("file"), "x").unwrap();
         remove_stale(parent.path());
         assert!(left.exists());
-        drop(lock);
+        unlock(&lock);
         remove_stale(parent.path());
         assert!(!left.exists());
         let other = parent.path().join("bulkhead-x");

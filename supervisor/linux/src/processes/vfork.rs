@@ -299,7 +299,7 @@ mod tests {
     /// The child's signals have their default actions, even though this process ignores SIGPIPE and a thread may have
     /// blocked any signal.
     #[test]
-    fn spawned_child_has_default_signals() {
+    fn spawned_child_has_default_signal_dispositions() {
         let _blocked = BlockedSignals::all();
         for (name, signal) in [("PIPE", libc::SIGPIPE), ("USR1", libc::SIGUSR1), ("TERM", libc::SIGTERM)] {
             let script = std::ffi::CString::new(format!("kill -{name} $$; exit 1")).unwrap();

@@ -13,7 +13,7 @@ pub(crate) struct Refused {
     pub(crate) what: String,
 }
 
-/// Result of an attempt: either a description of the success, or the refusal.
+/// Result of an attempt: a description of what succeeded, or the error that prevented it.
 pub(crate) type Tried = Result<String, Refused>;
 
 impl Refused {
