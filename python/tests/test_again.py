@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -497,6 +498,24 @@ def test_jobs_not_accepted_by_old_supervisor_are_sent_to_new_one(
 
     with fake.running(script) as path:
         assert run_both(way, path, b"first", b"second", timeout) == [b"", b"", b""]
+
+
+@WAYS
+def test_slow_supervisor_reports_the_outcome_of_a_job_with_a_short_deadline(
+    fake: FakeSupervisor, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MIN", LONG)
+    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MAX", LONG)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.accept()
+        # The welcome comes after the deadline.
+        time.sleep(0.05)
+        peer.welcome()
+        peer.end(peer.job()[0], OK)
+
+    with fake.running(script) as path:
+        assert call_of(way, path, deadline=0.01) == b""
 
 
 @WAYS

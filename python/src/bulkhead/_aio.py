@@ -373,7 +373,7 @@ class _LoopState:
             self.connecting = None
 
     def _handshake_seconds(self) -> float:
-        """Returns the time until the last waiting job is overdue, but at most the handshake timeout."""
+        """Returns the timeout for a handshake: the time until the last waiting job is overdue, within limits."""
         jobs = [job._job for job in self._waiting]
         seconds = [handshake_seconds(job.wait_seconds()) for job in jobs if job is not None]
         return max(seconds, default=HANDSHAKE_SECONDS_MIN)

@@ -201,7 +201,7 @@ class Client(BaseClient):
                     raise problem.error from None
                 raise lost_error("the job could not be sent", job.executed) from None
             try:
-                connected = self._connected(job.options, job.wait_seconds())
+                connected = self._connected(job.options, job.wait_seconds(), is_repeated=True)
             except JobError as error:
                 problem = error
                 continue
@@ -252,10 +252,10 @@ class Client(BaseClient):
             self._wait_for_connection([future], error, connection.lost_at)
         return future
 
-    def _connected(self, options: tuple[Any, ...], left: float | None) -> Connection:
+    def _connected(self, options: tuple[Any, ...], left: float | None, *, is_repeated: bool = False) -> Connection:
         """Returns a connection that is not known to be lost and accepts further jobs.
 
-        A new connection must be made within ``left`` seconds, if this is not ``None``.
+        ``left`` and ``is_repeated`` limit the time to make a new connection (see ``handshake_seconds``).
         """
         connection = self._connection
         if connection is None or connection.is_over:
@@ -266,9 +266,9 @@ class Client(BaseClient):
                 if connection is None or connection.is_over:
                     if connection is not None and connection not in self._leaving:
                         self._leaving = [other for other in (*self._leaving, connection) if other.lost is None]
-                    connection = Connection(
-                        self.path, partial(_send_lost_again, weakref.ref(self), self.path), handshake_seconds(left)
-                    )
+                    send_again = partial(_send_lost_again, weakref.ref(self), self.path)
+                    seconds = handshake_seconds(left, is_repeated=is_repeated)
+                    connection = Connection(self.path, send_again, seconds)
                     if self._is_closed:
                         connection.lose("this program closed the client")
                         raise RuntimeError("the client is closed")
@@ -340,10 +340,11 @@ class Client(BaseClient):
                 self._waiting.popleft()
                 continue
             try:
-                connection = self._connected(job.options, self._wait_seconds())
+                connection = self._connected(job.options, self._wait_seconds(), is_repeated=True)
             except JobError as error:
                 self._end_overdue(error)
-                if not self._closed.wait(min(pause, handshake_seconds(self._wait_seconds()))):
+                left = self._wait_seconds()
+                if not self._closed.wait(pause if left is None else max(0.0, min(pause, left))):
                     self._end_overdue(error)
                 pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
                 continue

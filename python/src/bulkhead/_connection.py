@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 
 #: Timeout for the supervisor's welcome, in seconds.
 HANDSHAKE_SECONDS_MAX = 10.0
-#: Timeout for the welcome if the job has no time left, in seconds. A timeout of 0 would make the socket non-blocking.
-HANDSHAKE_SECONDS_MIN = 0.001
+#: Minimum timeout for the welcome, in seconds, even if the job's deadline is earlier. A supervisor that is only slow
+#: can then still report what became of the job.
+HANDSHAKE_SECONDS_MIN = 1.0
+#: Minimum timeout for a job that has already waited for a connection, in seconds. A timeout of 0 would make the socket
+#: non-blocking.
+REPEATED_HANDSHAKE_SECONDS_MIN = 0.001
 
 
 def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
@@ -40,11 +44,15 @@ def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
     return Disconnected(f"the connection to the supervisor was lost ({reason}); {advice}", executed)
 
 
-def handshake_seconds(left: float | None) -> float:
-    """Returns the timeout for a handshake that is useful for ``left`` seconds, or without a limit for ``None``."""
+def handshake_seconds(left: float | None, *, is_repeated: bool = False) -> float:
+    """Returns the timeout for a handshake for a job that has ``left`` seconds, or no limit if this is ``None``.
+
+    ``is_repeated`` is true if the job has already waited for a connection.
+    """
     if left is None:
         return HANDSHAKE_SECONDS_MAX
-    return min(max(left, HANDSHAKE_SECONDS_MIN), HANDSHAKE_SECONDS_MAX)
+    least = REPEATED_HANDSHAKE_SECONDS_MIN if is_repeated else HANDSHAKE_SECONDS_MIN
+    return min(max(left, least), HANDSHAKE_SECONDS_MAX)
 
 
 def of_parent() -> Disconnected:
