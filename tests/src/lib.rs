@@ -13,6 +13,7 @@ pub mod openmetrics;
 pub mod ports;
 pub mod subuid;
 pub mod tenants;
+mod watchdog;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -83,13 +84,6 @@ impl Drop for HeavyPermit {
     }
 }
 
-/// Kills this process with SIGALRM long after all tests should have finished, so that CI does not hang
-/// forever. By then, the test harness has named the hanging test.
-fn end_if_it_hangs() {
-    const SECONDS_MAX: u32 = 40 * 60;
-    nix::unistd::alarm::set(SECONDS_MAX);
-}
-
 /// Returns the folder that contains the workspace's programs. The programs are built once per test process.
 pub fn programs() -> PathBuf {
     static BUILD: Once = Once::new();
@@ -97,6 +91,7 @@ pub fn programs() -> PathBuf {
     let beside = own.parent().expect("a program lies in a folder");
     // Tests are in target/PROFILE/deps, programs in target/PROFILE.
     let folder = if beside.ends_with("deps") { beside.parent().unwrap_or(beside) } else { beside }.to_owned();
+    watchdog::record_test();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
         // A test target makes cargo select the features of `cargo test --workspace`, so that nothing is compiled twice.
@@ -111,7 +106,7 @@ pub fn programs() -> PathBuf {
         assert!(cargo.status().expect("cargo runs").success(), "the workspace does not build");
         // There is no time limit for the ledger program.
         if beside.ends_with("deps") {
-            end_if_it_hangs();
+            watchdog::start();
         }
     });
     folder
