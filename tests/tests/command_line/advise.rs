@@ -102,7 +102,9 @@ fn advice_reports_observed_demand_and_concurrency() {
         supervisor.wait_number("b", "in_flight", 5);
         let seen =
             wait_seen(&supervisor, "b", "five jobs are in flight", |seen| seen["concurrency"]["p50"] == 5);
-        assert_eq!((&seen["limit"], &seen["queued"]["max"]), (&6.into(), &2.into()), "{seen}");
+        assert_eq!(seen["limit"], 6, "{seen}");
+        // Three jobs were queued for a moment if all new jobs arrived before the third worker began one of them.
+        assert!([2, 3].contains(&seen["queued"]["max"].as_u64().unwrap()), "{seen}");
         assert!(
             advice(&supervisor, "b")["missing"].as_str().unwrap().contains("since the limits were changed")
         );
