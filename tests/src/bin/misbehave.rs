@@ -365,6 +365,12 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             }
             return Ok(job.payload().to_vec());
         }
+        // Removes the file that the payload names, and aborts. Succeeds if the file does not exist.
+        "die-once" => {
+            if std::fs::remove_file(&*String::from_utf8_lossy(job.payload())).is_ok() {
+                std::process::abort();
+            }
+        }
         "pid" => return Ok(std::process::id().to_string().into_bytes()),
         "sleep" => std::thread::sleep(Duration::from_millis(number(job))),
         // Returns when the job is cancelled.

@@ -574,8 +574,9 @@ fn lease_that_does_not_match_the_job_is_rejected() {
     refused(&mut raw, "a", LeaseRef { bytes, ..foreign });
     refused(&mut raw, "a", LeaseRef { bytes, lease: 1 << 40 });
     // Two jobs cannot use one lease at the same time.
-    raw.submit(1, "a", "sleep", LeaseRef { bytes, ..lease });
+    raw.submit(1, "a", "yield", LeaseRef { bytes, ..lease });
     refused(&mut raw, "a", LeaseRef { bytes, ..lease });
+    raw.send(kind::CANCEL, 1, &Empty, &[]);
     loop {
         match raw.told() {
             Told::Outcome(1, ..) => break,

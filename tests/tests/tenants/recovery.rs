@@ -18,11 +18,12 @@ fn hang(client: &Client, bulkhead: &str, tenant: &str) -> Running {
     spawn(client.job(bulkhead, "").operation("hang").tenant(tenant))
 }
 
-/// Sends a job that kills the tenant's current worker. The retry runs in the next worker.
+/// Sends a job that succeeds, and a job that kills its first worker. The retry runs in the next worker.
 async fn kill_own(supervisor: &Supervisor, client: &Client, tenant: &str) -> Ended {
     assert_eq!(outcome(&send(client, tenant, "").await), "ok");
-    let own = pids(supervisor, tenant)[0];
-    client.job("b", own.to_string()).operation("kill").tenant(tenant).idempotent(true).send().await
+    supervisor.touch("first");
+    let file = supervisor.file("first").to_str().unwrap().to_owned();
+    client.job("b", file).operation("die-once").tenant(tenant).idempotent(true).send().await
 }
 
 #[test]
