@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -15,7 +16,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::http::Place;
-use crate::{not_run, wait_for};
+use crate::{PATIENCE, not_run, wait_for};
 
 /// Command-line flags for the browser. Some of them disable network requests that the browser makes on its own.
 const FLAGS: [&str; 11] = [
@@ -180,18 +181,20 @@ fn find(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&search_path).map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
-/// Reads the driver's address from the driver's standard output.
+/// Reads the driver's address from the driver's standard output, in a separate thread because the read has no time
+/// limit.
 fn address(driver: &mut Child) -> SocketAddr {
-    let mut said = BufReader::new(driver.stdout.take().expect("a pipe"));
-    loop {
-        let mut line = String::new();
-        let count = said.read_line(&mut line).expect("text");
-        assert!(count > 0, "chromedriver exited");
-        if let Some((_, port)) = line.split_once("successfully on port ") {
-            let port = port.trim().trim_end_matches('.').parse().expect("a port");
-            return SocketAddr::from(([127, 0, 0, 1], port));
-        }
-    }
+    let said = BufReader::new(driver.stdout.take().expect("a pipe"));
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut lines = said.lines().map_while(Result::ok);
+        let port = lines.find_map(|line| Some(line.split_once("successfully on port ")?.1.to_owned()));
+        let _ = sender.send(port);
+    });
+    let port = receiver.recv_timeout(PATIENCE).expect("chromedriver prints its port within the time limit");
+    let port = port.expect("chromedriver exited without printing its port");
+    let port = port.trim().trim_end_matches('.').parse().expect("a port");
+    SocketAddr::from(([127, 0, 0, 1], port))
 }
 
 impl Drop for Browser {

@@ -11,7 +11,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::ports::free_port;
-use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
+use crate::{PATIENCE, Supervisor, kill_pid, not_run, output_within, programs, wait_for};
 
 /// Oldest and newest version of the NATS server with which the fleet is tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
@@ -302,13 +302,9 @@ impl TestFleet {
 
     /// Runs `bulkhead-fleet` with the submitters' configuration.
     pub fn command(&self, arguments: &[&str]) -> Output {
-        Command::new(programs().join("bulkhead-fleet"))
-            .arg("--config")
-            .arg(self.config())
-            .args(arguments)
-            .stdin(Stdio::null())
-            .output()
-            .expect("the program runs")
+        let mut command = Command::new(programs().join("bulkhead-fleet"));
+        command.arg("--config").arg(self.config()).args(arguments);
+        output_within(3 * PATIENCE, &mut command)
     }
 
     /// Runs `bulkhead-fleet`. Returns the exit code, and the JSON lines that were printed to standard output.

@@ -16,11 +16,12 @@ pub mod tenants;
 mod watchdog;
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{Read, Seek, Write};
 use std::num::NonZero;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
@@ -40,6 +41,10 @@ pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 /// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately. This limit
 /// only determines how long a failure takes, and is generous because other tests run at the same time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Maximum duration of a future that [`run`] drives. This limit exceeds the duration of every test, and is shorter than
+/// the limit for all tests together, so that a hanging test fails under its own name.
+pub const RUN_MAX: Duration = Duration::from_secs(15 * 60);
 
 /// Waits until `condition` returns a value. If this takes longer than [`PATIENCE`], panics with a message
 /// that contains `what`.
@@ -245,6 +250,12 @@ impl Supervisor {
         kill_pid(self.pid(), signal);
     }
 
+    /// Stops the supervisor with SIGSTOP until the returned value is dropped.
+    pub fn pause(&self) -> PausedSupervisor<'_> {
+        self.signal(Signal::SIGSTOP);
+        PausedSupervisor(self)
+    }
+
     /// Waits until the supervisor has exited.
     pub fn wait(&mut self) -> ExitStatus {
         let child = &mut self.child;
@@ -361,6 +372,55 @@ impl Supervisor {
     }
 }
 
+/// A stopped supervisor. Dropping this value lets the supervisor continue, even if the test panics. Otherwise, scoped
+/// threads that wait for the supervisor would never end.
+#[must_use]
+pub struct PausedSupervisor<'s>(&'s Supervisor);
+
+impl Drop for PausedSupervisor<'_> {
+    fn drop(&mut self) {
+        self.0.signal(Signal::SIGCONT);
+    }
+}
+
+/// Connects to a socket. Reads and writes fail if they take longer than [`PATIENCE`].
+pub fn dial(path: &Path) -> std::io::Result<UnixStream> {
+    let socket = UnixStream::connect(path)?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    socket.set_write_timeout(Some(PATIENCE))?;
+    Ok(socket)
+}
+
+/// Runs a program to its end, and returns its output. If the program takes longer than `limit`, kills it and panics with
+/// its output. The output goes to files, because a descendant that outlives the program could keep a pipe open.
+pub fn output_within(limit: Duration, command: &mut Command) -> Output {
+    let [stdout, stderr] = [(); 2].map(|()| tempfile::tempfile().expect("a temporary file"));
+    let share = |file: &File| Stdio::from(file.try_clone().expect("an open file"));
+    command.stdin(Stdio::null()).stdout(share(&stdout)).stderr(share(&stderr));
+    let mut child = command.spawn().expect("the program runs");
+    let began = Instant::now();
+    let ended = loop {
+        let ended = child.try_wait().expect("our own child");
+        if ended.is_some() || began.elapsed() > limit {
+            break ended;
+        }
+        std::thread::park_timeout(Duration::from_millis(5));
+    };
+    // Fails if the program has exited.
+    let _ = child.kill();
+    let status = child.wait().expect("our own child");
+    let [stdout, stderr] = [stdout, stderr].map(read_from_start);
+    let output = Output { status, stdout, stderr };
+    assert!(ended.is_some(), "the program was killed after {limit:?}: {command:?}: {output:?}");
+    output
+}
+
+fn read_from_start(mut file: File) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    file.rewind().and_then(|()| file.read_to_end(&mut bytes)).expect("a readable file");
+    bytes
+}
+
 fn write_config(folder: &Path, supervisor_keys: &str, bulkheads: &str) {
     let misbehave = programs().join("misbehave");
     let config = format!(
@@ -374,8 +434,7 @@ fn write_config(folder: &Path, supervisor_keys: &str, bulkheads: &str) {
 }
 
 fn request(admin: &Path, method: &str, path: &str, body: &str) -> Option<(u16, String)> {
-    let mut socket = UnixStream::connect(admin).ok()?;
-    socket.set_read_timeout(Some(PATIENCE)).ok()?;
+    let mut socket = dial(admin).ok()?;
     let length = body.len();
     write!(
         socket,
@@ -572,14 +631,18 @@ pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     counts
 }
 
-/// Runs a future that may block its thread, because the client's tasks run on other threads of the runtime.
+/// Runs a future that may block its thread, because the client's tasks run on other threads of the runtime. Panics if
+/// the future takes longer than [`RUN_MAX`].
 pub fn run<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .expect("a runtime starts")
-        .block_on(future)
+        .block_on(async {
+            let limited = tokio::time::timeout(RUN_MAX, Box::pin(future));
+            limited.await.unwrap_or_else(|_| panic!("the test takes longer than {RUN_MAX:?}"))
+        })
 }
 
 /// Result of a job.

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -19,7 +19,7 @@ use rustix::net::sockopt::set_socket_passcred;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tempfile::TempDir;
 
-use crate::{is_alive, kill_pid, processes_with, programs, threads, wait_for, write_config};
+use crate::{PATIENCE, is_alive, kill_pid, processes_with, programs, threads, wait_for, write_config};
 
 /// A service. Dropping this value kills the service's processes.
 pub struct Manager {
@@ -140,10 +140,15 @@ impl Drop for Manager {
             eprintln!("--- the log of the service:\n{}", self.log());
         }
         lock(&self.state).is_stopping = true;
-        for pid in self.supervisors() {
-            kill_pid(pid, Signal::SIGKILL);
+        let Some(thread) = self.thread.take() else { return };
+        let began = Instant::now();
+        // Repeats the search, because a process that is about to execute a program has no arguments for a moment.
+        while !thread.is_finished() && began.elapsed() < PATIENCE {
+            self.supervisors().into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
+            std::thread::park_timeout(Duration::from_millis(10));
         }
-        if let Some(thread) = self.thread.take() {
+        // If the thread cannot detect the exit of the main process, it must not block the test.
+        if thread.is_finished() {
             let _ = thread.join();
         }
     }

@@ -49,11 +49,13 @@ pub type Deed = (u64, &'static str);
 /// Disturbs a supervisor until the run is over.
 pub struct Chaos {
     threads: Vec<JoinHandle<Vec<Deed>>>,
+    is_over: Arc<AtomicBool>,
 }
 
 impl Chaos {
     /// Starts disturbing the supervisor. The disturbances end soon after `is_over` is set.
     pub fn begin(supervisor: &Supervisor, notes: &Path, plan: Plan, is_over: Arc<AtomicBool>) -> Self {
+        let ends = is_over.clone();
         let target = Target {
             pid: supervisor.pid(),
             folder: supervisor.folder.path().to_owned(),
@@ -66,12 +68,22 @@ impl Chaos {
             std::thread::spawn(move || disturbed.disturb(Random::new(plan.seed))),
             std::thread::spawn(move || flooded.flood(Random::new(!plan.seed))),
         ];
-        Self { threads }
+        Self { threads, is_over: ends }
     }
 
-    /// Waits until the disturbances have ended, and returns all of them.
-    pub fn end(self) -> Vec<Deed> {
-        self.threads.into_iter().flat_map(|thread| thread.join().expect("chaos does not panic")).collect()
+    /// Ends the disturbances, and returns all of them.
+    pub fn end(mut self) -> Vec<Deed> {
+        self.is_over.store(true, Ordering::SeqCst);
+        let threads = std::mem::take(&mut self.threads);
+        threads.into_iter().flat_map(|thread| thread.join().expect("chaos does not panic")).collect()
+    }
+}
+
+/// Ends the disturbances if the run panics. Otherwise, they could hit processes that reuse the PID of the supervisor or
+/// of a worker.
+impl Drop for Chaos {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::SeqCst);
     }
 }
 

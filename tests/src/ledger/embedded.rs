@@ -17,7 +17,7 @@ use super::chaos::{Deed, Random, pause};
 use super::clients::{CONNECTIONS, Entry, drive, fill_all, on_this_thread};
 use super::worker::now_us;
 use super::{Findings, LOOKS_AT_REST, Plan, has_more_descriptors};
-use crate::{PATIENCE, descriptors, kill_pid, name, parent, processes_with, programs};
+use crate::{PATIENCE, descriptors, kill_pid, name, output_within, parent, processes_with, programs};
 
 /// Runs the `ledger` program with the given arguments, then checks that the program has left no processes or files
 /// behind.
@@ -26,7 +26,8 @@ pub fn keep_in_process(arguments: &[&str]) -> Result<String, String> {
     super::open_to_all(notes.path());
     let mut command = Command::new(programs().join("ledger"));
     command.args(["in", text(notes.path())]).args(arguments).env("TMPDIR", temporary.path());
-    let output = command.output().map_err(|error| error.to_string())?;
+    // The program limits its own run time.
+    let output = output_within(Duration::MAX, &mut command);
     let told =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     let left = super::left_of(notes.path(), temporary.path());
@@ -134,13 +135,20 @@ impl Chaos {
         Self { is_over, threads }
     }
 
-    async fn end(self) -> Vec<Deed> {
+    async fn end(mut self) -> Vec<Deed> {
         self.is_over.store(true, Ordering::SeqCst);
         let mut deeds = Vec::new();
-        for thread in self.threads {
+        for thread in std::mem::take(&mut self.threads) {
             deeds.extend(thread.await.expect("chaos does not panic"));
         }
         deeds
+    }
+}
+
+/// Ends the disturbances if the run panics. Otherwise, the runtime would wait forever for these tasks.
+impl Drop for Chaos {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::SeqCst);
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use bulkhead_tests::{Supervisor, heavy, kill_pid, not_run, outcome, programs, wait_for};
+use bulkhead_tests::{Supervisor, heavy, not_run, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
 use nix::unistd::{Group, Uid, User};
 use serde_json::Value;
@@ -424,16 +424,15 @@ fn connection_from_exited_worker_process_is_rejected() {
     let supervisor = Supervisor::start(SHELL);
     // The stopped supervisor accepts no connections, so the connecting process exits before the supervisor looks up its
     // credentials.
-    let pid = supervisor.pid();
     let script = "touch begun; while [ ! -e stopped ]; do sleep 0.01; done; CALLER leave JOBS > said; \
                   touch left; while [ ! -s said ]; do sleep 0.01; done; cat said";
     let told = std::thread::scope(|scope| {
         let told = scope.spawn(|| run_in_worker(&supervisor, script));
         wait_for("the script runs", || supervisor.file("begun").exists().then_some(()));
-        kill_pid(pid, Signal::SIGSTOP);
+        let paused = supervisor.pause();
         supervisor.touch("stopped");
         wait_for("the connecting process has exited", || supervisor.file("left").exists().then_some(()));
-        kill_pid(pid, Signal::SIGCONT);
+        drop(paused);
         told.join().unwrap()
     });
     assert!(told.contains("the process that connected has exited"), "{told}");

@@ -14,7 +14,7 @@ use bulkhead_shared::codec;
 use bulkhead_shared::frame::{FLAG_CRITICAL, HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::{Outcome, RejectReason};
-use bulkhead_tests::{PATIENCE, Supervisor, descriptors, resident_bytes, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, descriptors, output_within, resident_bytes, wait_for};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tempfile::TempDir;
 
@@ -453,6 +453,7 @@ impl Fake {
         let mut peer = Peer(wait_for("a client connects", || self.listener.accept().ok()).0);
         peer.0.set_nonblocking(false).unwrap();
         peer.0.set_read_timeout(Some(PATIENCE)).unwrap();
+        peer.0.set_write_timeout(Some(PATIENCE)).unwrap();
         let (header, metadata, _) = peer.next().expect("the client sends a hello");
         assert_eq!((header.kind, header.number), (kind::HELLO, MAGIC));
         let (hello, _) = codec::decode::<Hello<'_>>(&metadata, &[]).unwrap();
@@ -498,7 +499,8 @@ impl Peer {
     }
 }
 
-/// Runs `script` as a fake supervisor, and `work` as its client.
+/// Runs `script` as a fake supervisor, and `work` as its client. Every wait of `script` needs a time limit. Otherwise,
+/// if `work` panics, the thread of `script` never ends, and the panic is never reported.
 pub(super) fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf) -> T) -> T {
     let fake = Fake::new();
     let path = fake.path.clone();
@@ -705,7 +707,7 @@ fn client_allocates_memory_only_for_received_bytes() {
         alone
             .args(["clients::client::client_allocates_memory_only_for_received_bytes", "--exact"])
             .env(ALONE, "1");
-        let ran = alone.output().unwrap();
+        let ran = output_within(3 * PATIENCE, &mut alone);
         assert!(ran.status.success(), "{ran:?}");
         assert!(String::from_utf8_lossy(&ran.stdout).contains("1 passed"), "{ran:?}");
         return;
@@ -739,7 +741,7 @@ fn client_buffer_limits_unsent_jobs() {
     against(
         move |fake| {
             let mut peer = fake.welcome();
-            told.recv().unwrap();
+            told.recv_timeout(PATIENCE).unwrap();
             // Skips frames that are not jobs.
             while let Some((header, _, payload)) = peer.next() {
                 if header.kind == kind::SUBMIT {
@@ -795,7 +797,7 @@ fn lost_connection_distinguishes_sent_and_unsent_jobs() {
         move |fake| {
             let mut peer = fake.welcome();
             peer.job();
-            told.recv().unwrap();
+            told.recv_timeout(PATIENCE).unwrap();
         },
         async |path| {
             let client = Client::connect(path).await.unwrap();
@@ -852,7 +854,7 @@ fn connection_closes_when_last_handle_and_client_are_dropped() {
         move |fake| {
             let mut peer = fake.welcome();
             let number = peer.job();
-            told.recv().unwrap();
+            told.recv_timeout(PATIENCE).unwrap();
             peer.send(&outcome(number, b"late"));
             peer.end();
             // The client does not reconnect after its last handle is dropped.
@@ -882,7 +884,7 @@ fn job_waits_while_client_connects() {
         move |fake| {
             drop(fake.welcome());
             let mut second = fake.accept();
-            told.recv().unwrap();
+            told.recv_timeout(PATIENCE).unwrap();
             second.send(&welcome(1));
             let number = second.job();
             second.send(&outcome(number, b"waited"));

@@ -7,6 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use bulkhead_client::blocking::Client;
@@ -60,24 +61,28 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result
 /// descriptor.
 fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
     let (socket, listener) = lingering();
-    match send(to, bytes, &[socket.as_fd()]) {
+    let (to, bytes) = (to.try_clone().unwrap(), bytes.to_vec());
+    let (sender, receiver) = mpsc::channel();
+    // If the supervisor does not receive the socket, or closes it before this process does, then `drop(socket)` blocks
+    // until `listener` is dropped.
+    std::thread::spawn(move || {
+        let sent = send(&to, &bytes, &[socket.as_fd()]);
+        drop(to);
+        let _ = sender.send(sent);
+        drop(socket);
+    });
+    match receiver.recv_timeout(PATIENCE).unwrap() {
         Ok(sent) => assert!(
             is_older && sent == bytes.len(),
             "the kernel delivered a descriptor although it can refuse them"
         ),
         Err(error) => assert!(!is_older && error == Errno::PERM, "{error}"),
     }
-    // The supervisor did not receive the socket. Closing it here must not block this test.
-    if !is_older {
-        rustix::net::sockopt::set_socket_linger(&socket, None).unwrap();
-    }
     listener
 }
 
 fn dial(path: &Path) -> UnixStream {
-    let socket = UnixStream::connect(path).unwrap();
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
-    socket
+    bulkhead_tests::dial(path).unwrap()
 }
 
 fn is_well(supervisor: &Supervisor, client: &Client) {

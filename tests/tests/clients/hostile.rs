@@ -76,9 +76,7 @@ fn announcement(number: u64, payload_bytes: u32) -> Vec<u8> {
 
 /// Connects without sending anything.
 fn dial(path: &Path) -> UnixStream {
-    let socket = UnixStream::connect(path).unwrap();
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
-    socket
+    bulkhead_tests::dial(path).unwrap()
 }
 
 /// Connects and completes the handshake.
@@ -1293,10 +1291,10 @@ fn worker_that_closes_its_link_is_replaced() {
     std::thread::scope(|scope| {
         let job = scope.spawn(|| result(&client, "answer-and-close", ""));
         supervisor.wait_number("victim", "in_flight", 1);
-        is_stopped(&supervisor);
+        let paused = supervisor.pause();
         std::fs::write(notes.path().join("go"), "").unwrap();
         wait_for("the worker has closed its link", || notes.path().join("gone").exists().then_some(()));
-        goes_on(&supervisor);
+        drop(paused);
         assert_eq!(job.join().unwrap().unwrap().payload(), b"goodbye");
     });
     supervisor.wait_number("victim", "restarts", 1);

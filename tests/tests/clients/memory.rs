@@ -36,8 +36,7 @@ struct Caller {
 
 impl Caller {
     fn of(supervisor: &Supervisor) -> Self {
-        let socket = UnixStream::connect(supervisor.socket()).unwrap();
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        let socket = bulkhead_tests::dial(&supervisor.socket()).unwrap();
         let mut caller = Self { socket, number: 0 };
         let hello = Hello {
             version_min: 1,

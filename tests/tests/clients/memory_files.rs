@@ -11,12 +11,12 @@ use bulkhead_client::{Client, Job};
 use bulkhead_shared::Executed;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Submit, capability, role};
 use bulkhead_shared::codec::{self, tag};
-use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
+use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest, receive_with_files};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_tests::{
-    PATIENCE, Supervisor, connect, descriptors, kill_pid, outcome, programs, run, wait_for,
+    PATIENCE, Supervisor, connect, descriptors, dial, kill_pid, outcome, programs, run, wait_for,
 };
 use nix::sys::signal::Signal;
 
@@ -454,7 +454,7 @@ enum Told {
 
 impl Raw {
     fn connect(supervisor: &Supervisor) -> Self {
-        let socket = UnixStream::connect(supervisor.socket()).unwrap();
+        let socket = dial(&supervisor.socket()).unwrap();
         let mut raw =
             Self { socket, inbox: Inbox::default(), scratch: Scratch::default(), files: Vec::new() };
         let hello = Hello {
@@ -472,13 +472,18 @@ impl Raw {
     }
 
     fn send(&self, kind: u8, number: u64, message: &impl bincode::Encode, extensions: &[(u16, &[u8])]) {
-        let mut outbox = Outbox::default();
+        let (mut outbox, mut pool) = (Outbox::default(), BufferPool::default());
         outbox.push(kind, number, message, extensions, Payload::NONE).unwrap();
-        outbox.flush(&self.socket, &mut BufferPool::default()).unwrap();
+        // The socket is full while the supervisor reads slowly. A frame that is not sent would never be answered.
+        wait_for("the supervisor reads from the socket", || {
+            outbox.flush(&self.socket, &mut pool).unwrap().then_some(())
+        });
     }
 
     fn told(&mut self) -> Told {
+        let began = Instant::now();
         loop {
+            assert!(began.elapsed() < PATIENCE, "the supervisor sent no frame within {PATIENCE:?}");
             let mut poll = [rustix::event::PollFd::new(&self.socket, rustix::event::PollFlags::IN)];
             // Bytes left over from the last read can contain a whole frame.
             let soon = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
@@ -486,8 +491,11 @@ impl Raw {
             let (socket, files) = (&self.socket, &mut self.files);
             let read =
                 self.inbox.receive_by(&mut self.scratch, |buffer| receive_with_files(socket, buffer, files));
-            let (_, mut batch) = read.unwrap();
-            let Some(item) = batch.next().unwrap() else { continue };
+            let (received, mut batch) = read.unwrap();
+            let Some(item) = batch.next().unwrap() else {
+                assert_ne!(received, Received::Closed, "the supervisor closed the connection");
+                continue;
+            };
             let Item::Frame { header, metadata, .. } = item else { panic!("{item:?}") };
             if header.kind == kind::PROGRESS {
                 batch.keep_rest();

@@ -16,7 +16,7 @@ use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, Limits, ProgramCrashed, Status, WorkerWelcome, capability,
 };
 use bulkhead_shared::{CrashReason, RejectReason};
-use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
+use bulkhead_tests::{Supervisor, wait_for};
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 mod rules;
@@ -292,9 +292,7 @@ struct Client {
 
 impl Client {
     fn dial(supervisor: &Supervisor) -> Self {
-        let socket = UnixStream::connect(supervisor.socket()).unwrap();
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
-        Self { socket }
+        Self { socket: bulkhead_tests::dial(&supervisor.socket()).unwrap() }
     }
 
     /// Connects and completes the handshake.

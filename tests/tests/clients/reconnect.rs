@@ -12,7 +12,7 @@ use bulkhead_shared::codec;
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::{Fault, HandlerFailure, Outcome, RejectReason};
 use bulkhead_tests::ledger::worker::{self, Mark};
-use bulkhead_tests::{Supervisor, programs, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, programs, wait_for};
 
 use super::client::{Fake, Peer, against, frame, lost, metadata, outcome, welcome};
 
@@ -239,7 +239,7 @@ fn unsent_jobs_are_sent_again_in_order() {
         move |fake| {
             let mut peer = fake.welcome();
             next_job(&mut peer);
-            told.recv().unwrap();
+            told.recv_timeout(PATIENCE).unwrap();
             drop(peer);
             let mut peer = fake.welcome();
             for index in 0..4_u8 {
@@ -285,7 +285,7 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
             // The client reconnects, but gets no welcome until the jobs are cancelled.
             let mut peer = fake.accept();
             closed.send(()).unwrap();
-            told.recv().unwrap();
+            told.recv_timeout(PATIENCE).unwrap();
             peer.send(&welcome(1));
             let (number, _, payload) = next_job(&mut peer);
             assert_eq!(payload, b"stays");
@@ -359,7 +359,7 @@ fn job_ends_at_its_deadline_if_no_supervisor_answers() {
         move |fake| {
             next_job(&mut fake.welcome());
             // The listener stays open without a welcome, until all jobs have ended.
-            told.recv().unwrap();
+            told.recv_timeout(PATIENCE).unwrap();
         },
         async |path| {
             let client = Client::connect(path).await.unwrap();
@@ -409,7 +409,7 @@ fn job_not_accepted_by_old_supervisor_waits_for_the_new_one() {
                 old.send(&go_away(1));
                 drop(old);
                 // The client has noticed that the old supervisor is gone.
-                is_lost.recv().unwrap();
+                is_lost.recv_timeout(PATIENCE).unwrap();
                 let new = Fake::at(&fake.path);
                 let mut new = new.welcome();
                 let (number, _, payload) = next_job(&mut new);
@@ -438,7 +438,7 @@ fn job_not_accepted_by_old_supervisor_ends_at_its_deadline() {
             next_job(&mut old);
             std::fs::remove_file(&fake.path).unwrap();
             old.send(&go_away(0));
-            has_ended.recv().unwrap();
+            has_ended.recv_timeout(PATIENCE).unwrap();
         },
         async |path| {
             let client = Client::connect(path).await.unwrap();
@@ -467,7 +467,7 @@ fn job_is_sent_again_before_its_handle_is_polled() {
         });
         let client = blocking::Client::connect(path).unwrap();
         let handle = client.job("b", "x").idempotent(true).deadline(LONG).start().unwrap();
-        was_seen.recv().unwrap();
+        was_seen.recv_timeout(PATIENCE).unwrap();
         assert_eq!(handle.wait().unwrap().payload(), b"done");
     });
 }
@@ -504,7 +504,7 @@ fn while_rejected(
         move |fake| times.send(reject(fake, rejected, retry_after)).unwrap(),
         async |path| work(Client::connect(path).await.unwrap()).await,
     );
-    counted.recv().unwrap()
+    counted.recv_timeout(PATIENCE).unwrap()
 }
 
 fn is_full(result: Result<Reply, JobError>) -> bool {

@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 use bulkhead_client::Client;
-use bulkhead_tests::{Supervisor, kill_pid, run, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, run, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -194,8 +195,10 @@ fn each_isolated_tenant_has_its_own_adaptive_limit() {
     let supervisor = Supervisor::start(&isolated("5m"));
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
+        let began = Instant::now();
         let slow = async {
             while supervisor.snapshot("b")["adaptive"]["lowered"].as_u64().unwrap_or(0) == 0 {
+                assert!(began.elapsed() < PATIENCE, "the tenant's slow jobs do not lower the limit");
                 let mut jobs = tokio::task::JoinSet::new();
                 for _ in 0..8 {
                     jobs.spawn(client.job("b", "400").operation("sleep").tenant("slow").send());

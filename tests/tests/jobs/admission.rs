@@ -1,7 +1,5 @@
 //! Admission under overload with real workers: accepted, queued and rejected jobs, and retry delays.
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, JobError, Priority, Reply};
@@ -311,18 +309,7 @@ fn tenant_over_its_quota_waits_or_is_rejected() {
 
 /// Sends a PATCH request and returns the status and the body.
 fn patch(supervisor: &Supervisor, name: &str, body: &str) -> (u16, Value) {
-    let mut socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
-    let length = body.len();
-    write!(
-        socket,
-        "PATCH /v1/bulkheads/{name} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\
-         Content-Length: {length}\r\n\r\n{body}"
-    )
-    .unwrap();
-    let mut answer = String::new();
-    socket.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    (head.split(' ').nth(1).unwrap().parse().unwrap(), serde_json::from_str(body).unwrap())
+    supervisor.patch(&format!("/v1/bulkheads/{name}"), body)
 }
 
 #[test]

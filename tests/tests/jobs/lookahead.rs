@@ -1,11 +1,13 @@
 //! Prefetched jobs (`lookahead`). No prefetched jobs are lost when a worker dies, and no job begins twice. Jobs behind
 //! a slow job go to other workers.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Job, Priority};
 use bulkhead_shared::Executed;
-use bulkhead_tests::{Running, Supervisor, connect, kill_pid, outcome, run, spawn, tally, wait_for};
+use bulkhead_tests::{
+    PATIENCE, Running, Supervisor, connect, kill_pid, outcome, run, spawn, tally, wait_for,
+};
 use nix::sys::signal::Signal;
 
 /// Number of jobs in tests that send many jobs.
@@ -380,8 +382,9 @@ fn stopped_worker_gets_no_jobs_until_it_continues() {
             assert_eq!(reply.payload(), pids[1].to_string().as_bytes());
         }
         kill_pid(pids[0], Signal::SIGCONT);
-        let mut reply = None;
+        let (began, mut reply) = (Instant::now(), None);
         while reply.as_deref() != Some(pids[0].to_string().as_bytes()) {
+            assert!(began.elapsed() < PATIENCE, "the worker gets no jobs after SIGCONT");
             let beside = spawn(steps(&client, "sleep 2"));
             reply = Some(client.job("b", "").operation("pid").send().await.unwrap().payload().to_vec());
             assert_eq!(outcome(&beside.await.unwrap()), "ok");
