@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{PATIENCE, Supervisor, heavy, is_alive, kill_pid, programs, wait_for};
@@ -123,7 +123,10 @@ impl Stream {
 
     /// Returns the next event, or `None` if the stream has ended.
     fn next(&mut self) -> Option<Value> {
+        let began = Instant::now();
         loop {
+            // The stream also contains comments, so a time limit for each chunk would not be enough.
+            assert!(began.elapsed() < PATIENCE, "no event arrives");
             while let Some((block, rest)) = self.partial.split_once("\n\n") {
                 let field =
                     |name: &str| block.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
