@@ -235,7 +235,7 @@ fn every_program_writes_man_pages() {
     ] {
         let man = |folder: &Path| {
             let mut command = Command::new(programs().join(program));
-            command.arg("man").arg(folder).stdin(Stdio::null()).output().unwrap()
+            super::running::output(command.arg("man").arg(folder))
         };
         let output = man(&folder.path().join("new/pages"));
         assert!(output.status.success(), "{output:?}");
