@@ -661,6 +661,10 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
+/// Time in seconds after which the kernel kills a forked child. The child hangs if another thread held a lock during the
+/// fork. A child that outlives this program would also keep its standard output open, for which the test waits.
+const CHILD_SECONDS_MAX: u32 = 60;
+
 /// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot shut down the
 /// parent's supervisor.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
@@ -670,6 +674,7 @@ fn ends_for_good() {
     // SAFETY: the child only uses its copy and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
+        nix::unistd::alarm::set(CHILD_SECONDS_MAX);
         let refused = supervisor
             .shutdown()
             .is_err_and(|error| error.to_string().contains("was forked from that process"));
@@ -1011,6 +1016,7 @@ fn forks() {
     // SAFETY: the child only drops its copy and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
+        nix::unistd::alarm::set(CHILD_SECONDS_MAX);
         drop(supervisor);
         // SAFETY: only exits.
         unsafe { libc::_exit(7) };

@@ -7,13 +7,15 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{PATIENCE, Supervisor, heavy, is_alive, kill_pid, programs, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
+
+use crate::command_line::running;
 
 // HTTP.
 
@@ -123,7 +125,10 @@ impl Stream {
 
     /// Returns the next event, or `None` if the stream has ended.
     fn next(&mut self) -> Option<Value> {
+        let began = Instant::now();
         loop {
+            // The stream also contains comments, so a time limit for each chunk would not be enough.
+            assert!(began.elapsed() < PATIENCE, "no event arrives");
             while let Some((block, rest)) = self.partial.split_once("\n\n") {
                 let field =
                     |name: &str| block.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
@@ -807,7 +812,7 @@ fn start_fails_if_socket_path_is_in_use() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let path = folder.path();
     let refused = |arguments: &[&str], text: &str| {
-        let output = program(path, arguments).output().unwrap();
+        let output = running::output(&mut program(path, arguments));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(text), "{said}");
@@ -846,7 +851,7 @@ fn start_fails_if_socket_path_is_in_use() {
 #[test]
 fn check_prints_the_effective_configuration() {
     let folder = configured(&format!("{SOCKETS}{ONE}processes = 3\n"));
-    let output = program(folder.path(), &["--check"]).output().unwrap();
+    let output = running::output(&mut program(folder.path(), &["--check"]));
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.stderr.is_empty());
     let told = String::from_utf8(output.stdout).unwrap();
@@ -857,14 +862,14 @@ fn check_prints_the_effective_configuration() {
     assert!(!folder.path().join("jobs.sock").exists(), "nothing is started");
     // The printed configuration is itself a valid file, and printing that file produces the same text.
     std::fs::write(folder.path().join("workers.toml"), &told).unwrap();
-    let again = program(folder.path(), &["--check"]).output().unwrap();
+    let again = running::output(&mut program(folder.path(), &["--check"]));
     assert_eq!(String::from_utf8(again.stdout).unwrap(), told);
 }
 
 #[test]
 fn schema_option_prints_the_documented_schema() {
     let mut command = Command::new(programs().join("bulkhead-supervisor"));
-    let output = command.arg("--schema").stdin(Stdio::null()).output().unwrap();
+    let output = running::output(command.arg("--schema"));
     assert_eq!((output.status.code(), output.stderr.len()), (Some(0), 0));
     let printed: Value = serde_json::from_slice(&output.stdout).unwrap();
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/workers.schema.json");
@@ -879,13 +884,13 @@ fn unwritable_standard_output_exits_with_status_74() {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
         command.args(arguments).current_dir(folder.path()).stdin(Stdio::null()).stdout(full);
-        let output = command.output().unwrap();
+        let output = running::output_of(command.stderr(Stdio::piped()).spawn().unwrap());
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(74), "{arguments:?}: {said}");
         assert!(said.contains("standard output"), "{arguments:?}: {said}");
         let mut shell = Command::new("sh");
         shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(arguments);
-        let output = shell.current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
+        let output = running::output(shell.current_dir(folder.path()));
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(74), "{arguments:?}: {said}");
         assert!(said.contains("standard output: standard output is closed"), "{arguments:?}: {said}");
@@ -902,7 +907,7 @@ fn invalid_configuration_reports_all_errors_with_lines() {
     let folder = configured(config);
     let path = folder.path().join("workers.toml");
     for arguments in [&["--check"][..], &[]] {
-        let output = program(folder.path(), arguments).output().unwrap();
+        let output = running::output(&mut program(folder.path(), arguments));
         assert_eq!(output.status.code(), Some(2));
         assert!(output.stdout.is_empty());
         let said = String::from_utf8(output.stderr).unwrap();
@@ -926,7 +931,7 @@ fn invalid_command_line_exits_with_status_2() {
     let program = |arguments: &[&str]| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
         command.env("BULKHEAD_CONFIG", "/nonexistent/default.toml");
-        command.args(arguments).stdin(Stdio::null()).output().unwrap()
+        running::output(command.args(arguments))
     };
     let config = folder.path().join("workers.toml");
     let config = config.to_str().unwrap();
@@ -963,7 +968,7 @@ fn default_configuration_file_is_found_without_an_option() {
         for name in ["BULKHEAD_CONFIG", "XDG_CONFIG_HOME", "HOME"] {
             command.env_remove(name);
         }
-        command.envs(variables.iter().copied()).arg("--check").stdin(Stdio::null()).output().unwrap()
+        running::output(command.envs(variables.iter().copied()).arg("--check"))
     };
     let file = folder.path().join("workers.toml");
     let output = check(&[("BULKHEAD_CONFIG", &file)]);

@@ -43,8 +43,11 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
                 }
             });
         }
-        wait_for("a request is answered", || (answers.load(Ordering::Relaxed) > 0).then_some(()));
-        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(meanwhile));
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            wait_for("a request is answered", || (answers.load(Ordering::Relaxed) > 0).then_some(()));
+            meanwhile();
+        }));
+        // Ends the other threads even after a panic. Otherwise, the scope would wait for them forever.
         is_over.store(true, Ordering::Relaxed);
         if let Err(panic) = done {
             std::panic::resume_unwind(panic);

@@ -7,16 +7,18 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_tests::http::Place;
 use bulkhead_tests::ports::free_port;
-use bulkhead_tests::{Supervisor, not_run, tally, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, not_run, tally, wait_for};
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
 const CONFIG: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/haproxy/haproxy.cfg");
 const CALLERS: usize = 16;
+/// Maximum time that a caller sends jobs. Only limits how long a failure takes.
+const LOAD_TIME_MAX: Duration = Duration::from_secs(8 * PATIENCE.as_secs());
 const TOKEN: &str = "Authorization: Bearer a-token-for-the-jobs";
 const BULKHEAD: &str = "[[access]]\ntoken_file = \"jobs\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
                         max_in_flight = 4\nmax_queue = 50\ncwd = \".\"\n";
@@ -135,7 +137,9 @@ fn load(proxy: &Proxy, is_over: impl Fn(usize) -> bool + Sync) -> Vec<Seen> {
 fn call(proxy: &Proxy, begun: &AtomicUsize, is_over: impl Fn(usize) -> bool) -> Vec<Seen> {
     let mut seen = Vec::new();
     let mut connection = proxy.place().keep_alive();
+    let began = Instant::now();
     loop {
+        assert!(began.elapsed() < LOAD_TIME_MAX, "the load does not end");
         let number = begun.fetch_add(1, Ordering::SeqCst);
         if is_over(number) {
             return seen;
@@ -230,22 +234,31 @@ fn killed_host_fails_only_jobs_in_flight() {
 /// Each host is stopped four times, without a drain notice, while jobs are running and waiting.
 #[test]
 fn stopping_hosts_under_load_does_not_reset_connections() {
+    const STOPS: usize = 8;
     let mut hosts = [Host::start(""), Host::start("")];
     let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
     let stops = AtomicUsize::new(0);
     let seen = std::thread::scope(|scope| {
-        let load = scope.spawn(|| load(&proxy, |_| stops.load(Ordering::SeqCst) >= 8));
-        for round in 0..8 {
-            let host = &mut hosts[round % 2];
-            let before = host.runs().lines().count();
-            wait_for("the host has jobs", || (host.runs().lines().count() > before + 5).then_some(()));
-            host.restart("");
-            // A new job on the host shows that the proxy knows that the host is back.
-            let before = host.runs().lines().count();
-            wait_for("the host has jobs again", || (host.runs().lines().count() > before).then_some(()));
-            stops.fetch_add(1, Ordering::SeqCst);
+        let load = scope.spawn(|| load(&proxy, |_| stops.load(Ordering::SeqCst) >= STOPS));
+        let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            for round in 0..STOPS {
+                let host = &mut hosts[round % 2];
+                let before = host.runs().lines().count();
+                wait_for("the host has jobs", || (host.runs().lines().count() > before + 5).then_some(()));
+                host.restart("");
+                // A new job on the host shows that the proxy knows that the host is back.
+                let before = host.runs().lines().count();
+                wait_for("the host has jobs again", || (host.runs().lines().count() > before).then_some(()));
+                stops.fetch_add(1, Ordering::SeqCst);
+            }
+        }));
+        // Ends the load even after a panic. Otherwise, the scope would wait for the callers forever.
+        stops.store(STOPS, Ordering::SeqCst);
+        let seen = load.join().unwrap();
+        if let Err(panic) = stopped {
+            std::panic::resume_unwind(panic);
         }
-        load.join().unwrap()
+        seen
     });
     let results = results(&seen);
     println!("{} jobs: {results:?}", seen.len());
@@ -284,7 +297,9 @@ fn call_until_refused(place: &Place, keeps: bool) -> Vec<String> {
     let Place::Tcp(address) = place else { unreachable!() };
     let mut seen = Vec::new();
     let mut kept = None;
+    let began = Instant::now();
     loop {
+        assert!(began.elapsed() < LOAD_TIME_MAX, "the host still accepts connections");
         let mut connection = match kept.take() {
             Some(connection) => connection,
             None => match std::net::TcpStream::connect_timeout(address, Duration::from_secs(5)) {

@@ -280,7 +280,7 @@ fn generated_requests_match_the_openapi_document() {
     let names = format!("[parameters]\nname = \"b\"\nid = \"{}\"\n", crash(&supervisor, &place));
     std::fs::write(supervisor.file("schemathesis.toml"), names).unwrap();
     let output = Command::new("timeout")
-        .arg("240")
+        .args(["--kill-after=20", "240"])
         .arg(program)
         .args(["run", &format!("http://{address}/openapi.json"), "-H", BEARER])
         .args(["--checks", "status_code_conformance,content_type_conformance,response_schema_conformance"])

@@ -12,6 +12,8 @@ use bulkhead_tests::http::{Answer, Place};
 use bulkhead_tests::{PATIENCE, Supervisor, not_run, programs, wait_for};
 use tempfile::TempDir;
 
+use crate::command_line::running;
+
 const TOKEN: &str = "a-token-of-the-tests";
 const BEARER: &str = "Authorization: Bearer a-token-of-the-tests";
 /// HTTP basic authentication with the user `me` and the token as the password.
@@ -347,7 +349,7 @@ fn start_fails_if_http_address_is_unavailable() {
         );
         std::fs::write(folder.path().join("workers.toml"), config).unwrap();
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
-        let output = command.arg("--config").arg(folder.path().join("workers.toml")).output().unwrap();
+        let output = running::output(command.arg("--config").arg(folder.path().join("workers.toml")));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(&address) && said.contains(hint), "{said}");

@@ -1,12 +1,13 @@
 //! `GET /v1/watch`: the states of all bulkheads and all events in one stream.
 
 use std::io::{BufRead, BufReader};
+use std::time::Instant;
 
 use bulkhead_tests::http::{Place, Socket};
-use bulkhead_tests::{Supervisor, not_run, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, not_run, wait_for};
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
-use nix::sys::wait::{WaitPidFlag, waitpid};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde_json::Value;
 
@@ -38,7 +39,10 @@ impl Watcher {
     /// Returns the next message, or `None` if the stream has ended. Skips chunk sizes and comments.
     fn next(&mut self) -> Option<Said> {
         let mut said = Said { event: String::new(), id: None, data: Value::Null };
+        let began = Instant::now();
         loop {
+            // The stream also contains comments, so a time limit for each line would not be enough.
+            assert!(began.elapsed() < PATIENCE, "no message arrives");
             let mut line = String::new();
             if self.0.read_line(&mut line).expect("a line arrives in time") == 0 {
                 return None;
@@ -55,7 +59,9 @@ impl Watcher {
     }
 
     fn next_of(&mut self, event: &str) -> Said {
+        let began = Instant::now();
         loop {
+            assert!(began.elapsed() < PATIENCE, "no message of kind {event} arrives");
             let said = self.next().expect("the stream continues");
             if said.event == event {
                 return said;
@@ -79,19 +85,15 @@ fn watch_streams_snapshots_and_events() {
 
     // The stream continues with new states and events.
     assert_eq!(Place::of(&supervisor).job("b", "echo", &[], b"").status, 200);
-    loop {
-        if watcher.next_of("bulkheads").data["bulkheads"][0]["done"] == 1 {
-            break;
-        }
-    }
+    wait_for("a state includes the job", || {
+        (watcher.next_of("bulkheads").data["bulkheads"][0]["done"] == 1).then_some(())
+    });
     Place::of(&supervisor).job("b", "abort", &[], b"").problem(502);
-    let crashed = loop {
+    let crashed = wait_for("an event reports the crash", || {
         let said = watcher.next_of("event");
         assert_eq!(said.id, said.data["seq"].as_u64(), "{said:?}");
-        if said.data["kind"] == "job_crashed" {
-            break said.id.unwrap();
-        }
-    };
+        (said.data["kind"] == "job_crashed").then(|| said.id.unwrap())
+    });
     // Another watcher can continue after a given event.
     let query = format!("?since={}", crashed - 1);
     let last = format!("Last-Event-ID: {}", crashed - 1);
@@ -108,7 +110,7 @@ fn watch_streams_snapshots_and_events() {
         (first.is_some() && first == newest["seq"].as_u64()).then_some(())
     });
     supervisor.signal(Signal::SIGTERM);
-    while watcher.next().is_some() {}
+    wait_for("the stream ends", || watcher.next().is_none().then_some(()));
 }
 
 #[test]
@@ -155,7 +157,10 @@ fn watch_reports_stuck_data_plane() {
         return;
     }
     ptrace::interrupt(thread).unwrap();
-    waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    wait_for("the data plane has stopped", || {
+        let status = waitpid(thread, Some(WaitPidFlag::__WALL | WaitPidFlag::WNOHANG)).unwrap();
+        (status != WaitStatus::StillAlive).then_some(())
+    });
     watcher.next_of("stuck");
     ptrace::detach(thread, None).unwrap();
     watcher.next_of("bulkheads");

@@ -8,12 +8,14 @@ use bulkhead_client::{JobError, Reply};
 use bulkhead_tests::{Supervisor, outcome, tally, wait_for};
 use serde_json::Value;
 
+use super::running;
+
 fn advice(supervisor: &Supervisor, bulkhead: &str) -> Value {
     supervisor.get(&format!("/v1/bulkheads/{bulkhead}/advice"))
 }
 
 fn advise(supervisor: &Supervisor, arguments: &[&str]) -> Output {
-    supervisor.command().arg("advise").args(arguments).output().unwrap()
+    running::output(supervisor.command().arg("advise").args(arguments))
 }
 
 fn text(output: &Output) -> String {
@@ -175,7 +177,7 @@ fn advice_recommends_more_processes_for_overloaded_bulkhead() {
     );
     let command =
         said.lines().find(|line| line.starts_with("bulkhead resize small --processes 2")).expect(&said);
-    let typed = supervisor.command().args(command.split(' ').skip(1)).output().unwrap();
+    let typed = running::output(supervisor.command().args(command.split(' ').skip(1)));
     assert_eq!(typed.status.code(), Some(0), "{}", String::from_utf8_lossy(&typed.stderr));
     let then = advice(&supervisor, "small");
     assert_eq!((&then["seen"]["limit"], &then["jobs"]), (&2.into(), &0.into()), "{then}");

@@ -4,8 +4,10 @@ use std::process::{Command, Output};
 
 use bulkhead_tests::programs;
 
+/// Runs the bench. `timeout` ends the bench, including its child processes, if it runs far too long.
 fn bench(arguments: &[&str]) -> Output {
-    let mut bench = Command::new(programs().join("bulkhead-bench"));
+    let mut bench = Command::new("timeout");
+    bench.args(["--kill-after=10", "600"]).arg(programs().join("bulkhead-bench"));
     bench.arg("--smoke").args(arguments).output().expect("failed to run the bench")
 }
 

@@ -12,7 +12,7 @@ use bulkhead_tests::{Supervisor, kill_pid, not_run, programs, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use super::running::{Ran, Running, blocker, bulkhead, fed, follow, plain, read_all, spawn};
+use super::running::{Ran, Running, blocker, bulkhead, fed, follow, output_of, plain, read_all, spawn};
 
 // Outcomes and exit codes.
 
@@ -524,14 +524,18 @@ fn closed_output_pipe_is_not_an_error() {
     let mut child =
         head.args(submit).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let stderr = read_all(child.stderr.take().unwrap());
-    let mut first = [0; 10];
-    child.stdout.take().unwrap().read_exact(&mut first).unwrap();
+    let mut stdout = child.stdout.take().unwrap();
+    let reader = std::thread::spawn(move || stdout.read_exact(&mut [0; 10]));
+    wait_for("the first bytes arrive", || reader.is_finished().then_some(()));
+    reader.join().unwrap().unwrap();
     let ran = Running { child, stdin: None, stdout: None, stderr }.end().expect(0);
     assert_eq!(ran.stderr.lines().count(), 1, "only the summary: {}", ran.stderr);
 
     // A result that cannot be written is lost, so the command fails.
     let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let output = big.command().args(submit).stdin(Stdio::null()).stdout(full).output().unwrap();
+    let mut lost = big.command();
+    lost.args(submit).stdin(Stdio::null()).stdout(full).stderr(Stdio::piped());
+    let output = output_of(lost.spawn().unwrap());
     assert_eq!(output.status.code(), Some(74));
     assert!(String::from_utf8_lossy(&output.stderr).contains("failed to write to standard output"));
 }
@@ -829,12 +833,12 @@ fn bench_prints_throughput_and_latency() {
 fn bench_fails_if_the_supervisor_exits() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\n");
     let mut command = supervisor.command();
-    command.args(["bench", "b", "--duration", "10s", "--concurrency", "1", "--json"]).stdout(Stdio::piped());
-    let bench = command.spawn().unwrap();
+    command.args(["bench", "b", "--duration", "10s", "--concurrency", "1", "--json"]);
+    let bench = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     // The second job is submitted after the outcome of the first one.
     wait_for("two jobs have run", || (supervisor.number("b", "done") > 1).then_some(()));
     supervisor.signal(Signal::SIGKILL);
-    let output = bench.wait_with_output().unwrap();
+    let output = output_of(bench);
     assert_eq!(output.status.code(), Some(69), "{output:?}");
     let object: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(object["outcomes"]["ok"].as_u64() > Some(0), "{object}");

@@ -4,7 +4,7 @@ mod advise;
 mod bench;
 mod commands;
 mod operate;
-mod running;
+pub(crate) mod running;
 mod service;
 mod service_manager;
 mod submit_input;

@@ -425,6 +425,7 @@ fn crash_reports_are_selected_by_prefix_and_cause() {
 fn response_from_another_program_is_an_error() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let host = format!("http://{}", listener.local_addr().unwrap());
+    listener.set_nonblocking(true).unwrap();
     for (arguments, status, part) in [
         (&["status"][..], "502 Bad Gateway", "check that this address belongs to a supervisor"),
         (&["jobs"][..], "302 Found", "check that this address belongs to a supervisor"),
@@ -433,7 +434,8 @@ fn response_from_another_program_is_an_error() {
         (&["events"][..], "200 OK", "failed to parse"),
     ] {
         let running = spawn(&mut plain(&[&["--host", &host], arguments].concat()));
-        let (mut stream, _) = listener.accept().unwrap();
+        let (mut stream, _) = wait_for("the command connects", || listener.accept().ok());
+        stream.set_read_timeout(Some(bulkhead_tests::PATIENCE)).unwrap();
         let head = BufReader::new(&stream).lines().map_while(Result::ok);
         assert!(head.take_while(|line| !line.is_empty()).count() > 1);
         let response = format!("HTTP/1.1 {status}\r\nContent-Length: 7\r\nConnection: close\r\n\r\n<html>\n");

@@ -1,7 +1,7 @@
 //! Helpers that run the `bulkhead` command in tests.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 
@@ -62,24 +62,54 @@ pub(super) fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u
     })
 }
 
+/// Waits until all processes have closed their end of the pipe, and returns the bytes that arrived.
+fn all_from(reader: JoinHandle<Vec<u8>>) -> Vec<u8> {
+    wait_for("all processes have closed the pipe", || reader.is_finished().then_some(()));
+    reader.join().expect("a reader")
+}
+
 pub(super) fn spawn(command: &mut Command) -> Running {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("the command runs");
+    read_from(command.spawn().expect("the command runs"))
+}
+
+/// Reads the output of a command whose standard error is a pipe.
+fn read_from(mut child: Child) -> Running {
     let stdin = child.stdin.take();
     let stdout = child.stdout.take().map(read_all);
     let stderr = read_all(child.stderr.take().expect("a pipe"));
     Running { child, stdin, stdout, stderr }
 }
 
+/// Runs a command without input, like [`Command::output`]. Kills the command and panics if it does not exit in time.
+pub(crate) fn output(command: &mut Command) -> Output {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    output_of(command.spawn().expect("the command runs"))
+}
+
+/// Returns the output of a running command, like [`Child::wait_with_output`]. Standard error must be a pipe. Kills the
+/// command and panics if it does not exit in time.
+pub(crate) fn output_of(child: Child) -> Output {
+    read_from(child).output()
+}
+
 impl Running {
     /// Writes `input` to standard input, closes it, and waits for the command to exit.
     pub(super) fn feed(mut self, input: &[u8]) -> Ran {
-        // The command can exit before reading everything.
-        let _ = self.stdin.take().expect("a pipe").write_all(input);
+        let (mut stdin, input) = (self.stdin.take().expect("a pipe"), input.to_vec());
+        // Writes on another thread, because the command can hang or exit before it has read everything.
+        std::thread::spawn(move || {
+            let _ = stdin.write_all(&input);
+        });
         self.end()
     }
 
-    pub(super) fn end(mut self) -> Ran {
+    pub(super) fn end(self) -> Ran {
+        let Output { status, stdout, stderr } = self.output();
+        Ran { code: status.code(), stdout, stderr: String::from_utf8_lossy(&stderr).into_owned() }
+    }
+
+    fn output(mut self) -> Output {
         drop(self.stdin.take());
         let began = std::time::Instant::now();
         let status = loop {
@@ -87,14 +117,13 @@ impl Running {
                 Some(status) => break status,
                 None if began.elapsed() > PATIENCE => {
                     let _ = self.child.kill();
-                    panic!("the command did not exit: {:?}", self.stderr.join());
+                    panic!("the command did not exit: {}", String::from_utf8_lossy(&all_from(self.stderr)));
                 }
                 None => std::thread::park_timeout(std::time::Duration::from_millis(2)),
             }
         };
-        let stdout = self.stdout.take().map(|reader| reader.join().expect("a reader")).unwrap_or_default();
-        let stderr = String::from_utf8_lossy(&self.stderr.join().expect("a reader")).into_owned();
-        Ran { code: status.code(), stdout, stderr }
+        let stdout = self.stdout.take().map(all_from).unwrap_or_default();
+        Output { status, stdout, stderr: all_from(self.stderr) }
     }
 }
 

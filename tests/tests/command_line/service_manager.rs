@@ -13,7 +13,7 @@ use bulkhead_client::blocking::Client;
 use bulkhead_tests::{PATIENCE, Supervisor, not_run, programs, wait_for};
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
-use nix::sys::wait::{WaitPidFlag, waitpid};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
@@ -81,7 +81,10 @@ fn watchdog_is_notified_only_while_data_plane_responds() {
         return;
     }
     ptrace::interrupt(thread).unwrap();
-    waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    wait_for("the data plane has stopped", || {
+        let status = waitpid(thread, Some(WaitPidFlag::__WALL | WaitPidFlag::WNOHANG)).unwrap();
+        (status != WaitStatus::StillAlive).then_some(())
+    });
     // The control plane waits longer for the data plane than the watchdog interval. After the first request, no
     // notification can therefore result from an earlier response.
     assert_eq!(supervisor.try_get("/healthz").unwrap().0, 503);
@@ -232,7 +235,7 @@ fn every_program_writes_man_pages() {
     ] {
         let man = |folder: &Path| {
             let mut command = Command::new(programs().join(program));
-            command.arg("man").arg(folder).stdin(Stdio::null()).output().unwrap()
+            super::running::output(command.arg("man").arg(folder))
         };
         let output = man(&folder.path().join("new/pages"));
         assert!(output.status.success(), "{output:?}");

@@ -1,11 +1,14 @@
 //! Payload sources of `bulkhead submit` if no file is named.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
+use std::sync::mpsc::channel;
 
-use bulkhead_tests::{Supervisor, programs, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, programs, wait_for};
 use nix::pty::openpty;
+
+use super::running::{output, output_of, read_all};
 
 fn supervisor() -> Supervisor {
     Supervisor::start(
@@ -32,7 +35,7 @@ fn submit_reads_payload_from_standard_input() {
     std::fs::write(&file, "from the file\n").unwrap();
     std::fs::write(&other, "from the other\n").unwrap();
     let with = |arguments: &[&str], input: Stdio| {
-        result(submit(&supervisor, arguments).stdin(input).output().unwrap())
+        result(output_of(submit(&supervisor, arguments).stdin(input).spawn().unwrap()))
     };
     let input = || Stdio::from(File::open(&file).unwrap());
     assert_eq!(with(&[], input()), "from the file\n");
@@ -42,7 +45,8 @@ fn submit_reads_payload_from_standard_input() {
     assert_eq!(with(&[], Stdio::null()), "");
     // The command reads its input once for all jobs.
     assert_eq!(with(&["--repeat", "3"], input()), "from the file\n".repeat(3));
-    let both = submit(&supervisor, &["-n", "--payload-file", "-"]).stdin(input()).output().unwrap();
+    let both = submit(&supervisor, &["-n", "--payload-file", "-"]).stdin(input()).spawn().unwrap();
+    let both = output_of(both);
     assert_eq!(both.status.code(), Some(2), "{both:?}");
 }
 
@@ -56,12 +60,12 @@ fn submit_with_n_does_not_read_standard_input() {
         let mut shell = Command::new("sh");
         shell.args(["-c", script]).env("N", n).env("BULKHEAD", programs().join("bulkhead"));
         shell.env("BULKHEAD_SOCKET", supervisor.socket()).current_dir(supervisor.folder.path());
-        result(shell.output().unwrap())
+        result(output(&mut shell))
     };
     assert_eq!(run("-n"), "one\ntwo\nthree\n");
     assert_eq!(run(""), "one\ntwo\nthree\n", "the first job reads the rest of the list");
     let told = submit(&supervisor, &["-n"]).stdin(Stdio::piped()).spawn().unwrap();
-    assert_eq!(result(told.wait_with_output().unwrap()), "");
+    assert_eq!(result(output_of(told)), "");
 }
 
 /// The command neither reads a payload from a terminal nor waits for input.
@@ -71,7 +75,7 @@ fn submit_reads_no_payload_from_a_terminal() {
     let terminal = openpty(None, None).expect("a pseudoterminal");
     let mut child = submit(&supervisor, &[]).stdin(terminal.slave).spawn().unwrap();
     wait_for("the command exits", || child.try_wait().unwrap());
-    assert_eq!(result(child.wait_with_output().unwrap()), "");
+    assert_eq!(result(output_of(child)), "");
     drop(terminal.master);
 }
 
@@ -81,14 +85,17 @@ fn submit_reports_that_it_is_waiting_for_standard_input() {
     let mut child = submit(&supervisor, &[]).stdin(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     stdin.write_all(b"begun, ").unwrap();
-    let mut stderr = BufReader::new(child.stderr.take().unwrap());
-    let mut line = String::new();
-    stderr.read_line(&mut line).unwrap();
+    let stdout = read_all(child.stdout.take().unwrap());
+    let stderr = BufReader::new(child.stderr.take().unwrap());
+    let (sender, lines) = channel();
+    std::thread::spawn(move || stderr.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+    let line = lines.recv_timeout(PATIENCE).expect("the command prints a line");
     assert!(line.contains("reading the payload from standard input") && line.contains("-n"), "{line}");
     stdin.write_all(b"ended").unwrap();
     drop(stdin);
-    let mut rest = String::new();
-    stderr.read_to_string(&mut rest).unwrap();
-    assert_eq!(result(child.wait_with_output().unwrap()), "begun, ended");
-    assert_eq!(rest.lines().count(), 1, "the summary: {rest}");
+    let status = wait_for("the command exits", || child.try_wait().unwrap());
+    assert!(status.success(), "{status}");
+    assert_eq!(stdout.join().expect("a reader"), b"begun, ended");
+    let rest: Vec<String> = std::iter::from_fn(|| lines.recv_timeout(PATIENCE).ok()).collect();
+    assert_eq!(rest.len(), 1, "the summary: {rest:?}");
 }

@@ -13,6 +13,8 @@ use nix::sys::signal::Signal;
 use rustix::termios::tcsetwinsize;
 use serde_json::Value;
 
+use super::running;
+
 /// Terminal that runs a shell. Dropping this value kills the shell and its children.
 struct Terminal {
     master: File,
@@ -152,9 +154,7 @@ const WORKERS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 7\n\
                        [bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n";
 
 fn submit(supervisor: &Supervisor, arguments: &[&str]) {
-    let mut command = supervisor.command();
-    command.arg("submit").args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    command.status().expect("the command runs");
+    running::output(supervisor.command().arg("submit").args(arguments));
 }
 
 /// Returns the words in a bulkhead's table row.
@@ -323,7 +323,7 @@ fn no_color_variable_disables_colours() {
 // Without a terminal.
 
 fn ran(command: &mut Command) -> (Option<i32>, String, String) {
-    let output = command.stdin(Stdio::null()).output().expect("the command runs");
+    let output = running::output(command);
     let text = |bytes| String::from_utf8(bytes).expect("text");
     (output.status.code(), text(output.stdout), text(output.stderr))
 }

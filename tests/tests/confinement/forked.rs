@@ -432,10 +432,11 @@ fn serves_while_template_hangs() -> bool {
     kill_pid(before[0], Signal::SIGKILL);
     wait_for("the killed worker has exited", || (!is_alive(before[0])).then_some(()));
     let mut seen = BTreeSet::new();
-    while seen.len() < 3 {
+    wait_for("three workers have run jobs", || {
         place.attempt(&client, "other", "leave-processes-behind", &json!({}));
         seen.insert(place.worker("other"));
-    }
+        (seen.len() >= 3).then_some(())
+    });
     let is_pending = place.supervisor.events("worker_not_started").is_empty();
     place.supervisor.wait_events("worker_not_started", 1);
     assert_ne!(pair(&place), before);
@@ -622,9 +623,11 @@ fn many_forks_leak_no_processes_or_descriptors() {
                 let served: Vec<_> = (0..4)
                     .map(|_| scope.spawn(|| (0..count / 4).for_each(|_| drop(ask(&client, "fresh", "pid")))))
                     .collect();
-                served.into_iter().for_each(|served| served.join().unwrap());
+                let ended: Vec<_> = served.into_iter().map(|served| served.join()).collect();
+                // Ends the other thread even if a job has failed. Otherwise, the scope would wait for it forever.
                 is_over.store(true, Ordering::Relaxed);
                 let most = watched.join().unwrap();
+                ended.into_iter().for_each(|ended| ended.unwrap());
                 // Counts the template, slots, spares, and workers that have finished their jobs and are exiting.
                 assert!(most <= 1 + SLOTS + SPARES + EXITING_MAX, "{profile}: {most} processes at once");
             });

@@ -15,6 +15,8 @@ use nix::sys::signal::Signal;
 use nix::unistd::chown;
 use serde_json::json;
 
+use crate::command_line::running;
+
 /// Range of user IDs for workers if the configuration names no user (systemd's range for dynamic users).
 const IDS: std::ops::RangeInclusive<u32> = 61_184..=65_519;
 
@@ -270,14 +272,14 @@ fn unprivileged_supervisor_reports_shared_user() {
     let told = place.supervisor.snapshot("x")["workers"][0]["confinement"].clone();
     assert_eq!((&told["identity"], &told["uid"]), (&json!("shared"), &json!(NOBODY)), "{told}");
     let mut command = place.supervisor.command();
-    let status = command.args(["status", "x"]).output().unwrap();
+    let status = running::output(command.args(["status", "x"]));
     let status = String::from_utf8(status.stdout).unwrap();
     assert!(status.contains("shared"), "{status}");
     let run = |arguments: &[&str]| {
         use std::os::unix::process::CommandExt;
         let mut command = Command::new(place.path().join("bin/bulkhead-supervisor"));
-        let output = command.args(arguments).uid(NOBODY).gid(NOBODY).current_dir(place.path()).output();
-        String::from_utf8(output.unwrap().stdout).unwrap()
+        command.args(arguments).uid(NOBODY).gid(NOBODY).current_dir(place.path());
+        String::from_utf8(running::output(&mut command).stdout).unwrap()
     };
     let checked = run(&["--config", "workers.toml", "--check"]);
     assert!(checked.contains("sandbox.user: shared"), "{checked}");
@@ -346,7 +348,7 @@ fn home_is_the_temporary_folder_by_default() {
 fn check(folder: &Path) -> Output {
     let mut command = Command::new(programs().join("bulkhead-supervisor"));
     command.arg("--config").arg(folder.join("workers.toml")).args(["--check", "--start"]);
-    command.output().unwrap()
+    running::output(&mut command)
 }
 
 fn texts(output: &Output) -> (String, String) {
@@ -435,7 +437,8 @@ fn check_uses_the_same_start_timeout_as_the_supervisor() {
     let config = format!("{SOCKETS}{}{}", bulkhead("spawned", "spawn"), bulkhead("forked", "fork"));
     std::fs::write(home.path().join("workers.toml"), config).unwrap();
     let mut command = Command::new("timeout");
-    command.arg(PATIENCE.as_secs().to_string()).arg(programs().join("bulkhead-supervisor"));
+    command.args(["--kill-after=10", &PATIENCE.as_secs().to_string()]);
+    command.arg(programs().join("bulkhead-supervisor"));
     command.args(["--check", "--start", "--config"]).arg(home.path().join("workers.toml"));
     let output = command.output().unwrap();
     let (out, error) = texts(&output);
@@ -499,7 +502,7 @@ fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
     let mut command = Command::new("/usr/bin/setpriv");
     command.arg("--bounding-set=-sys_admin").arg(path.join("bin/bulkhead-supervisor"));
     command.arg("--config").arg(path.join("workers.toml")).args(["--check", "--start"]);
-    let output = command.output().unwrap();
+    let output = running::output(&mut command);
     let (out, error) = texts(&output);
     assert_eq!(output.status.code(), Some(2), "{out}{error}");
     assert!(out.contains("bulkhead 'worker' starts") && out.contains("(own)"), "{out}{error}");
@@ -509,7 +512,7 @@ fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
         assert!(line.contains(path.to_str().unwrap()) && line.contains("chmod o+x"), "{line}");
     }
     set_mode(&path, 0o755);
-    let output = command.output().unwrap();
+    let output = running::output(&mut command);
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
 }
 

@@ -12,6 +12,8 @@ use bulkhead_tests::{PATIENCE, Supervisor, children, kill_pid, programs, wait_fo
 use nix::sys::signal::Signal;
 use serde_json::json;
 
+use crate::command_line::running;
+
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
 
 fn profiles() -> impl Iterator<Item = &'static str> {
@@ -101,7 +103,7 @@ fn uids(supervisor: &Supervisor, bulkhead: &str, count: usize) -> BTreeSet<u32> 
 }
 
 fn output(mut command: Command) -> String {
-    let output = command.output().unwrap();
+    let output = running::output(&mut command);
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 

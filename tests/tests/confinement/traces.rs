@@ -81,12 +81,11 @@ fn descendants(of: u32) -> Vec<(u32, char)> {
     let entries = std::fs::read_dir("/proc").unwrap();
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
     let all: BTreeMap<u32, (u32, char)> = pids.filter_map(|pid| Some((pid, stat(pid)?))).collect();
-    let is_below = |mut pid: u32| loop {
-        match all.get(&pid) {
-            Some((parent, _)) if *parent == of => return true,
-            Some((parent, _)) if *parent != 0 => pid = *parent,
-            _ => return false,
-        }
+    let is_below = |pid: u32| {
+        // The number of steps is limited, because the kernel can reuse a PID while the processes are being listed. The
+        // parents in the list can then form a cycle.
+        let ancestors = std::iter::successors(Some(pid), |pid| all.get(pid).map(|(parent, _)| *parent));
+        ancestors.skip(1).take(all.len()).any(|ancestor| ancestor == of)
     };
     all.iter().filter(|(pid, _)| is_below(**pid)).map(|(pid, (_, state))| (*pid, *state)).collect()
 }
