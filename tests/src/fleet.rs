@@ -1,17 +1,20 @@
 //! Fleets of real servers, supervisors and agents. Each fleet runs in a temporary folder.
 
+use std::fs::File;
+use std::io::{Read, Seek};
 use std::net::{Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use bulkhead_fleet::Fleet;
+use bulkhead_client::Reply;
+use bulkhead_fleet::{Fleet, FleetError, Submitted};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::ports::free_port;
-use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
+use crate::{PATIENCE, Supervisor, kill_pid, not_run, programs, wait_for};
 
 /// Oldest and newest version of the NATS server with which the fleet is tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
@@ -300,15 +303,22 @@ impl TestFleet {
         });
     }
 
-    /// Runs `bulkhead-fleet` with the submitters' configuration.
+    /// Runs `bulkhead-fleet` with the submitters' configuration. Panics if the program is still running after
+    /// [`PATIENCE`], because the program can wait for a job's outcome for an hour.
     pub fn command(&self, arguments: &[&str]) -> Output {
-        Command::new(programs().join("bulkhead-fleet"))
+        let [stdout, stderr] = [(); 2].map(|()| tempfile::tempfile().expect("a temporary folder"));
+        let mut child = Command::new(programs().join("bulkhead-fleet"))
             .arg("--config")
             .arg(self.config())
             .args(arguments)
             .stdin(Stdio::null())
-            .output()
-            .expect("the program runs")
+            .stdout(stdout.try_clone().expect("an open file"))
+            .stderr(stderr.try_clone().expect("an open file"))
+            .spawn()
+            .expect("the program runs");
+        let what = format!("bulkhead-fleet {arguments:?} exits");
+        let status = wait_for(&what, || child.try_wait().expect("our own child"));
+        Output { status, stdout: content(stdout), stderr: content(stderr) }
     }
 
     /// Runs `bulkhead-fleet`. Returns the exit code, and the JSON lines that were printed to standard output.
@@ -350,6 +360,19 @@ impl TestFleet {
         let settings = bulkhead_fleet::settings::Settings::read(&self.config()).expect("a valid file");
         Fleet::connect_with(&settings.nats, &settings.streams).await.expect("a server listens")
     }
+}
+
+fn content(mut file: File) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    file.rewind().and_then(|()| file.read_to_end(&mut bytes)).expect("an open file");
+    bytes
+}
+
+/// Waits for the outcome of a submitted job. Panics if the job has no outcome after [`PATIENCE`]. For a job without a
+/// deadline, [`Submitted::result`] waits for an hour.
+pub async fn result_of(submitted: Submitted) -> Result<Reply, FleetError> {
+    let result = tokio::time::timeout(PATIENCE, submitted.result()).await;
+    result.expect("the job has an outcome")
 }
 
 /// Returns the configuration of one server in a cluster whose servers have the given ports.

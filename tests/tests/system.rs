@@ -5,6 +5,7 @@ mod admin_api;
 mod clients;
 mod command_line;
 mod confinement;
+mod ending;
 mod fleet;
 mod jobs;
 mod lifecycle;
