@@ -5,13 +5,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use bulkhead_fleet::Fleet;
+use bulkhead_client::Reply;
+use bulkhead_fleet::{Fleet, FleetError, Submitted};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::ports::free_port;
-use crate::{PATIENCE, Supervisor, kill_pid, not_run, output_within, programs, wait_for};
+use crate::{PATIENCE, Supervisor, kill_pid, not_run, output, programs, wait_for};
 
 /// Oldest and newest version of the NATS server with which the fleet is tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
@@ -300,11 +301,12 @@ impl TestFleet {
         });
     }
 
-    /// Runs `bulkhead-fleet` with the submitters' configuration.
+    /// Runs `bulkhead-fleet` with the submitters' configuration. The program has a time limit, because it
+    /// can wait for a job's outcome for an hour.
     pub fn command(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(programs().join("bulkhead-fleet"));
         command.arg("--config").arg(self.config()).args(arguments);
-        output_within(3 * PATIENCE, &mut command)
+        output(&mut command)
     }
 
     /// Runs `bulkhead-fleet`. Returns the exit code, and the JSON lines that were printed to standard output.
@@ -346,6 +348,13 @@ impl TestFleet {
         let settings = bulkhead_fleet::settings::Settings::read(&self.config()).expect("a valid file");
         Fleet::connect_with(&settings.nats, &settings.streams).await.expect("a server listens")
     }
+}
+
+/// Waits for the outcome of a submitted job. Panics if the job has no outcome after [`PATIENCE`]. For a job without a
+/// deadline, [`Submitted::result`] waits for an hour.
+pub async fn result_of(submitted: Submitted) -> Result<Reply, FleetError> {
+    let result = tokio::time::timeout(PATIENCE, submitted.result()).await;
+    result.expect("the job has an outcome")
 }
 
 /// Returns the configuration of one server in a cluster whose servers have the given ports.

@@ -4,6 +4,7 @@
 pub mod attempts;
 pub mod browser;
 pub mod confined;
+mod ending;
 pub mod fleet;
 pub mod http;
 pub mod ledger;
@@ -28,6 +29,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bulkhead_api::{Bulkheads, Snapshot};
+pub use ending::{SetOnDrop, in_time, output, output_within};
+
 use bulkhead_client::{Client, Job, JobError, Reply, blocking};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -389,36 +392,6 @@ pub fn dial(path: &Path) -> std::io::Result<UnixStream> {
     socket.set_read_timeout(Some(PATIENCE))?;
     socket.set_write_timeout(Some(PATIENCE))?;
     Ok(socket)
-}
-
-/// Runs a program to its end, and returns its output. If the program takes longer than `limit`, kills it and panics with
-/// its output. The output goes to files, because a descendant that outlives the program could keep a pipe open.
-pub fn output_within(limit: Duration, command: &mut Command) -> Output {
-    let [stdout, stderr] = [(); 2].map(|()| tempfile::tempfile().expect("a temporary file"));
-    let share = |file: &File| Stdio::from(file.try_clone().expect("an open file"));
-    command.stdin(Stdio::null()).stdout(share(&stdout)).stderr(share(&stderr));
-    let mut child = command.spawn().expect("the program runs");
-    let began = Instant::now();
-    let ended = loop {
-        let ended = child.try_wait().expect("our own child");
-        if ended.is_some() || began.elapsed() > limit {
-            break ended;
-        }
-        std::thread::park_timeout(Duration::from_millis(5));
-    };
-    // Fails if the program has exited.
-    let _ = child.kill();
-    let status = child.wait().expect("our own child");
-    let [stdout, stderr] = [stdout, stderr].map(read_from_start);
-    let output = Output { status, stdout, stderr };
-    assert!(ended.is_some(), "the program was killed after {limit:?}: {command:?}: {output:?}");
-    output
-}
-
-fn read_from_start(mut file: File) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    file.rewind().and_then(|()| file.read_to_end(&mut bytes)).expect("a readable file");
-    bytes
 }
 
 fn write_config(folder: &Path, supervisor_keys: &str, bulkheads: &str) {

@@ -812,7 +812,7 @@ fn start_fails_if_socket_path_is_in_use() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let path = folder.path();
     let refused = |arguments: &[&str], text: &str| {
-        let output = running::output(&mut program(path, arguments));
+        let output = bulkhead_tests::output(&mut program(path, arguments));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(text), "{said}");
@@ -851,7 +851,7 @@ fn start_fails_if_socket_path_is_in_use() {
 #[test]
 fn check_prints_the_effective_configuration() {
     let folder = configured(&format!("{SOCKETS}{ONE}processes = 3\n"));
-    let output = running::output(&mut program(folder.path(), &["--check"]));
+    let output = bulkhead_tests::output(&mut program(folder.path(), &["--check"]));
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.stderr.is_empty());
     let told = String::from_utf8(output.stdout).unwrap();
@@ -862,14 +862,14 @@ fn check_prints_the_effective_configuration() {
     assert!(!folder.path().join("jobs.sock").exists(), "nothing is started");
     // The printed configuration is itself a valid file, and printing that file produces the same text.
     std::fs::write(folder.path().join("workers.toml"), &told).unwrap();
-    let again = running::output(&mut program(folder.path(), &["--check"]));
+    let again = bulkhead_tests::output(&mut program(folder.path(), &["--check"]));
     assert_eq!(String::from_utf8(again.stdout).unwrap(), told);
 }
 
 #[test]
 fn schema_option_prints_the_documented_schema() {
     let mut command = Command::new(programs().join("bulkhead-supervisor"));
-    let output = running::output(command.arg("--schema"));
+    let output = bulkhead_tests::output(command.arg("--schema"));
     assert_eq!((output.status.code(), output.stderr.len()), (Some(0), 0));
     let printed: Value = serde_json::from_slice(&output.stdout).unwrap();
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/workers.schema.json");
@@ -890,7 +890,7 @@ fn unwritable_standard_output_exits_with_status_74() {
         assert!(said.contains("standard output"), "{arguments:?}: {said}");
         let mut shell = Command::new("sh");
         shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(arguments);
-        let output = running::output(shell.current_dir(folder.path()));
+        let output = bulkhead_tests::output(shell.current_dir(folder.path()));
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(74), "{arguments:?}: {said}");
         assert!(said.contains("standard output: standard output is closed"), "{arguments:?}: {said}");
@@ -907,7 +907,7 @@ fn invalid_configuration_reports_all_errors_with_lines() {
     let folder = configured(config);
     let path = folder.path().join("workers.toml");
     for arguments in [&["--check"][..], &[]] {
-        let output = running::output(&mut program(folder.path(), arguments));
+        let output = bulkhead_tests::output(&mut program(folder.path(), arguments));
         assert_eq!(output.status.code(), Some(2));
         assert!(output.stdout.is_empty());
         let said = String::from_utf8(output.stderr).unwrap();
@@ -931,7 +931,7 @@ fn invalid_command_line_exits_with_status_2() {
     let program = |arguments: &[&str]| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
         command.env("BULKHEAD_CONFIG", "/nonexistent/default.toml");
-        running::output(command.args(arguments))
+        bulkhead_tests::output(command.args(arguments))
     };
     let config = folder.path().join("workers.toml");
     let config = config.to_str().unwrap();
@@ -968,7 +968,7 @@ fn default_configuration_file_is_found_without_an_option() {
         for name in ["BULKHEAD_CONFIG", "XDG_CONFIG_HOME", "HOME"] {
             command.env_remove(name);
         }
-        running::output(command.envs(variables.iter().copied()).arg("--check"))
+        bulkhead_tests::output(command.envs(variables.iter().copied()).arg("--check"))
     };
     let file = folder.path().join("workers.toml");
     let output = check(&[("BULKHEAD_CONFIG", &file)]);

@@ -349,7 +349,7 @@ fn start_fails_if_http_address_is_unavailable() {
         );
         std::fs::write(folder.path().join("workers.toml"), config).unwrap();
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
-        let output = running::output(command.arg("--config").arg(folder.path().join("workers.toml")));
+        let output = bulkhead_tests::output(command.arg("--config").arg(folder.path().join("workers.toml")));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(&address) && said.contains(hint), "{said}");

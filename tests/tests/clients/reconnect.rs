@@ -60,6 +60,7 @@ fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
         job.idempotent(number.is_multiple_of(2)).deadline(LONG)
     };
     std::thread::scope(|scope| {
+        let end = SetOnDrop(&is_over);
         for task in 0..TASKS {
             // All clients connect before the supervisor is killed for the first time.
             let client = blocking::Client::connect(&socket).unwrap();
@@ -92,7 +93,6 @@ fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
                 }
             });
         }
-        let end = EndsTasks(&is_over);
         for _ in 0..KILLS {
             let goal = done.load(Ordering::SeqCst) + JOBS_PER_ROUND;
             wait_for("the clients continue", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
@@ -131,15 +131,6 @@ fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
     let repeated = begun.values().filter(|&&times| times > 1).count();
     println!("{} jobs, {unknown} unknown, {repeated} began more than once", book.len());
     assert!(unknown > 0, "jobs were in progress when the supervisor was killed");
-}
-
-/// Ends the tasks when this value is dropped, even if the test panics.
-struct EndsTasks<'a>(&'a AtomicBool);
-
-impl Drop for EndsTasks<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::SeqCst);
-    }
 }
 
 // A fake supervisor.

@@ -15,7 +15,7 @@ fn advice(supervisor: &Supervisor, bulkhead: &str) -> Value {
 }
 
 fn advise(supervisor: &Supervisor, arguments: &[&str]) -> Output {
-    running::output(supervisor.command().arg("advise").args(arguments))
+    bulkhead_tests::output(supervisor.command().arg("advise").args(arguments))
 }
 
 fn text(output: &Output) -> String {
@@ -177,7 +177,7 @@ fn advice_recommends_more_processes_for_overloaded_bulkhead() {
     );
     let command =
         said.lines().find(|line| line.starts_with("bulkhead resize small --processes 2")).expect(&said);
-    let typed = running::output(supervisor.command().args(command.split(' ').skip(1)));
+    let typed = bulkhead_tests::output(supervisor.command().args(command.split(' ').skip(1)));
     assert_eq!(typed.status.code(), Some(0), "{}", String::from_utf8_lossy(&typed.stderr));
     let then = advice(&supervisor, "small");
     assert_eq!((&then["seen"]["limit"], &then["jobs"]), (&2.into(), &0.into()), "{then}");

@@ -81,12 +81,6 @@ fn read_from(mut child: Child) -> Running {
     Running { child, stdin, stdout, stderr }
 }
 
-/// Runs a command without input, like [`Command::output`]. Kills the command and panics if it does not exit in time.
-pub(crate) fn output(command: &mut Command) -> Output {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    output_of(command.spawn().expect("the command runs"))
-}
-
 /// Returns the output of a running command, like [`Child::wait_with_output`]. Standard error must be a pipe. Kills the
 /// command and panics if it does not exit in time.
 pub(crate) fn output_of(child: Child) -> Output {

@@ -42,7 +42,7 @@ fn late(client: &Client, bulkhead: &str) {
 }
 
 fn stdout(supervisor: &Supervisor, arguments: &[&str]) -> String {
-    let output = super::running::output(supervisor.command().args(arguments));
+    let output = bulkhead_tests::output(supervisor.command().args(arguments));
     assert!(output.status.success(), "{output:?}");
     String::from_utf8(output.stdout).unwrap()
 }

@@ -235,7 +235,7 @@ fn every_program_writes_man_pages() {
     ] {
         let man = |folder: &Path| {
             let mut command = Command::new(programs().join(program));
-            super::running::output(command.arg("man").arg(folder))
+            bulkhead_tests::output(command.arg("man").arg(folder))
         };
         let output = man(&folder.path().join("new/pages"));
         assert!(output.status.success(), "{output:?}");

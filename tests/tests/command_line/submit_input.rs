@@ -60,7 +60,7 @@ fn submit_with_n_does_not_read_standard_input() {
         let mut shell = Command::new("sh");
         shell.args(["-c", script]).env("N", n).env("BULKHEAD", programs().join("bulkhead"));
         shell.env("BULKHEAD_SOCKET", supervisor.socket()).current_dir(supervisor.folder.path());
-        result(output(&mut shell))
+        result(bulkhead_tests::output(&mut shell))
     };
     assert_eq!(run("-n"), "one\ntwo\nthree\n");
     assert_eq!(run(""), "one\ntwo\nthree\n", "the first job reads the rest of the list");

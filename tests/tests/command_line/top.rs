@@ -154,7 +154,7 @@ const WORKERS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 7\n\
                        [bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n";
 
 fn submit(supervisor: &Supervisor, arguments: &[&str]) {
-    running::output(supervisor.command().arg("submit").args(arguments));
+    bulkhead_tests::output(supervisor.command().arg("submit").args(arguments));
 }
 
 /// Returns the words in a bulkhead's table row.
@@ -323,7 +323,7 @@ fn no_color_variable_disables_colours() {
 // Without a terminal.
 
 fn ran(command: &mut Command) -> (Option<i32>, String, String) {
-    let output = running::output(command);
+    let output = bulkhead_tests::output(command);
     let text = |bytes| String::from_utf8(bytes).expect("text");
     (output.status.code(), text(output.stdout), text(output.stderr))
 }

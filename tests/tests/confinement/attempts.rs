@@ -79,7 +79,7 @@ fn start(runs: &str, profile: &str, user: Option<u32>) -> Place {
 
 #[test]
 fn hostile_worker_implements_every_attempt_in_the_table() {
-    let output = crate::command_line::running::output(Command::new(programs().join("hostile")).arg("list"));
+    let output = bulkhead_tests::output(Command::new(programs().join("hostile")).arg("list"));
     let listed = String::from_utf8(output.stdout).unwrap();
     let listed: BTreeSet<&str> = listed.lines().collect();
     let written: BTreeSet<&str> =

@@ -305,14 +305,14 @@ fn failed_program_returns_its_output() {
         command.args(arguments).args(["submit", "-n", "x", "echo some; exit 6"]);
         command
     };
-    let output = running::output(submit(&[]).arg("--output").arg(&file));
+    let output = bulkhead_tests::output(submit(&[]).arg("--output").arg(&file));
     assert_eq!((output.status.code(), &*std::fs::read(&file).unwrap()), (Some(1), &b"some\n"[..]));
     let told = String::from_utf8(output.stderr).unwrap();
     assert!(told.contains(", exit status 6, "), "{told}");
-    let output = running::output(&mut submit(&[]));
+    let output = bulkhead_tests::output(&mut submit(&[]));
     assert_eq!((output.status.code(), &*output.stdout), (Some(1), &b"some\n"[..]));
     let line: serde_json::Value =
-        serde_json::from_slice(&running::output(&mut submit(&["--json"])).stdout).unwrap();
+        serde_json::from_slice(&bulkhead_tests::output(&mut submit(&["--json"])).stdout).unwrap();
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 

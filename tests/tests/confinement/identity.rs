@@ -272,14 +272,14 @@ fn unprivileged_supervisor_reports_shared_user() {
     let told = place.supervisor.snapshot("x")["workers"][0]["confinement"].clone();
     assert_eq!((&told["identity"], &told["uid"]), (&json!("shared"), &json!(NOBODY)), "{told}");
     let mut command = place.supervisor.command();
-    let status = running::output(command.args(["status", "x"]));
+    let status = bulkhead_tests::output(command.args(["status", "x"]));
     let status = String::from_utf8(status.stdout).unwrap();
     assert!(status.contains("shared"), "{status}");
     let run = |arguments: &[&str]| {
         use std::os::unix::process::CommandExt;
         let mut command = Command::new(place.path().join("bin/bulkhead-supervisor"));
         command.args(arguments).uid(NOBODY).gid(NOBODY).current_dir(place.path());
-        String::from_utf8(running::output(&mut command).stdout).unwrap()
+        String::from_utf8(bulkhead_tests::output(&mut command).stdout).unwrap()
     };
     let checked = run(&["--config", "workers.toml", "--check"]);
     assert!(checked.contains("sandbox.user: shared"), "{checked}");
@@ -348,7 +348,7 @@ fn home_is_the_temporary_folder_by_default() {
 fn check(folder: &Path) -> Output {
     let mut command = Command::new(programs().join("bulkhead-supervisor"));
     command.arg("--config").arg(folder.join("workers.toml")).args(["--check", "--start"]);
-    running::output(&mut command)
+    bulkhead_tests::output(&mut command)
 }
 
 fn texts(output: &Output) -> (String, String) {
@@ -502,7 +502,7 @@ fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
     let mut command = Command::new("/usr/bin/setpriv");
     command.arg("--bounding-set=-sys_admin").arg(path.join("bin/bulkhead-supervisor"));
     command.arg("--config").arg(path.join("workers.toml")).args(["--check", "--start"]);
-    let output = running::output(&mut command);
+    let output = bulkhead_tests::output(&mut command);
     let (out, error) = texts(&output);
     assert_eq!(output.status.code(), Some(2), "{out}{error}");
     assert!(out.contains("bulkhead 'worker' starts") && out.contains("(own)"), "{out}{error}");
@@ -512,7 +512,7 @@ fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
         assert!(line.contains(path.to_str().unwrap()) && line.contains("chmod o+x"), "{line}");
     }
     set_mode(&path, 0o755);
-    let output = running::output(&mut command);
+    let output = bulkhead_tests::output(&mut command);
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
 }
 

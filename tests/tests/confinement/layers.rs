@@ -260,7 +260,7 @@ fn doctor_layers(filter: &[&str]) -> Vec<serde_json::Value> {
     let programs = bulkhead_tests::programs();
     let mut command = Command::new(programs.join("filtered"));
     command.args(filter).arg("--").arg(programs.join("bulkhead-supervisor")).args(["doctor", "--json"]);
-    let output = running::output(&mut command).stdout;
+    let output = bulkhead_tests::output(&mut command).stdout;
     serde_json::from_slice(&output).unwrap()
 }
 
@@ -285,7 +285,7 @@ fn check_names_writable_path_on_read_only_file_system() {
             .args(["--check", "--config", "workers.toml"])
             .env("XDG_RUNTIME_DIR", "/run")
             .current_dir(&folder);
-        running::output(&mut command)
+        bulkhead_tests::output(&mut command)
     };
     let ended = check("mount -t tmpfs -o ro none data");
     if !matches!(ended.status.code(), Some(0 | 2)) {

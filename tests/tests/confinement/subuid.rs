@@ -103,7 +103,7 @@ fn uids(supervisor: &Supervisor, bulkhead: &str, count: usize) -> BTreeSet<u32> 
 }
 
 fn output(mut command: Command) -> String {
-    let output = running::output(&mut command);
+    let output = bulkhead_tests::output(&mut command);
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 

@@ -119,7 +119,7 @@ async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -
     Ok(JobEnd { number, outcome })
 }
 
-/// Submits all jobs and waits for their outcomes. Returns `None` if `given_up` is set first.
+/// Submits all jobs and waits for their outcomes. Returns `None` if `given_up` is set or its sender is dropped first.
 async fn submit_all(
     fleet: Fleet,
     plan: &Plan,
@@ -132,20 +132,24 @@ async fn submit_all(
     let mut interval = tokio::time::interval(Duration::from_millis(1000 / plan.rate));
     let mut tasks = tokio::task::JoinSet::new();
     let began = Instant::now();
-    // A busy machine submits fewer jobs, and does not catch up after the last fault.
-    for number in (1..=plan.seconds * plan.rate).take_while(|_| began.elapsed().as_secs() < plan.seconds) {
-        interval.tick().await;
-        let permit = open.clone().acquire_owned().await.unwrap();
-        let (fleet, operation) = (fleet.clone(), operation.clone());
-        let is_copied = number.is_multiple_of(plan.copied);
-        tasks.spawn(async move {
-            let end = submit(fleet, number, operation, is_copied).await;
-            drop(permit);
-            end
-        });
-    }
+    let all = async {
+        // A busy machine submits fewer jobs, and does not catch up after the last fault.
+        for number in (1..=plan.seconds * plan.rate).take_while(|_| began.elapsed().as_secs() < plan.seconds)
+        {
+            interval.tick().await;
+            let permit = open.clone().acquire_owned().await.unwrap();
+            let (fleet, operation) = (fleet.clone(), operation.clone());
+            let is_copied = number.is_multiple_of(plan.copied);
+            tasks.spawn(async move {
+                let end = submit(fleet, number, operation, is_copied).await;
+                drop(permit);
+                end
+            });
+        }
+        tasks.join_all().await
+    };
     tokio::select! {
-        ends = tasks.join_all() => Some(ends),
+        ends = all => Some(ends),
         _ = given_up.wait_for(|given_up| *given_up) => None,
     }
 }
@@ -240,15 +244,16 @@ fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &
 /// Restarts the leader of the jobs stream until the jobs stream and the ledger stream have different leaders. The
 /// ledger stream can then lose its leader while messages in the jobs stream can still be acknowledged.
 fn separate_leaders(fleet: &mut TestFleet) {
-    loop {
+    wait_for("the streams have different leaders", || {
         let leader = fleet.leader("BH_JOBS");
         if leader != fleet.leader("BH_LEDGER") {
-            return;
+            return Some(());
         }
         fleet.servers[leader].kill();
         fleet.servers[leader].restart();
         wait_for("the server listens", || fleet.servers[leader].is_listening().then_some(()));
-    }
+        None
+    });
 }
 
 fn start_agent(fleet: &mut TestFleet, host: usize, planted: Option<&str>) {
@@ -295,8 +300,9 @@ pub(super) fn submit_during(
 ) -> Result<Report, String> {
     let files = Files::of(fleet.folder.path());
     let config = fleet.config();
-    let (give_up, given_up) = watch::channel(false);
     let (ends, settled) = std::thread::scope(|scope| {
+        // A panic drops the sender. The submitter then ends, so that the scope does not wait for jobs forever.
+        let (give_up, given_up) = watch::channel(false);
         let submitter = scope.spawn(|| {
             run(async {
                 let settings = bulkhead_fleet::settings::Settings::read(&config).unwrap();

@@ -4,14 +4,15 @@ use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use bulkhead_fleet::operate::{DeadFilter, Operator};
 use bulkhead_fleet::settings::Settings;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, server_program};
-use bulkhead_tests::{programs, run, wait_for};
+use bulkhead_tests::{PATIENCE, programs, run, wait_for};
 
 use super::jobs::{BULKHEADS, settings, start};
+
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -169,7 +170,8 @@ fn status_names_agents_and_streams() {
 fn fleet_try_command_runs_a_complete_fleet() {
     let Some(server) = server_program(VERSIONS[1]) else { return };
     let mut command = Command::new(programs().join("bulkhead"));
-    let output = command.args(["fleet", "try", "--server"]).arg(server).output().unwrap();
+    command.args(["fleet", "try", "--server"]).arg(server).stdin(Stdio::null());
+    let output = bulkhead_tests::output(&mut command);
     let shown = text(&output.stdout);
     assert!(output.status.success(), "{output:?}");
     assert!(shown.contains("outcomes:   100 of 100") && shown.contains("others: 0"), "{shown}");
@@ -184,6 +186,7 @@ fn fleet_try_command_runs_a_complete_fleet() {
 /// Returns the status and body of one of the agent's pages.
 fn get(port: u16, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("the agent listens");
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
     write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
     let mut answer = String::new();
     socket.read_to_string(&mut answer).unwrap();

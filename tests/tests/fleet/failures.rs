@@ -5,7 +5,9 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use bulkhead_fleet::{Fleet, FleetError};
-use bulkhead_tests::fleet::{HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, server_program, streams_with};
+use bulkhead_tests::fleet::{
+    HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, result_of, server_program, streams_with,
+};
 use bulkhead_tests::machine::is_root;
 use bulkhead_tests::ports::free_port;
 use bulkhead_tests::{PATIENCE, SAME_NUMBERS, Supervisor, run, wait_for};
@@ -155,7 +157,7 @@ fn job_waits_until_the_supervisor_is_back() {
         let client = fleet.connect().await;
         let submitted = client.job("b", b"x".to_vec()).submit().await.unwrap();
         fleet.hosts[0].restart_supervisor();
-        assert_eq!(submitted.result().await.unwrap().payload(), b"x");
+        assert_eq!(result_of(submitted).await.unwrap().payload(), b"x");
     });
 }
 
@@ -192,7 +194,7 @@ fn drained_agent_finishes_its_jobs_and_returns_the_others() {
         let other = fleet.prepare_host("host-b", Supervisor::start(&bulkheads));
         fleet.hosts[0].signal_agent(Signal::SIGTERM);
         fleet.hosts[other].start_agent();
-        assert_eq!(waiting.result().await.unwrap().payload(), b"next");
+        assert_eq!(result_of(waiting).await.unwrap().payload(), b"next");
         std::fs::write(fleet.folder.path().join("go"), "").unwrap();
         assert_eq!(outcome(&client, "held").await, "ok");
         let agent = fleet.hosts[0].agent.as_mut().unwrap();
@@ -232,7 +234,7 @@ fn host_clock_that_is_ahead_does_not_shorten_deadlines() {
             assert!(began.elapsed() < PATIENCE, "only {served} jobs ended before their deadline");
             let job = client.job("b", b"x".to_vec()).deadline(Duration::from_secs(3));
             let Ok(submitted) = job.submit().await else { continue };
-            if let Ok(reply) = submitted.result().await {
+            if let Ok(reply) = result_of(submitted).await {
                 assert_eq!(reply.payload(), b"x");
                 served += 1;
             }
@@ -266,7 +268,7 @@ fn full_disk_rejects_jobs_but_loses_none() {
         disk.grow();
         fleet.add_host("host-a", BULKHEADS);
         for submitted in accepted {
-            submitted.result().await.unwrap();
+            result_of(submitted).await.unwrap();
         }
     });
     drop(fleet);

@@ -1,7 +1,7 @@
 //! Jobs in a fleet with one server and one or two hosts.
 
 use bulkhead_fleet::FleetError;
-use bulkhead_tests::fleet::{TestFleet, VERSIONS, streams};
+use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of, streams};
 use bulkhead_tests::{run, wait_for};
 
 /// A bulkhead whose worker misbehaves on request.
@@ -26,7 +26,8 @@ fn job_returns_its_result() {
         fleet.add_host("host-a", BULKHEADS);
         run(async {
             let client = fleet.connect().await;
-            let reply = client.job("b", b"hello".to_vec()).submit().await.unwrap().result().await.unwrap();
+            let submitted = client.job("b", b"hello".to_vec()).submit().await.unwrap();
+            let reply = result_of(submitted).await.unwrap();
             assert_eq!(reply.payload(), b"hello");
             assert_eq!(reply.outcome().bulkhead, "b");
         });
@@ -40,7 +41,7 @@ fn failure_has_the_same_type_as_a_local_failure() {
     run(async {
         let client = fleet.connect().await;
         let job = client.job("b", b"x".to_vec()).operation("segv").id("dies");
-        let error = job.submit().await.unwrap().result().await.unwrap_err();
+        let error = result_of(job.submit().await.unwrap()).await.unwrap_err();
         let FleetError::Job(error) = error else { panic!("{error}") };
         assert_eq!(error.outcome().unwrap().verdict.reason(), Some("signal"));
         assert_eq!(error.exit_code(), 70);
@@ -62,7 +63,7 @@ fn same_id_runs_once_per_tenant() {
         for tenant in ["acme", "acme", "other", "acme"] {
             let operation = format!("steps:trace {}", file.display());
             let job = client.job("b", "").operation(operation).id("same").tenant(tenant);
-            job.submit().await.unwrap().result().await.unwrap();
+            result_of(job.submit().await.unwrap()).await.unwrap();
         }
     });
     fleet.wait_drained("b");

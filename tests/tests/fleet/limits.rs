@@ -6,8 +6,8 @@ use std::net::TcpStream;
 use bulkhead_client::RejectReason;
 use bulkhead_fleet::FleetError;
 use bulkhead_shared::Verdict;
-use bulkhead_tests::fleet::{TestFleet, VERSIONS, streams};
-use bulkhead_tests::{run, tally, wait_for};
+use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of, streams};
+use bulkhead_tests::{PATIENCE, run, tally, wait_for};
 
 use super::jobs::{BULKHEADS, settings};
 
@@ -52,7 +52,7 @@ fn decide_all_accepted(settings: &str, jobs: usize, bytes: usize) -> Option<(usi
     run(async {
         let client = fleet.connect().await;
         for id in &accepted {
-            client.result("", id, bulkhead_tests::PATIENCE).await.unwrap();
+            client.result("", id, PATIENCE).await.unwrap();
         }
     });
     Some((accepted.len(), reasons))
@@ -82,10 +82,11 @@ fn oversized_payload_and_result_are_refused_with_a_reason() {
         let client = fleet.connect().await;
         let error = client.job("b", vec![0; 1 << 20]).submit().await.unwrap_err();
         assert_eq!(error.exit_code(), 65, "{error}");
-        let reply = client.job("b", vec![7; 900_000]).submit().await.unwrap().result().await.unwrap();
+        let submitted = client.job("b", vec![7; 900_000]).submit().await.unwrap();
+        let reply = result_of(submitted).await.unwrap();
         assert_eq!(reply.payload().len(), 900_000);
         let job = client.job("b", "1100000").operation("big").id("big").idempotent(true);
-        let error = job.submit().await.unwrap().result().await.unwrap_err();
+        let error = result_of(job.submit().await.unwrap()).await.unwrap_err();
         assert!(error.to_string().contains("result_too_large"), "{error}");
     });
 }
@@ -114,6 +115,7 @@ fn invalid_options_never_reach_the_servers() {
 fn publish_raw(fleet: &TestFleet, subject: &str, headers: &[&str]) {
     let address = fleet.servers[0].address();
     let mut socket = TcpStream::connect(address.trim_start_matches("nats://")).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
     let head =
         format!("NATS/1.0\r\n{}\r\n", headers.iter().map(|line| format!("{line}\r\n")).collect::<String>());
     let connect =
@@ -148,7 +150,7 @@ fn message_that_is_not_a_valid_job_becomes_a_dead_letter() {
     // The agent still works.
     run(async {
         let client = fleet.connect().await;
-        client.job("b", "").submit().await.unwrap().result().await.unwrap();
+        result_of(client.job("b", "").submit().await.unwrap()).await.unwrap();
     });
 }
 
@@ -168,8 +170,8 @@ fn lanes_let_a_quiet_tenant_overtake_a_busy_one() {
         let quiet = job.submit().await.unwrap();
         let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
         fleet.add_host("host-a", &bulkheads);
-        quiet.result().await.unwrap();
-        busy.pop().unwrap().result().await.unwrap();
+        result_of(quiet).await.unwrap();
+        result_of(busy.pop().unwrap()).await.unwrap();
         let order = std::fs::read_to_string(fleet.hosts[0].supervisor.file("order")).unwrap();
         let (_, after) = order.split_once("begin quiet\n").unwrap();
         assert!(after.contains("begin busy\n"), "{order}");
@@ -206,7 +208,8 @@ fn nearly_full_ledger_stops_pulls_before_records_are_lost() {
         let client = fleet.connect().await;
         // Each record contains the result and about 600 further bytes.
         for _ in 0..15 {
-            client.job("b", vec![b'x'; 3500]).submit().await.unwrap().result().await.unwrap();
+            let submitted = client.job("b", vec![b'x'; 3500]).submit().await.unwrap();
+            result_of(submitted).await.unwrap();
         }
         wait_for("the agent stops pulling", || {
             fleet.hosts[0].log().contains("no new jobs are accepted").then_some(())

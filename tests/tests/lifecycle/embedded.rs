@@ -1,12 +1,13 @@
 //! Embedded supervisors. The application is `tests/src/bin/application.rs`, which runs as a separate process for each
 //! test.
 
-use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
 use bulkhead_tests::{heavy, is_alive, kill_pid, programs, wait_for};
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
+
+
 
 fn application(folder: &TempDir, arguments: &[&str]) -> Command {
     let mut command = Command::new(programs().join("application"));
@@ -18,7 +19,7 @@ fn application(folder: &TempDir, arguments: &[&str]) -> Command {
 /// Runs a scenario in the application and checks that it succeeds.
 fn runs(scenario: &str) {
     let folder = tempfile::tempdir().unwrap();
-    let ended = application(&folder, &[scenario]).stdin(Stdio::null()).output().unwrap();
+    let ended = bulkhead_tests::output(application(&folder, &[scenario]).stdin(Stdio::null()));
     let (said, error) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
 }
@@ -147,10 +148,13 @@ fn dropping_supervisor_in_forked_child_has_no_effect() {
 fn killed_application_leaves_no_processes() {
     for arguments in [&["is-killed"][..], &["is-killed", "forks"], &["local-is-killed"]] {
         let folder = tempfile::tempdir().unwrap();
+        let line = folder.path().join("line");
+        let stdout = std::fs::File::create(&line).unwrap();
         let mut running =
-            application(&folder, arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let mut told = String::new();
-        BufReader::new(running.stdout.take().unwrap()).read_line(&mut told).unwrap();
+            application(&folder, arguments).stdin(Stdio::piped()).stdout(stdout).spawn().unwrap();
+        let told = wait_for("the application prints its processes", || {
+            std::fs::read_to_string(&line).ok().filter(|told| told.ends_with('\n'))
+        });
         let pids: Vec<u32> = told.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
         assert!(pids.len() >= 3 && pids.iter().all(|&pid| is_alive(pid)), "{told:?}");
         running.kill().unwrap();

@@ -3,11 +3,13 @@
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use bulkhead_tests::confined::is_root;
 use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, not_run, run, wait_for};
 use nix::sys::signal::Signal;
+
+
 
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
@@ -34,11 +36,8 @@ fn fifo_as_configuration_is_rejected_without_hanging() {
     let rejected = supervisor.wait_events("config_rejected", 1);
     assert!(rejected[0]["message"].as_str().unwrap().contains("not a regular file"), "{rejected:?}");
     works(&supervisor);
-    let check = Command::new(bulkhead_tests::programs().join("bulkhead-supervisor"))
-        .args(["--check", "--config"])
-        .arg(&file)
-        .output()
-        .unwrap();
+    let mut check = Command::new(bulkhead_tests::programs().join("bulkhead-supervisor"));
+    let check = bulkhead_tests::output(check.args(["--check", "--config"]).arg(&file).stdin(Stdio::null()));
     assert_eq!(check.status.code(), Some(2));
     supervisor.signal(Signal::SIGTERM);
     assert!(supervisor.wait().success());
@@ -105,7 +104,9 @@ fn hanging_file_system_delays_neither_jobs_nor_shutdown() {
             supervisor.signal(Signal::SIGTERM);
         }
         assert!(supervisor.wait().success());
-        job.into_iter().for_each(|mut job| drop(job.wait()));
+        if let Some(mut job) = job {
+            wait_for("the submitting command exits", || job.try_wait().unwrap());
+        }
     }
 }
 

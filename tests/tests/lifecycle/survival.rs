@@ -1,17 +1,19 @@
 //! Deaths of the supervisor and of its keeper. No process survives, no client waits forever, and another supervisor can
 //! start.
 
-use std::process::Stdio;
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use bulkhead_client::Client;
 use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, processes_with, run, wait_for};
 use nix::sys::signal::Signal;
 
+use bulkhead_tests::in_time;
+
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
 
 /// Submits a job that starts a tree of processes, which try to outlive the worker.
-fn with_tree(supervisor: &Supervisor, marker: &str) -> std::process::Child {
+fn with_tree(supervisor: &Supervisor, marker: &str) -> Child {
     let job = supervisor
         .command()
         .args(["submit", "b", "tree", "--payload-file", "-"])
@@ -29,6 +31,11 @@ fn with_tree(supervisor: &Supervisor, marker: &str) -> std::process::Child {
     job
 }
 
+/// Waits until a program has exited, and returns the exit code.
+fn exit_code(program: &mut Child) -> Option<i32> {
+    wait_for("the program exits", || program.try_wait().unwrap()).code()
+}
+
 #[test]
 fn killed_supervisor_leaves_no_processes() {
     let supervisor = Supervisor::start(TREE);
@@ -40,7 +47,7 @@ fn killed_supervisor_leaves_no_processes() {
     wait_for("no workers are left", || {
         workers.iter().chain([&keeper]).all(|&pid| !is_alive(pid)).then_some(())
     });
-    assert_eq!(job.wait().unwrap().code(), Some(69));
+    assert_eq!(exit_code(&mut job), Some(69));
     let again = supervisor.command().args(["submit", "b"]).stderr(Stdio::null()).status().unwrap();
     assert_eq!(again.code(), Some(69));
 }
@@ -54,7 +61,7 @@ fn workers_die_when_the_keeper_is_killed() {
     kill_pid(keeper, Signal::SIGKILL);
     wait_for("no descendants are left", || processes_with(&marker).is_empty().then_some(()));
     wait_for("no workers are left", || workers.iter().all(|&pid| !is_alive(pid)).then_some(()));
-    assert_eq!(job.wait().unwrap().code(), Some(70));
+    assert_eq!(exit_code(&mut job), Some(70));
     assert_ne!(supervisor.keeper(), keeper);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -115,7 +122,7 @@ fn supervisor_replaces_only_a_stale_socket() {
     let mut first = Supervisor::start(TREE);
     let mut second = std::process::Command::new(bulkhead_tests::programs().join("bulkhead-supervisor"));
     second.arg("--config").arg(first.folder.path().join("workers.toml"));
-    let refused = second.output().unwrap();
+    let refused = bulkhead_tests::output(second.stdin(Stdio::null()));
     assert!(!refused.status.success());
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(said.contains("another supervisor"), "{said}");
@@ -130,7 +137,7 @@ fn supervisor_replaces_only_a_stale_socket() {
         (first.try_get("/readyz")?.0 == 200).then_some(())
     });
     kill_pid(third.id(), Signal::SIGTERM);
-    assert_eq!(third.wait().unwrap().code(), Some(0));
+    assert_eq!(exit_code(&mut third), Some(0));
 }
 
 #[test]
@@ -255,7 +262,7 @@ fn late_death_report_has_the_correct_cause() {
     let began = uptime();
     wait_for("three seconds have passed", || (uptime() > began + 3000.0).then_some(()));
     kill_pid(supervisor.keeper(), Signal::SIGCONT);
-    let output = job.wait_with_output().unwrap();
+    let output = in_time("the submitting command exits", || job.wait_with_output().unwrap());
     let outcome: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&outcome["outcome"], &outcome["reason"]), (&"crashed".into(), &"signal".into()), "{outcome}");
 }

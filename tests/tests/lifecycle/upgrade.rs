@@ -4,11 +4,12 @@
 mod failures;
 mod load;
 
-use std::io::{BufRead, BufReader, Lines, Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, ChildStdout, Output, Stdio};
+use std::process::{Child, Output, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 
 use bulkhead_client::blocking::Client;
 use bulkhead_shared::RejectReason;
@@ -26,6 +27,8 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::WaitStatus;
 use serde_json::Value;
 
+
+
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 1000\n\
                    deadline = \"60s\"\ncwd = \".\"\n";
 
@@ -34,7 +37,8 @@ fn start(bulkheads: &str) -> Manager {
 }
 
 fn upgrade(manager: &Manager, arguments: &[&str]) -> Output {
-    manager.command().arg("--json").arg("upgrade").args(arguments).output().unwrap()
+    let mut command = manager.command();
+    bulkhead_tests::output(command.arg("--json").arg("upgrade").args(arguments).stdin(Stdio::null()))
 }
 
 /// Upgrades the supervisor. Returns the PID of the new program.
@@ -224,32 +228,50 @@ fn impossible_upgrade_is_rejected_with_a_reason() {
 /// A running `bulkhead upgrade` command.
 struct Upgrading {
     child: Child,
-    lines: Lines<BufReader<ChildStdout>>,
+    /// Lines of the standard output.
+    lines: Receiver<String>,
 }
+
+/// Maximum number of lines that an upgrade command prints.
+const LINES_MAX: usize = 100;
 
 impl Upgrading {
     fn start(manager: &Manager) -> Self {
         let mut command = manager.command();
         command.arg("upgrade").stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let (sender, lines) = sync_channel(LINES_MAX);
+        // Reads on a separate thread, because a read from a pipe has no time limit.
+        std::thread::spawn(move || {
+            stdout.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+        });
         Self { child, lines }
     }
 
+    /// Returns the next line that the command prints, or `None` at the end.
+    fn line(&self) -> Option<String> {
+        match self.lines.recv_timeout(PATIENCE) {
+            Ok(line) => Some(line),
+            Err(RecvTimeoutError::Disconnected) => None,
+            Err(RecvTimeoutError::Timeout) => panic!("the upgrade has made no progress for {PATIENCE:?}"),
+        }
+    }
+
     /// Waits until the upgrade command has reported the given step.
-    fn until(&mut self, step: &str) {
-        while !self.lines.next().expect("the step is reached").unwrap().starts_with(step) {}
+    fn until(&self, step: &str) {
+        while !self.line().expect("the step is reached").starts_with(step) {}
     }
 
     /// Waits until the new program serves. Returns the PID of the new program.
-    fn until_switched(&mut self, manager: &Manager, old: u32) -> u32 {
+    fn until_switched(&self, manager: &Manager, old: u32) -> u32 {
         self.until("switched");
         manager.supervisors().into_iter().find(|&pid| pid != old).expect("two programs run")
     }
 
     /// Waits for the command to exit. Returns the exit code and the error message.
-    fn end(mut self) -> (Option<i32>, String) {
-        self.lines.by_ref().for_each(drop);
+    fn end(self) -> (Option<i32>, String) {
+        while self.line().is_some() {}
         let output = self.child.wait_with_output().unwrap();
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
     }
@@ -304,7 +326,7 @@ fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
     of_old.submit(1, &operation, b"");
     wait_for("the job runs", || (get(&manager, "/v1/bulkheads/b")["in_flight"] == 1).then_some(()));
     let old = manager.main();
-    let mut upgrading = Upgrading::start(&manager);
+    let upgrading = Upgrading::start(&manager);
     let new = upgrading.until_switched(&manager, old);
     let mut of_new = Raw::connect(&manager.socket());
     of_new.submit(1, &operation, b"");
@@ -369,7 +391,7 @@ fn stopping_supervisor_does_not_hand_over_connections() {
         raw
     });
     wait_for("both jobs run", || (get(&manager, "/v1/bulkheads/b")["in_flight"] == 2).then_some(()));
-    let mut upgrading = Upgrading::start(&manager);
+    let upgrading = Upgrading::start(&manager);
     upgrading.until_switched(&manager, old);
     manager.begin_stop();
     wait_for("the new program has exited", || (manager.supervisors() == [old]).then_some(()));
@@ -390,7 +412,7 @@ fn client_that_ignores_goaway_is_disconnected() {
     let mut raw = Raw::connect_with(&manager.socket(), client_capability::GOAWAY);
     raw.submit(1, &format!("steps:count {};wait {}", begun.display(), gate.display()), b"");
     wait_for("the job runs", || begun.exists().then_some(()));
-    let mut upgrading = Upgrading::start(&manager);
+    let upgrading = Upgrading::start(&manager);
     upgrading.until_switched(&manager, old);
     assert_eq!(raw.frame().0.kind, kind::GOAWAY);
     std::fs::write(&gate, "").unwrap();
@@ -412,7 +434,7 @@ fn connections_above_lowered_max_clients_are_rejected() {
     let old = manager.main();
     let mut clients: Vec<Raw> = (0..6).map(|_| Raw::connect(&manager.socket())).collect();
     manager.configure("max_clients = 4", ONE);
-    let mut upgrading = Upgrading::start(&manager);
+    let upgrading = Upgrading::start(&manager);
     upgrading.until_switched(&manager, old);
     let mut rejected = 0;
     for (number, client) in (1..).zip(&mut clients) {

@@ -15,6 +15,8 @@ use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use bulkhead_tests::in_time;
+
 /// The descriptor is a pipe to the parent program or a pidfd of the parent program. Either way, the supervisor stops
 /// even if the parent is killed.
 #[test]
@@ -58,13 +60,8 @@ fn while_open_rejects_descriptor_that_cannot_report_a_close() {
         .unwrap();
     let start = |number: &str, stdin: Stdio| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
-        let ran = command
-            .arg("--config")
-            .arg(&config)
-            .args(["--while-open", number])
-            .stdin(stdin)
-            .output()
-            .unwrap();
+        command.arg("--config").arg(&config).args(["--while-open", number]).stdin(stdin);
+        let ran = bulkhead_tests::output(&mut command);
         (ran.status.code(), String::from_utf8_lossy(&ran.stderr).into_owned())
     };
     let file = || Stdio::from(std::fs::File::open(&config).unwrap());
@@ -116,12 +113,13 @@ fn own_folder_is_removed_at_exit() {
     let mut supervisor = start();
     wait_for("the supervisor listens", || folder.join("admin.sock").exists().then_some(()));
     drop(supervisor.stdin.take());
-    let ended = supervisor.wait_with_output().unwrap();
+    let ended = in_time("the supervisor exits", || supervisor.wait_with_output().unwrap());
     assert_eq!(ended.status.code(), Some(0), "{}", String::from_utf8_lossy(&ended.stderr));
     assert!(!folder.exists(), "{}", String::from_utf8_lossy(&ended.stderr));
     // A folder that other users can read is rejected, because such a folder was not created for the supervisor.
     make(0o755);
-    let refused = start().wait_with_output().unwrap();
+    let refused = start();
+    let refused = in_time("the supervisor exits", || refused.wait_with_output().unwrap());
     let told = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(2) && told.contains("mode 0700"), "{told}");
     assert!(folder.join("further/file").exists());
@@ -152,7 +150,7 @@ fn mount_in_own_folder_is_not_emptied() {
     let mut supervisor = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     wait_for("the supervisor listens", || folder.join("admin.sock").exists().then_some(()));
     drop(supervisor.stdin.take());
-    let ended = supervisor.wait_with_output().unwrap();
+    let ended = in_time("the supervisor exits", || supervisor.wait_with_output().unwrap());
     let told = String::from_utf8_lossy(&ended.stderr);
     assert_eq!(std::fs::read(data.join("file")).ok().as_deref(), Some(&b"x"[..]), "{told}");
     assert!(told.contains("failed to remove the supervisor's own directory"), "{told}");

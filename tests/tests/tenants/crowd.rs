@@ -15,6 +15,8 @@ use bulkhead_tests::{
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
+use bulkhead_tests::SetOnDrop;
+
 async fn ok(client: &Client, tenant: &str) {
     let result = client.job("b", "").tenant(tenant).send().await;
     assert_eq!(outcome(&result), "ok", "{tenant}");
@@ -125,6 +127,7 @@ fn max_active_limit_holds_with_two_hundred_tenants() {
     // The order is the same in every run. The prime step mixes the tenants.
     let order: Arc<Vec<usize>> = Arc::new((0..400).map(|n| (n * 149 + n / 200 * 31) % 200).collect());
     let told = std::thread::scope(|scope| {
+        let watched = SetOnDrop(&end);
         let watcher = scope.spawn(|| watch(&supervisor, &end, 3, 1));
         let told = run(async {
             let clients: Vec<_> = (0..20)
@@ -148,7 +151,7 @@ fn max_active_limit_holds_with_two_hundred_tenants() {
             }
             told
         });
-        end.store(true, Ordering::Relaxed);
+        drop(watched);
         assert!(watcher.join().unwrap() > 3);
         told
     });
@@ -171,6 +174,7 @@ fn retrying_tenants_are_all_served_eventually() {
         Supervisor::start(&isolated("max_active = 2", "processes = 2\nmax_queue = 10\nmax_in_flight = 2"));
     let end = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let watched = SetOnDrop(&end);
         let watcher = scope.spawn(|| watch(&supervisor, &end, 2, 2));
         run(async {
             let lanes: Vec<_> = (0..12)
@@ -198,7 +202,7 @@ fn retrying_tenants_are_all_served_eventually() {
                 lane.await.unwrap();
             }
         });
-        end.store(true, Ordering::Relaxed);
+        drop(watched);
         assert!(watcher.join().unwrap() > 1);
     });
     assert_eq!(supervisor.number("b", "done"), 60);

@@ -1,7 +1,7 @@
 //! Limits of a single tenant, set in the file or live, with shared or isolated workers.
 
 use std::process::Output;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
 use bulkhead_tests::tenants::{assert_balanced, isolated, part, patch, pids, wait_for_rest, wait_part};
@@ -41,7 +41,9 @@ fn hang_until(
     tenant: &str,
     (field, value): (&str, u64),
 ) -> Running {
+    let began = Instant::now();
     loop {
+        assert!(began.elapsed() < PATIENCE, "{field} of {tenant} has never been {value}");
         let job = hang(client, tenant);
         let is_counted = || share(supervisor, tenant, field) == value;
         wait_for("the job is counted or has ended", || (is_counted() || job.is_finished()).then_some(()));

@@ -1,12 +1,15 @@
 //! Worker failures and their effects on jobs, bulkheads and neighbours.
 
-use std::time::Duration;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
 use bulkhead_tests::{
-    SAME_NUMBERS, Supervisor, descriptors, heavy, is_alive, outcome, overrun, resident_bytes, run, threads,
-    wait_for,
+    PATIENCE, SAME_NUMBERS, Supervisor, descriptors, heavy, is_alive, outcome, overrun, resident_bytes, run,
+    threads, wait_for,
 };
+
+
 
 const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\n\
                      [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n";
@@ -60,7 +63,7 @@ fn after_embedded(operation: &str, payload: &str) -> Vec<String> {
     let mut application = std::process::Command::new(bulkhead_tests::programs().join("application"));
     application.args(["after", operation, payload]).current_dir(folder.path());
     application.env("MISBEHAVE", bulkhead_tests::programs().join("misbehave"));
-    let ended = application.output().unwrap();
+    let ended = bulkhead_tests::output(application.stdin(Stdio::null()));
     let (said, error) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
     let told: Vec<_> = said.lines().take(2).map(str::to_owned).collect();
@@ -73,7 +76,10 @@ fn after_in(supervisor: &Supervisor, bulkhead: &str, operation: &str, payload: &
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let place =
             async || client.job(bulkhead, payload.to_owned()).operation("where").send().await.unwrap();
-        while payload.len() > 65_536 && place().await.payload() != b"file" {}
+        let began = Instant::now();
+        while payload.len() > 65_536 && place().await.payload() != b"file" {
+            assert!(began.elapsed() < PATIENCE, "no payload of {bulkhead} was in a memory file");
+        }
         let result = client.job(bulkhead, payload.to_owned()).operation(operation).send().await;
         assert!(client.job("other", "x").send().await.is_ok());
         assert!(client.job(bulkhead, "x").send().await.is_ok(), "{bulkhead} after {operation}");

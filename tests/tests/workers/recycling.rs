@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
 
+use bulkhead_tests::SetOnDrop;
+
 /// Sends jobs from several threads until enough different workers have served jobs. `enough` is called with the number
 /// of these workers. Every job must succeed. Returns the workers' PIDs.
 fn serve_until(
@@ -128,11 +130,12 @@ fn recycling_after_each_job_gives_fresh_processes() {
 #[test]
 fn worker_never_runs_more_jobs_than_recycle_allows() {
     let supervisor = supervisor("jobs = 5");
-    let resizes = AtomicBool::new(true);
+    let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let resizing = SetOnDrop(&is_over);
         scope.spawn(|| {
             for most in [4, 1, 3].into_iter().cycle() {
-                if !resizes.load(Ordering::Relaxed) {
+                if is_over.load(Ordering::Relaxed) {
                     break;
                 }
                 supervisor.resize("b", &format!("{{\"max_in_flight\": {most}}}"));
@@ -146,7 +149,7 @@ fn worker_never_runs_more_jobs_than_recycle_allows() {
                 (0..4).map(|_| scope.spawn(move || (0..50).map(|_| job()).collect::<Vec<_>>())).collect();
             lanes.into_iter().flat_map(|lane| lane.join().unwrap()).collect()
         });
-        resizes.store(false, Ordering::Relaxed);
+        drop(resizing);
         let served = bulkhead_tests::tally(pids);
         assert!(served.values().all(|&jobs| jobs <= 5), "{served:?}");
     });

@@ -10,6 +10,8 @@ use bulkhead_client::blocking::Client;
 use bulkhead_tests::{Supervisor, is_alive, kill_pid, outcome, overrun_blocking, wait_for};
 use nix::sys::signal::Signal;
 
+use bulkhead_tests::SetOnDrop;
+
 fn bulkhead(keys: &str) -> String {
     format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 20\n{keys}\n")
 }
@@ -153,6 +155,7 @@ fn spares_are_restarted_after_keeper_death() {
         told
     };
     std::thread::scope(|scope| {
+        let submitting = SetOnDrop(&is_over);
         let lanes: Vec<_> = (0..6).map(|number| scope.spawn(move || lane(number))).collect();
         for killed in 1..=KILLS {
             wait_spares(&supervisor, 2);
@@ -168,7 +171,7 @@ fn spares_are_restarted_after_keeper_death() {
         }
         wait_spares(&supervisor, 2);
         supervisor.wait_number("b", "limit", 2);
-        is_over.store(true, Ordering::SeqCst);
+        drop(submitting);
         for lane in lanes {
             assert!(lane.join().unwrap() > KILLS);
         }

@@ -7,6 +7,8 @@ use bulkhead_client::blocking::Client;
 use bulkhead_tests::{Supervisor, kill_pid, wait_for};
 use nix::sys::signal::Signal;
 
+use bulkhead_tests::SetOnDrop;
+
 /// Number of SIGTERM signals that the test sends to running workers.
 const SIGNALS: usize = 20;
 
@@ -32,6 +34,7 @@ fn no_job_is_lost(bulkhead: &str) {
         lost
     };
     let lost: Vec<String> = std::thread::scope(|scope| {
+        let submitting = SetOnDrop(&is_over);
         let clients: Vec<_> = (0..CLIENTS).map(|_| scope.spawn(submit)).collect();
         let mut last = 0;
         for _ in 0..SIGNALS {
@@ -44,7 +47,7 @@ fn no_job_is_lost(bulkhead: &str) {
             wait_for("the worker is gone", || (!supervisor.worker_pids("x").contains(&worker)).then_some(()));
             last = worker;
         }
-        is_over.store(true, Ordering::Relaxed);
+        drop(submitting);
         clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
     });
     assert!(lost.is_empty(), "{} of {} jobs were lost: {lost:?}", lost.len(), done.load(Ordering::Relaxed));

@@ -12,6 +12,7 @@ use nix::unistd::Pid;
 
 use super::load::{Load, read_record};
 use super::*;
+use bulkhead_tests::in_time;
 
 #[test]
 fn failed_start_leaves_the_old_program_in_service() {
@@ -125,8 +126,8 @@ fn die_at(death: &str) -> BTreeMap<String, usize> {
     running.submit(1, &format!("steps:count {};wait {}", begun.display(), gate.display()), b"");
     wait_for("the job runs", || begun.exists().then_some(()));
     std::fs::write(&file, death).unwrap();
-    let mut upgrading = Upgrading::start(&manager);
-    while let Some(Ok(line)) = upgrading.lines.next() {
+    let upgrading = Upgrading::start(&manager);
+    while let Some(line) = upgrading.line() {
         if line.starts_with("switched") {
             std::fs::write(&gate, "").unwrap();
         }
@@ -142,7 +143,7 @@ fn die_at(death: &str) -> BTreeMap<String, usize> {
     });
     wait_for(&format!("{death}: a job runs"), || {
         let client = Client::connect(manager.socket()).ok()?;
-        client.job("b", "x").send().ok()
+        in_time("the job has an outcome", move || client.job("b", "x").send().ok())
     });
     let outcomes = load.stop();
     assert!(outcomes.keys().all(|outcome| !outcome.starts_with("refused")), "{outcomes:?}\n{text}");
@@ -157,7 +158,7 @@ fn die_at(death: &str) -> BTreeMap<String, usize> {
 fn old_program_serves_after_death_of_its_successor() {
     let manager = start(ONE);
     let old = manager.main();
-    let mut upgrading = Upgrading::start(&manager);
+    let upgrading = Upgrading::start(&manager);
     let new = upgrading.until_switched(&manager, old);
     let mut raw = Raw::connect(&manager.socket());
     raw.submit(1, "", b"");
@@ -196,7 +197,7 @@ fn hung_new_program_is_killed_and_old_program_serves() {
     for is_whole in [true, false] {
         let manager = start(ONE);
         let old = manager.main();
-        let mut upgrading = Upgrading::start(&manager);
+        let upgrading = Upgrading::start(&manager);
         let new = upgrading.until_switched(&manager, old);
         if is_whole {
             kill_pid(new, Signal::SIGSTOP);
@@ -215,7 +216,7 @@ fn hung_new_program_is_killed_and_old_program_serves() {
 fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     let manager = start(&ONE.replace("processes = 2\nmax_in_flight = 2", "processes = 1\nmax_in_flight = 1"));
     let old = manager.main();
-    let mut upgrading = Upgrading::start(&manager);
+    let upgrading = Upgrading::start(&manager);
     let new = upgrading.until_switched(&manager, old);
     let [begun, next] = ["begun", "next"].map(|name| manager.folder.path().join(name));
     let gate = manager.folder.path().join("gate");
@@ -252,7 +253,7 @@ fn permits_of_killed_program_are_freed_when_its_workers_exit() {
 fn upgrade_fails_if_service_manager_cannot_be_notified() {
     let manager = start(ONE);
     let old = manager.main();
-    let mut upgrading = Upgrading::start(&manager);
+    let upgrading = Upgrading::start(&manager);
     upgrading.until_switched(&manager, old);
     // The new program rejects requests whose effects would be lost.
     for (request, status) in operators_requests(&manager) {
@@ -276,7 +277,7 @@ fn successor_becomes_main_process_if_predecessor_dies() {
     let variables = variables.each_ref().map(|(name, value)| (*name, value.as_str()));
     let manager = Manager::start(folder, "", ONE, &variables);
     let old = manager.main();
-    let mut upgrading = Upgrading::start(&manager);
+    let upgrading = Upgrading::start(&manager);
     let new = upgrading.until_switched(&manager, old);
     upgrading.end();
     wait_for("the new program is the main process", || (manager.main() == new).then_some(()));
@@ -297,7 +298,7 @@ fn start_timeout_comes_from_the_new_configuration() {
     // Every worker of the new program waits for the file `go`.
     std::fs::write(manager.folder.path().join("second"), ".").unwrap();
     manager.configure("", &one_worker(with_limit("60s", "second")));
-    let mut upgrading = Upgrading::start(&manager);
+    let upgrading = Upgrading::start(&manager);
     upgrading.until("started");
     std::thread::sleep(Duration::from_secs(11));
     assert_eq!(manager.supervisors().len(), 2, "the old program did not wait long enough\n{}", manager.log());

@@ -234,6 +234,7 @@ impl Load {
         self.is_over.store(true, Ordering::SeqCst);
         let mut outcomes = Outcomes::new();
         for client in self.clients {
+            wait_for("the client's last job has an outcome", || client.is_finished().then_some(()));
             for (outcome, count) in client.join().unwrap() {
                 *outcomes.entry(outcome).or_insert(0) += count;
             }
@@ -339,9 +340,10 @@ fn job_in_old_program_does_not_delay_later_jobs_of_its_client() {
         std::thread::spawn(move || client.job("b", "").operation(&operation).send().map(drop))
     };
     wait_for("the job runs", || begun.exists().then_some(()));
-    let is_over = AtomicBool::new(false);
-    let (jobs, longest) = std::thread::scope(|scope| {
-        let short = scope.spawn(|| {
+    let is_over = Arc::new(AtomicBool::new(false));
+    let short = {
+        let (client, is_over) = (client.clone(), is_over.clone());
+        std::thread::spawn(move || {
             let (mut jobs, mut longest) = (0, Duration::ZERO);
             while !is_over.load(Ordering::SeqCst) {
                 let began = Instant::now();
@@ -349,13 +351,13 @@ fn job_in_old_program_does_not_delay_later_jobs_of_its_client() {
                 (jobs, longest) = (jobs + 1, longest.max(began.elapsed()));
             }
             (jobs, longest)
-        });
-        let output = upgrade(&manager, &[]);
-        is_over.store(true, Ordering::SeqCst);
-        let short = short.join().unwrap();
-        assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
-        short
-    });
+        })
+    };
+    let output = upgrade(&manager, &[]);
+    is_over.store(true, Ordering::SeqCst);
+    wait_for("the last short job has an outcome", || short.is_finished().then_some(()));
+    let (jobs, longest) = short.join().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
     println!("{jobs} jobs of 5 ms beside a job that ran all the time: the longest took {longest:?}");
     assert!(jobs > 0);
     for _ in 0..10 {
@@ -363,6 +365,7 @@ fn job_in_old_program_does_not_delay_later_jobs_of_its_client() {
     }
     assert!(!long.is_finished());
     std::fs::write(&gate, "").unwrap();
+    wait_for("the long job has an outcome", || long.is_finished().then_some(()));
     long.join().unwrap().unwrap();
     wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");

@@ -1,0 +1,64 @@
+//! Limits for waits that have none. Without a limit, the failure of one test would prevent the whole test program from
+//! ending, and no message would name the test.
+
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::{PATIENCE, wait_for};
+
+/// Sets a flag when dropped. A thread scope waits for its threads even if the test panics, so threads that run until a
+/// flag is set need this guard. The guard must be a local variable of the scope's closure.
+pub struct SetOnDrop<'a>(pub &'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Calls a function on another thread, and returns the result. Panics if the function has not returned after
+/// [`PATIENCE`]. The thread then continues to run.
+pub fn in_time<T: Send + 'static>(what: &str, call: impl FnOnce() -> T + Send + 'static) -> T {
+    let thread = std::thread::spawn(call);
+    wait_for(what, || thread.is_finished().then_some(()));
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// Runs a program without input to its end, and returns its output. If the program takes much longer than [`PATIENCE`],
+/// kills it and panics with its output.
+pub fn output(command: &mut Command) -> Output {
+    output_within(3 * PATIENCE, command)
+}
+
+/// Runs a program to its end, and returns its output. If the program takes longer than `limit`, kills it and panics with
+/// its output. The output goes to files, because a descendant that outlives the program could keep a pipe open.
+pub fn output_within(limit: Duration, command: &mut Command) -> Output {
+    let [stdout, stderr] = [(); 2].map(|()| tempfile::tempfile().expect("a temporary file"));
+    let share = |file: &File| Stdio::from(file.try_clone().expect("an open file"));
+    command.stdin(Stdio::null()).stdout(share(&stdout)).stderr(share(&stderr));
+    let mut child = command.spawn().expect("the program runs");
+    let began = Instant::now();
+    let ended = loop {
+        let ended = child.try_wait().expect("our own child");
+        if ended.is_some() || began.elapsed() > limit {
+            break ended;
+        }
+        std::thread::park_timeout(Duration::from_millis(5));
+    };
+    // Fails if the program has exited.
+    let _ = child.kill();
+    let status = child.wait().expect("our own child");
+    let [stdout, stderr] = [stdout, stderr].map(read_from_start);
+    let output = Output { status, stdout, stderr };
+    assert!(ended.is_some(), "the program was killed after {limit:?}: {command:?}: {output:?}");
+    output
+}
+
+fn read_from_start(mut file: File) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    file.rewind().and_then(|()| file.read_to_end(&mut bytes)).expect("a readable file");
+    bytes
+}
