@@ -1,6 +1,5 @@
 //! The [`Client`], and the task that serves the client's connection and reconnects after a loss.
 
-use std::convert::Infallible;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
@@ -232,12 +231,10 @@ impl Client {
         let down = || Connection::Down(Loss::now("the client is not connected yet"));
         let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
         let needed = Arc::<Notify>::default();
-        let lost = Vec::new();
         let driver = Driver {
             target: target.clone(),
             requests,
-            lost,
-            leaving: Vec::new(),
+            retired: Vec::new(),
             left: Arc::default(),
             current: sender,
             needed: needed.clone(),
@@ -547,13 +544,10 @@ struct Driver {
     target: Target,
     /// The current connection. `None` while the client is not connected.
     requests: Option<Arc<Requests>>,
-    /// Connections that accept no further jobs but have jobs that are waiting to be sent over the next connection.
-    /// Oldest first.
-    lost: Vec<Arc<Requests>>,
-    /// Connections that the supervisor is closing with GOAWAY. The supervisor finishes the jobs on these connections
-    /// but accepts no further jobs.
-    leaving: Vec<Arc<Requests>>,
-    /// Notified when a connection that received GOAWAY has closed.
+    /// Connections that accept no further jobs but have pending jobs. Oldest first. Either the connection was lost, and
+    /// the jobs are waiting to be sent over the next connection, or the supervisor sent GOAWAY and finishes the jobs.
+    retired: Vec<Arc<Requests>>,
+    /// Notified when a connection that received GOAWAY has closed. Further jobs may then wait for the next connection.
     left: Arc<Notify>,
     current: watch::Sender<Connection>,
     needed: Arc<Notify>,
@@ -567,24 +561,22 @@ impl Driver {
                 let began = Instant::now();
                 // Joins the queue before the connection is announced, so that lost jobs are sent before the
                 // jobs of waiting callers.
-                let mut first_place = (!self.lost.is_empty()).then(|| requests.queue());
+                let mut first_place = self.has_detached_jobs().then(|| requests.queue());
                 self.current.send_replace(Connection::Up(requests.clone()));
                 let mut serving = Box::pin(serve(requests.clone()));
                 let message = loop {
                     tokio::select! {
                         message = &mut serving => break Some(message),
                         () = requests.leaving() => break None,
-                        () = self.left.notified() => {
-                            self.forget_left();
-                            if first_place.is_none() && !self.lost.is_empty() {
+                        () = self.end_overdue_until_left() => {
+                            if first_place.is_none() && self.has_detached_jobs() {
                                 first_place = Some(requests.queue());
                             }
                         }
                         () = self.send_again(&mut first_place), if first_place.is_some() => {
                             first_place = None;
-                            self.lost.clear();
+                            self.forget_finished();
                         }
-                        never = self.end_overdue_jobs() => match never {},
                         () = self.wait_until_unused() => return,
                     }
                 };
@@ -599,10 +591,15 @@ impl Driver {
                     }
                 }
             }
-            let reconnected = tokio::select! {
-                requests = self.reconnect(&mut pause) => requests,
-                never = self.end_overdue_jobs() => match never {},
-                () = self.wait_until_unused() => return,
+            let reconnected = {
+                let mut reconnect = pin!(self.reconnect(&mut pause));
+                loop {
+                    tokio::select! {
+                        requests = &mut reconnect => break requests,
+                        () = self.end_overdue_until_left() => {}
+                        () = self.wait_until_unused() => return,
+                    }
+                }
             };
             let Some(reconnected) = reconnected else { return };
             self.requests = Some(reconnected);
@@ -612,10 +609,26 @@ impl Driver {
     /// Waits until all handles that can submit jobs have been dropped and no job is pending.
     async fn wait_until_unused(&self) {
         self.current.closed().await;
-        // Jobs move from a lost connection to the current connection.
-        for requests in self.lost.iter().chain(&self.leaving).chain(&self.requests) {
+        // Jobs move from a retired connection to the current connection.
+        for requests in self.retired.iter().chain(&self.requests) {
             requests.idle().await;
         }
+    }
+
+    /// Returns true if any job is waiting to be sent over another connection.
+    fn has_detached_jobs(&self) -> bool {
+        self.retired.iter().any(|retired| retired.has_detached_jobs())
+    }
+
+    /// Retires a connection.
+    fn retire(&mut self, requests: Arc<Requests>) {
+        self.forget_finished();
+        self.retired.push(requests);
+    }
+
+    /// Forgets retired connections without pending jobs.
+    fn forget_finished(&mut self) {
+        self.retired.retain(|retired| retired.has_pending_jobs());
     }
 
     /// Returns true if jobs on a lost connection can be sent again over a new connection. An in-process supervisor that
@@ -631,9 +644,8 @@ impl Driver {
         self.current.send_replace(Connection::Down(Loss::now(message)));
         if let Some(requests) = self.requests.take() {
             requests.close(message, is_replaced);
-            self.lost.push(requests);
+            self.retire(requests);
         }
-        self.lost.retain(|lost| lost.has_detached_jobs());
     }
 
     /// Handles GOAWAY. The connection stays open until its last job has ended. Jobs submitted in the meantime wait
@@ -641,9 +653,7 @@ impl Driver {
     fn leave(&mut self, serving: impl Future<Output = String> + Send + Unpin + 'static) {
         self.current.send_replace(Connection::Down(Loss::now("the supervisor is being replaced")));
         let Some(requests) = self.requests.take() else { return };
-        self.leaving.push(requests.clone());
-        self.lost.push(requests.clone());
-        self.lost.retain(|lost| lost.has_detached_jobs());
+        self.retire(requests.clone());
         let left = self.left.clone();
         tokio::spawn(async move {
             let message = tokio::select! {
@@ -655,40 +665,33 @@ impl Driver {
         });
     }
 
-    /// Forgets connections that have closed after GOAWAY. Any jobs of these connections that can be sent again wait for
-    /// another connection.
-    fn forget_left(&mut self) {
-        for requests in self.leaving.extract_if(.., |requests| requests.is_closed()) {
-            if requests.has_detached_jobs() && !self.lost.iter().any(|lost| Arc::ptr_eq(lost, &requests)) {
-                self.lost.push(requests);
-            }
-        }
-    }
-
-    /// Sends the jobs of lost connections again, this time over the current connection. Never returns if the current
+    /// Sends the jobs of retired connections again, this time over the current connection. Never returns if the current
     /// connection is unusable.
     async fn send_again(&self, place: &mut Option<QueuePosition<'_>>) {
         let Some(place) = place else { return };
-        for lost in &self.lost {
-            if !lost.move_jobs(place).await {
+        for retired in &self.retired {
+            if !retired.move_jobs(place).await {
                 std::future::pending().await
             }
         }
     }
 
-    /// Fails jobs that have waited too long for a connection.
-    async fn end_overdue_jobs(&self) -> Infallible {
+    /// Fails jobs that have waited too long for a connection. Returns when a connection that received GOAWAY has closed.
+    async fn end_overdue_until_left(&self) {
+        let mut left = pin!(self.left.notified());
         loop {
-            let Some(first) = self.lost.iter().filter_map(|lost| lost.first_wait_ends()).min() else {
-                return std::future::pending().await;
-            };
+            let first = self.retired.iter().filter_map(|retired| retired.first_wait_ends()).min();
+            let Some(first) = first else { return left.await };
             let earliest = Instant::now() + OVERDUE_CHECK_INTERVAL_MIN;
-            tokio::time::sleep_until(Instant::from_std(first).max(earliest)).await;
+            tokio::select! {
+                () = tokio::time::sleep_until(Instant::from_std(first).max(earliest)) => {}
+                () = &mut left => return,
+            }
             let problem = match &*self.current.borrow() {
                 Connection::Down(loss) => self.target.problem(&loss.reason),
                 Connection::Up(_) => "too many jobs are waiting to be sent again".to_owned(),
             };
-            self.lost.iter().for_each(|lost| lost.end_overdue(&problem));
+            self.retired.iter().for_each(|retired| retired.end_overdue(&problem));
         }
     }
 
@@ -738,7 +741,7 @@ impl Drop for Driver {
             return;
         }
         const REASON: &str = "the async runtime that served the connection has shut down";
-        self.lost.iter().chain(&self.leaving).for_each(|lost| lost.close(REASON, false));
+        self.retired.iter().for_each(|retired| retired.close(REASON, false));
         self.disconnect(REASON, false);
     }
 }

@@ -549,9 +549,9 @@ impl Requests {
         result
     }
 
-    /// Returns true if the connection is closed.
-    pub(crate) fn is_closed(&self) -> bool {
-        self.lock().phase == Phase::Closed
+    /// Returns true if any job has no outcome and has not been sent over another connection.
+    pub(crate) fn has_pending_jobs(&self) -> bool {
+        self.lock().waiters.waiting() > 0
     }
 
     /// Returns true if any job is still waiting to be sent over another connection.
@@ -571,8 +571,10 @@ impl Requests {
     pub(crate) fn end_overdue(&self, problem: &str) {
         let now = Instant::now();
         let mut state = self.lock();
-        let ended = state.detach(problem, |waiter, job| match job.waits_until {
-            Some(until) if waiter.is_detached() && until <= now => {
+        let (_, ended) = state.waiters.detach(|job| match job {
+            Some((waiter, job))
+                if waiter.is_detached() && job.waits_until.is_some_and(|until| until <= now) =>
+            {
                 Decision::Ends(job.not_reconnected(problem))
             }
             _ => Decision::Stays,

@@ -12,8 +12,6 @@ use bulkhead_tests::http::{Answer, Place};
 use bulkhead_tests::{PATIENCE, Supervisor, not_run, programs, wait_for};
 use tempfile::TempDir;
 
-use crate::command_line::running;
-
 const TOKEN: &str = "a-token-of-the-tests";
 const BEARER: &str = "Authorization: Bearer a-token-of-the-tests";
 /// HTTP basic authentication with the user `me` and the token as the password.

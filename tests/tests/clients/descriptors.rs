@@ -61,7 +61,7 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result
 /// descriptor.
 fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
     let (socket, listener) = lingering();
-    let (to, bytes) = (to.try_clone().unwrap(), bytes.to_vec());
+    let (to, length, bytes) = (to.try_clone().unwrap(), bytes.len(), bytes.to_vec());
     let (sender, receiver) = mpsc::channel();
     // If the supervisor does not receive the socket, or closes it before this process does, then `drop(socket)` blocks
     // until `listener` is dropped.
@@ -73,7 +73,7 @@ fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
     });
     match receiver.recv_timeout(PATIENCE).unwrap() {
         Ok(sent) => assert!(
-            is_older && sent == bytes.len(),
+            is_older && sent == length,
             "the kernel delivered a descriptor although it can refuse them"
         ),
         Err(error) => assert!(!is_older && error == Errno::PERM, "{error}"),

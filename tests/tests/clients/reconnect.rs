@@ -12,7 +12,7 @@ use bulkhead_shared::codec;
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::{Fault, HandlerFailure, Outcome, RejectReason};
 use bulkhead_tests::ledger::worker::{self, Mark};
-use bulkhead_tests::{PATIENCE, Supervisor, programs, wait_for};
+use bulkhead_tests::{PATIENCE, SetOnDrop, Supervisor, programs, wait_for};
 
 use super::client::{Fake, Peer, against, frame, lost, metadata, outcome, welcome};
 
@@ -437,6 +437,31 @@ fn job_not_accepted_by_old_supervisor_ends_at_its_deadline() {
             let (executed, text) = lost(job.send().await);
             assert_eq!(executed, Executed::No, "{text}");
             end.send(()).unwrap();
+        },
+    );
+}
+
+/// The old supervisor dies with a job that can be sent again, while the client is waiting for a new supervisor.
+#[test]
+fn accepted_job_ends_if_old_supervisor_dies_and_no_new_one_starts() {
+    let (end, is_disconnected) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let mut old = fake.welcome();
+            next_job(&mut old);
+            next_job(&mut old);
+            std::fs::remove_file(&fake.path).unwrap();
+            old.send(&go_away(1));
+            let _ = is_disconnected.recv();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap().reconnect_timeout(Duration::from_secs(1));
+            let taken = client.job("b", "taken").idempotent(true).start().await.unwrap();
+            let not_taken = client.job("b", "x").deadline(Duration::from_millis(300)).send().await;
+            assert_eq!(lost(not_taken).0, Executed::No);
+            end.send(()).unwrap();
+            let (executed, text) = lost(taken.await);
+            assert_eq!(executed, Executed::Unknown, "{text}");
         },
     );
 }

@@ -8,8 +8,6 @@ use bulkhead_client::{JobError, Reply};
 use bulkhead_tests::{Supervisor, outcome, tally, wait_for};
 use serde_json::Value;
 
-use super::running;
-
 fn advice(supervisor: &Supervisor, bulkhead: &str) -> Value {
     supervisor.get(&format!("/v1/bulkheads/{bulkhead}/advice"))
 }

@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use bulkhead_tests::{PATIENCE, Supervisor, programs, wait_for};
 use nix::pty::openpty;
 
-use super::running::{output, output_of, read_all};
+use super::running::{output_of, read_all};
 
 fn supervisor() -> Supervisor {
     Supervisor::start(

@@ -13,8 +13,6 @@ use nix::sys::signal::Signal;
 use rustix::termios::tcsetwinsize;
 use serde_json::Value;
 
-use super::running;
-
 /// Terminal that runs a shell. Dropping this value kills the shell and its children.
 struct Terminal {
     master: File,

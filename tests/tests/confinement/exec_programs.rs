@@ -14,8 +14,6 @@ use bulkhead_tests::http::Place as Http;
 use bulkhead_tests::{descriptors, processes_with, wait_for};
 use serde_json::json;
 
-use crate::command_line::running;
-
 const NONE: &str = "profile = \"none\"";
 const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";

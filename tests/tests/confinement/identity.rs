@@ -15,8 +15,6 @@ use nix::sys::signal::Signal;
 use nix::unistd::chown;
 use serde_json::json;
 
-use crate::command_line::running;
-
 /// Range of user IDs for workers if the configuration names no user (systemd's range for dynamic users).
 const IDS: std::ops::RangeInclusive<u32> = 61_184..=65_519;
 

@@ -14,8 +14,6 @@ use bulkhead_tests::{PATIENCE, descriptors, kill_pid, not_run, outcome, wait_for
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use crate::command_line::running;
-
 const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
 const WORKER: &str = "command = [\"HOSTILE\"]";

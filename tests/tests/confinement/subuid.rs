@@ -12,8 +12,6 @@ use bulkhead_tests::{PATIENCE, Supervisor, children, kill_pid, programs, wait_fo
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use crate::command_line::running;
-
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
 
 fn profiles() -> impl Iterator<Item = &'static str> {

@@ -13,7 +13,6 @@ use bulkhead_tests::{PATIENCE, programs, run, wait_for};
 
 use super::jobs::{BULKHEADS, settings, start};
 
-
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }

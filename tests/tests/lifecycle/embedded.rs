@@ -7,8 +7,6 @@ use bulkhead_tests::{heavy, is_alive, kill_pid, programs, wait_for};
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
-
-
 fn application(folder: &TempDir, arguments: &[&str]) -> Command {
     let mut command = Command::new(programs().join("application"));
     command.args(arguments).current_dir(folder.path());

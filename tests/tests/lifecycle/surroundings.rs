@@ -9,8 +9,6 @@ use bulkhead_tests::confined::is_root;
 use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, not_run, run, wait_for};
 use nix::sys::signal::Signal;
 
-
-
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
 fn works(supervisor: &Supervisor) {

@@ -27,8 +27,6 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::WaitStatus;
 use serde_json::Value;
 
-
-
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 1000\n\
                    deadline = \"60s\"\ncwd = \".\"\n";
 
@@ -402,6 +400,41 @@ fn stopping_supervisor_does_not_hand_over_connections() {
     std::fs::write(&gates[1], "").unwrap();
     assert_eq!(clients[1].outcome(), (1, (0, 0)));
     assert!(matches!(manager.ended(), WaitStatus::Exited(_, 0)));
+}
+
+/// Each connection moves with the first part of a frame, so that the connections do not fit into the transfer socket
+/// while the new program does not read.
+#[test]
+fn slow_new_program_takes_over_every_connection() {
+    const CONNECTIONS: usize = 66;
+    let manager = start(ONE);
+    let old = manager.main();
+    let gate = manager.folder.path().join("gate");
+    let operation = format!("steps:wait {}", gate.display());
+    let second = Raw::submit_bytes(2, "", &[0; 60_000]);
+    let (first_part, rest) = second.split_at(50_000);
+    let mut clients: Vec<Raw> = (0..CONNECTIONS).map(|_| Raw::connect(&manager.socket())).collect();
+    for client in &mut clients {
+        client.submit(1, &operation, b"");
+        client.0.write_all(first_part).unwrap();
+    }
+    let submitted = || get(&manager, "/v1/bulkheads/b")["submitted"] == CONNECTIONS;
+    wait_for("all jobs are accepted", || submitted().then_some(()));
+    let upgrading = Upgrading::start(&manager);
+    let new = upgrading.until_switched(&manager, old);
+    upgrading.until("finished");
+    kill_pid(new, Signal::SIGSTOP);
+    std::fs::write(&gate, "").unwrap();
+    for client in &mut clients {
+        assert_eq!(client.outcome(), (1, (0, 0)));
+    }
+    kill_pid(new, Signal::SIGCONT);
+    for client in &mut clients {
+        client.0.write_all(rest).unwrap();
+        assert_eq!(client.outcome(), (2, (0, 0)));
+    }
+    wait_for("the old program has exited", || (manager.supervisors() == [new]).then_some(()));
+    assert_eq!((upgrading.end().0, manager.restarts()), (Some(0), 0));
 }
 
 #[test]

@@ -9,8 +9,6 @@ use bulkhead_tests::{
     threads, wait_for,
 };
 
-
-
 const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\n\
                      [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n";
 

@@ -216,9 +216,8 @@ impl DataPlane {
         }
         // GOAWAY is sent immediately, so that the client does not have to wait before it sends its next job.
         self.flush_connections();
-        if passed_on > 0 {
-            self.flush_transfer();
-        }
+        // The successor may not have had room for earlier messages.
+        self.flush_transfer();
         if self.handover.is_leaving() {
             self.end_idle_workers();
         }
