@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Result;
@@ -126,18 +127,23 @@ pub(crate) fn programs() -> Result<PathBuf> {
 pub(crate) fn cpu(pid: u32) -> Result<Duration> {
     let mut used = Duration::ZERO;
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        used += scheduled(&thread?.path())?;
+        match std::fs::read_to_string(thread?.path().join("schedstat")) {
+            Ok(line) => used += scheduled_time(&line)?,
+            // The thread has exited.
+            Err(error) if matches!(Errno::from_io_error(&error), Some(Errno::NOENT | Errno::SRCH)) => {}
+            Err(error) => return Err(error.into()),
+        }
     }
     Ok(used)
 }
 
 /// Returns the CPU time of the first thread of a process.
 pub(crate) fn first_thread_cpu(pid: u32) -> Result<Duration> {
-    scheduled(&PathBuf::from(format!("/proc/{pid}/task/{pid}")))
+    scheduled_time(&std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/schedstat"))?)
 }
 
-fn scheduled(thread: &Path) -> Result<Duration> {
-    let line = std::fs::read_to_string(thread.join("schedstat"))?;
+/// Returns the CPU time of a thread from its `schedstat` file.
+fn scheduled_time(line: &str) -> Result<Duration> {
     Ok(Duration::from_nanos(line.split(' ').next().unwrap_or_default().parse()?))
 }
 

@@ -544,8 +544,8 @@ struct Driver {
     target: Target,
     /// The current connection. `None` while the client is not connected.
     requests: Option<Arc<Requests>>,
-    /// Connections that accept no further jobs but have pending jobs. Oldest first. Either the connection was lost, and
-    /// the jobs are waiting to be sent over the next connection, or the supervisor sent GOAWAY and finishes the jobs.
+    /// Connections that accept no further jobs but have pending jobs. Oldest first. Jobs of a lost connection are
+    /// waiting to be sent over the next connection. After GOAWAY, the supervisor still finishes its accepted jobs.
     retired: Vec<Arc<Requests>>,
     /// Notified when a connection that received GOAWAY has closed. Further jobs may then wait for the next connection.
     left: Arc<Notify>,
@@ -816,9 +816,9 @@ async fn write(requests: &Requests) -> String {
 fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch) -> Result<Received, String> {
     let mut problem = None;
     let read = requests.transport.try_io(tokio::io::Interest::READABLE, || {
-        let mut has_files = false;
+        let mut may_have_more = false;
         let (received, mut batch) =
-            inbox.receive_by(scratch, |buffer| requests.receive(buffer, &mut has_files))?;
+            inbox.receive_by(scratch, |buffer| requests.receive(buffer, &mut may_have_more))?;
         let mut frames = Frames::new(requests);
         loop {
             let result = match batch.next() {
@@ -846,9 +846,8 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
             }
         }
         match received {
-            // Makes tokio wait until more bytes arrive. A read that returns descriptors stops at the end of the message
-            // that carried them, even if more bytes have already arrived.
-            Received::Drained if !has_files => Err(io::ErrorKind::WouldBlock.into()),
+            // Makes tokio wait until more bytes arrive.
+            Received::Drained if !may_have_more => Err(io::ErrorKind::WouldBlock.into()),
             other => Ok(other),
         }
     });

@@ -271,15 +271,16 @@ impl Requests {
     }
 
     /// Reads from the connection without blocking. Also receives descriptors if a requested lease may arrive. Sets
-    /// `has_files` to true if descriptors were received.
-    pub(crate) fn receive(&self, buffer: &mut [u8], has_files: &mut bool) -> rustix::io::Result<usize> {
+    /// `may_have_more` to true if more bytes may have arrived. A read ends at a message with descriptors, even if this
+    /// process has reached its descriptor limit and receives none of them.
+    pub(crate) fn receive(&self, buffer: &mut [u8], may_have_more: &mut bool) -> rustix::io::Result<usize> {
         if !self.expects_files.load(Ordering::SeqCst) {
             return self.transport.receive(buffer, None);
         }
         let mut files = Vec::new();
         let count = self.transport.receive(buffer, Some(&mut files))?;
-        *has_files = !files.is_empty();
-        if *has_files {
+        *may_have_more = count > 0;
+        if !files.is_empty() {
             self.lock().leases.received_files = files;
         }
         Ok(count)

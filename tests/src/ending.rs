@@ -27,18 +27,18 @@ pub fn in_time<T: Send + 'static>(what: &str, call: impl FnOnce() -> T + Send + 
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Runs a program without input to its end, and returns its output. If the program takes much longer than [`PATIENCE`],
-/// kills it and panics with its output.
+/// Runs a program without input to its end, and returns its output. Kills the program and panics with the
+/// output if the program takes much longer than [`PATIENCE`].
 pub fn output(command: &mut Command) -> Output {
-    output_within(3 * PATIENCE, command)
+    output_within(3 * PATIENCE, command.stdin(Stdio::null()))
 }
 
-/// Runs a program to its end, and returns its output. If the program takes longer than `limit`, kills it and panics with
-/// its output. The output goes to files, because a descendant that outlives the program could keep a pipe open.
+/// Runs a program to its end, and returns its output. Kills the program and panics with the output if the program
+/// takes longer than `limit`. The output goes to files, because a descendant that outlives the program could keep a pipe open.
 pub fn output_within(limit: Duration, command: &mut Command) -> Output {
     let [stdout, stderr] = [(); 2].map(|()| tempfile::tempfile().expect("a temporary file"));
     let share = |file: &File| Stdio::from(file.try_clone().expect("an open file"));
-    command.stdin(Stdio::null()).stdout(share(&stdout)).stderr(share(&stderr));
+    command.stdout(share(&stdout)).stderr(share(&stderr));
     let mut child = command.spawn().expect("the program runs");
     let began = Instant::now();
     let ended = loop {

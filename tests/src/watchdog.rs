@@ -1,6 +1,6 @@
-//! Watchdog for tests that hang. Long after all tests should have finished, it names the tests that are still running
-//! and shows which system calls and processes they wait for. It then kills these processes, so that the tests fail
-//! with a message of their own.
+//! Watchdog for tests that hang. Long after all tests should have finished, the watchdog names the tests that are still
+//! running, and shows the system calls and processes for which the tests are waiting. The watchdog then kills these
+//! processes, so that each test fails with its own message.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -20,8 +20,8 @@ const RUN_TIME_MAX: Duration = Duration::from_secs(25 * 60);
 /// Time for the tests to fail after their processes have been killed.
 const FAILURE_TIME: Duration = Duration::from_secs(150);
 
-/// Maximum length of a command line in a report, in bytes.
-const COMMAND_LINE_BYTES_MAX: usize = 160;
+/// Maximum number of characters of a command line in a report.
+const COMMAND_LINE_MAX: usize = 160;
 
 /// Names of the tests that have used a program, by thread.
 static TESTS: Mutex<BTreeMap<i32, String>> = Mutex::new(BTreeMap::new());
@@ -61,8 +61,8 @@ fn report(problem: &str) {
     }
     for (pid, parent) in descendants(std::process::id()) {
         let task = format!("/proc/{pid}");
-        let mut line = read_to_string(format!("{task}/cmdline")).unwrap_or_default().replace('\0', " ");
-        line.truncate(line.floor_char_boundary(COMMAND_LINE_BYTES_MAX));
+        let line = read_to_string(format!("{task}/cmdline")).unwrap_or_default().replace('\0', " ");
+        let line: String = line.chars().take(COMMAND_LINE_MAX).collect();
         let name = name(pid).unwrap_or_default();
         let _ = writeln!(text, "process {pid} of {parent}: {name}: {}: {line}", waits_for(&task));
     }

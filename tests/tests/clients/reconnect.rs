@@ -443,7 +443,7 @@ fn job_not_accepted_by_old_supervisor_ends_at_its_deadline() {
 
 /// The old supervisor dies with a job that can be sent again, while the client is waiting for a new supervisor.
 #[test]
-fn accepted_job_ends_if_old_supervisor_dies_and_no_new_one_starts() {
+fn accepted_job_ends_if_no_new_supervisor_starts() {
     let (end, is_disconnected) = mpsc::channel::<()>();
     against(
         move |fake| {

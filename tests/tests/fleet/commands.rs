@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use bulkhead_fleet::operate::{DeadFilter, Operator};
 use bulkhead_fleet::settings::Settings;
@@ -169,7 +169,7 @@ fn status_names_agents_and_streams() {
 fn fleet_try_command_runs_a_complete_fleet() {
     let Some(server) = server_program(VERSIONS[1]) else { return };
     let mut command = Command::new(programs().join("bulkhead"));
-    command.args(["fleet", "try", "--server"]).arg(server).stdin(Stdio::null());
+    command.args(["fleet", "try", "--server"]).arg(server);
     let output = bulkhead_tests::output(&mut command);
     let shown = text(&output.stdout);
     assert!(output.status.success(), "{output:?}");

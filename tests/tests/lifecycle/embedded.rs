@@ -17,7 +17,7 @@ fn application(folder: &TempDir, arguments: &[&str]) -> Command {
 /// Runs a scenario in the application and checks that it succeeds.
 fn runs(scenario: &str) {
     let folder = tempfile::tempdir().unwrap();
-    let ended = bulkhead_tests::output(application(&folder, &[scenario]).stdin(Stdio::null()));
+    let ended = bulkhead_tests::output(&mut application(&folder, &[scenario]));
     let (said, error) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
 }

@@ -3,7 +3,7 @@
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use bulkhead_tests::confined::is_root;
 use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, not_run, run, wait_for};
@@ -35,7 +35,7 @@ fn fifo_as_configuration_is_rejected_without_hanging() {
     assert!(rejected[0]["message"].as_str().unwrap().contains("not a regular file"), "{rejected:?}");
     works(&supervisor);
     let mut check = Command::new(bulkhead_tests::programs().join("bulkhead-supervisor"));
-    let check = bulkhead_tests::output(check.args(["--check", "--config"]).arg(&file).stdin(Stdio::null()));
+    let check = bulkhead_tests::output(check.args(["--check", "--config"]).arg(&file));
     assert_eq!(check.status.code(), Some(2));
     supervisor.signal(Signal::SIGTERM);
     assert!(supervisor.wait().success());

@@ -122,7 +122,7 @@ fn supervisor_replaces_only_a_stale_socket() {
     let mut first = Supervisor::start(TREE);
     let mut second = std::process::Command::new(bulkhead_tests::programs().join("bulkhead-supervisor"));
     second.arg("--config").arg(first.folder.path().join("workers.toml"));
-    let refused = bulkhead_tests::output(second.stdin(Stdio::null()));
+    let refused = bulkhead_tests::output(&mut second);
     assert!(!refused.status.success());
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(said.contains("another supervisor"), "{said}");

@@ -36,7 +36,7 @@ fn start(bulkheads: &str) -> Manager {
 
 fn upgrade(manager: &Manager, arguments: &[&str]) -> Output {
     let mut command = manager.command();
-    bulkhead_tests::output(command.arg("--json").arg("upgrade").args(arguments).stdin(Stdio::null()))
+    bulkhead_tests::output(command.arg("--json").arg("upgrade").args(arguments))
 }
 
 /// Upgrades the supervisor. Returns the PID of the new program.
@@ -402,8 +402,8 @@ fn stopping_supervisor_does_not_hand_over_connections() {
     assert!(matches!(manager.ended(), WaitStatus::Exited(_, 0)));
 }
 
-/// Each connection moves with the first part of a frame, so that the connections do not fit into the transfer socket
-/// while the new program does not read.
+/// Each connection moves together with the first part of a frame. The transfer socket is then full while the new program
+/// does not read.
 #[test]
 fn slow_new_program_takes_over_every_connection() {
     const CONNECTIONS: usize = 66;

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::confined::is_root;
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, not_run, programs, wait_for};
+use bulkhead_tests::{
+    PATIENCE, Supervisor, in_time, is_alive, kill_pid, not_run, output_within, programs, wait_for,
+};
 use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-
-use bulkhead_tests::in_time;
 
 /// The descriptor is a pipe to the parent program or a pidfd of the parent program. Either way, the supervisor stops
 /// even if the parent is killed.
@@ -61,7 +61,7 @@ fn while_open_rejects_descriptor_that_cannot_report_a_close() {
     let start = |number: &str, stdin: Stdio| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
         command.arg("--config").arg(&config).args(["--while-open", number]).stdin(stdin);
-        let ran = bulkhead_tests::output(&mut command);
+        let ran = output_within(PATIENCE, &mut command);
         (ran.status.code(), String::from_utf8_lossy(&ran.stderr).into_owned())
     };
     let file = || Stdio::from(std::fs::File::open(&config).unwrap());

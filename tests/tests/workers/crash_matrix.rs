@@ -1,6 +1,5 @@
 //! Worker failures and their effects on jobs, bulkheads and neighbours.
 
-use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
@@ -61,7 +60,7 @@ fn after_embedded(operation: &str, payload: &str) -> Vec<String> {
     let mut application = std::process::Command::new(bulkhead_tests::programs().join("application"));
     application.args(["after", operation, payload]).current_dir(folder.path());
     application.env("MISBEHAVE", bulkhead_tests::programs().join("misbehave"));
-    let ended = bulkhead_tests::output(application.stdin(Stdio::null()));
+    let ended = bulkhead_tests::output(&mut application);
     let (said, error) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
     let told: Vec<_> = said.lines().take(2).map(str::to_owned).collect();

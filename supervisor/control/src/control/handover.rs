@@ -23,6 +23,9 @@ use tokio::sync::{Notify, watch};
 /// Maximum time, in addition to `drain_timeout`, to wait for the other supervisor in an upgrade to exit.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
+/// Maximum time for the other supervisor to make room for a message.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Options for upgrades, including the program to start as a successor, and the predecessor if this supervisor is
 /// itself a successor.
 pub struct HandoverOptions {
@@ -313,8 +316,13 @@ impl Link {
         die_on_request("send", kind);
         let mut outbox = Outbox::default();
         outbox.push(encode(kind, message, &[]).map_err(invalid)?, descriptor.into_iter().collect());
+        self.flush(&mut outbox, SEND_TIMEOUT).await
+    }
+
+    async fn flush(&self, outbox: &mut Outbox, timeout: Duration) -> io::Result<()> {
+        let stuck = |_| io::Error::new(io::ErrorKind::TimedOut, "the other supervisor is not responding");
         while !outbox.flush(self.0.get_ref())? {
-            self.0.writable().await?.clear_ready();
+            tokio::time::timeout(timeout, self.0.writable()).await.map_err(stuck)??.clear_ready();
         }
         Ok(())
     }
@@ -346,5 +354,24 @@ impl Link {
             die_on_request("receive", kind);
             return Ok(Some(Incoming { bytes, kind }));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn sending_fails_if_the_other_supervisor_does_not_read() {
+        let (here, _there) = packets::pair(1024).unwrap();
+        let link = Link::new(here).unwrap();
+        let mut outbox = Outbox::default();
+        let error = loop {
+            outbox.push(vec![0; 1024], Vec::new());
+            if let Err(error) = link.flush(&mut outbox, Duration::from_millis(10)).await {
+                break error;
+            }
+        };
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 }
