@@ -127,10 +127,13 @@ pub(crate) fn programs() -> Result<PathBuf> {
 pub(crate) fn cpu(pid: u32) -> Result<Duration> {
     let mut used = Duration::ZERO;
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        match std::fs::read_to_string(thread?.path().join("schedstat")) {
+        let thread = thread?;
+        let is_first = thread.file_name().to_str() == Some(&pid.to_string());
+        match std::fs::read_to_string(thread.path().join("schedstat")) {
             Ok(line) => used += scheduled_time(&line)?,
             // The thread has exited.
-            Err(error) if matches!(Errno::from_io_error(&error), Some(Errno::NOENT | Errno::SRCH)) => {}
+            Err(error)
+                if !is_first && matches!(Errno::from_io_error(&error), Some(Errno::NOENT | Errno::SRCH)) => {}
             Err(error) => return Err(error.into()),
         }
     }

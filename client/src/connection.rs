@@ -235,7 +235,7 @@ impl Client {
             target: target.clone(),
             requests,
             retired: Vec::new(),
-            left: Arc::default(),
+            closed_after_goaway: Arc::default(),
             current: sender,
             needed: needed.clone(),
         };
@@ -545,10 +545,12 @@ struct Driver {
     /// The current connection. `None` while the client is not connected.
     requests: Option<Arc<Requests>>,
     /// Connections that accept no further jobs but have pending jobs. Oldest first. Jobs of a lost connection are
-    /// waiting to be sent over the next connection. After GOAWAY, the supervisor still finishes its accepted jobs.
+    /// waiting to be sent over the next connection. After GOAWAY, the supervisor still finishes the jobs that it has
+    /// accepted.
     retired: Vec<Arc<Requests>>,
-    /// Notified when a connection that received GOAWAY has closed. Further jobs may then wait for the next connection.
-    left: Arc<Notify>,
+    /// Notified when a connection that received GOAWAY has closed. Jobs of that connection that can be sent again then
+    /// wait for the next connection.
+    closed_after_goaway: Arc<Notify>,
     current: watch::Sender<Connection>,
     needed: Arc<Notify>,
 }
@@ -568,7 +570,8 @@ impl Driver {
                     tokio::select! {
                         message = &mut serving => break Some(message),
                         () = requests.leaving() => break None,
-                        () = self.end_overdue_until_left() => {
+                        () = self.end_overdue_until_close() => {
+                            self.forget_finished();
                             if first_place.is_none() && self.has_detached_jobs() {
                                 first_place = Some(requests.queue());
                             }
@@ -596,12 +599,13 @@ impl Driver {
                 loop {
                     tokio::select! {
                         requests = &mut reconnect => break requests,
-                        () = self.end_overdue_until_left() => {}
+                        () = self.end_overdue_until_close() => {}
                         () = self.wait_until_unused() => return,
                     }
                 }
             };
             let Some(reconnected) = reconnected else { return };
+            self.forget_finished();
             self.requests = Some(reconnected);
         }
     }
@@ -618,12 +622,6 @@ impl Driver {
     /// Returns true if any job is waiting to be sent over another connection.
     fn has_detached_jobs(&self) -> bool {
         self.retired.iter().any(|retired| retired.has_detached_jobs())
-    }
-
-    /// Retires a connection.
-    fn retire(&mut self, requests: Arc<Requests>) {
-        self.forget_finished();
-        self.retired.push(requests);
     }
 
     /// Forgets retired connections without pending jobs.
@@ -644,7 +642,7 @@ impl Driver {
         self.current.send_replace(Connection::Down(Loss::now(message)));
         if let Some(requests) = self.requests.take() {
             requests.close(message, is_replaced);
-            self.retire(requests);
+            self.retired.push(requests);
         }
     }
 
@@ -653,15 +651,15 @@ impl Driver {
     fn leave(&mut self, serving: impl Future<Output = String> + Send + Unpin + 'static) {
         self.current.send_replace(Connection::Down(Loss::now("the supervisor is being replaced")));
         let Some(requests) = self.requests.take() else { return };
-        self.retire(requests.clone());
-        let left = self.left.clone();
+        self.retired.push(requests.clone());
+        let has_closed = self.closed_after_goaway.clone();
         tokio::spawn(async move {
             let message = tokio::select! {
                 message = serving => message,
                 () = requests.idle() => "the last job has ended".to_owned(),
             };
             requests.close(&message, true);
-            left.notify_one();
+            has_closed.notify_one();
         });
     }
 
@@ -676,16 +674,17 @@ impl Driver {
         }
     }
 
-    /// Fails jobs that have waited too long for a connection. Returns when a connection that received GOAWAY has closed.
-    async fn end_overdue_until_left(&self) {
-        let mut left = pin!(self.left.notified());
+    /// Fails jobs that have waited too long for a connection. Returns when a connection that received GOAWAY has
+    /// closed.
+    async fn end_overdue_until_close(&self) {
+        let mut has_closed = pin!(self.closed_after_goaway.notified());
         loop {
             let first = self.retired.iter().filter_map(|retired| retired.first_wait_ends()).min();
-            let Some(first) = first else { return left.await };
+            let Some(first) = first else { return has_closed.await };
             let earliest = Instant::now() + OVERDUE_CHECK_INTERVAL_MIN;
             tokio::select! {
                 () = tokio::time::sleep_until(Instant::from_std(first).max(earliest)) => {}
-                () = &mut left => return,
+                () = &mut has_closed => return,
             }
             let problem = match &*self.current.borrow() {
                 Connection::Down(loss) => self.target.problem(&loss.reason),

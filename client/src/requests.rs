@@ -406,6 +406,8 @@ impl Requests {
                     state.phase = Phase::Ending;
                 }
                 if state.waiters.waiting() == 0 {
+                    // Several tasks can wait.
+                    self.idle.notify_one();
                     return;
                 }
             }
@@ -578,6 +580,7 @@ impl Requests {
             {
                 Decision::Ends(job.not_reconnected(problem))
             }
+            // An outcome that is being processed is kept.
             _ => Decision::Stays,
         });
         self.notify_if_idle(&state);

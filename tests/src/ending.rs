@@ -1,8 +1,8 @@
-//! Limits for waits that have none. Without a limit, the failure of one test would prevent the whole test program from
+//! Time limits for waits that the standard library does not limit. Without a limit, the failure of one test would prevent the whole test program from
 //! ending, and no message would name the test.
 
 use std::fs::File;
-use std::io::{Read, Seek};
+use std::os::unix::fs::FileExt;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ pub fn output(command: &mut Command) -> Output {
     output_within(3 * PATIENCE, command.stdin(Stdio::null()))
 }
 
-/// Runs a program to its end, and returns its output. Kills the program and panics with the output if the program
+/// Runs a program to its end, and returns its output. Does not change the program's standard input. Kills the program and panics with the output if the program
 /// takes longer than `limit`. The output goes to files, because a descendant that outlives the program could keep a pipe open.
 pub fn output_within(limit: Duration, command: &mut Command) -> Output {
     let [stdout, stderr] = [(); 2].map(|()| tempfile::tempfile().expect("a temporary file"));
@@ -51,14 +51,16 @@ pub fn output_within(limit: Duration, command: &mut Command) -> Output {
     // Fails if the program has exited.
     let _ = child.kill();
     let status = child.wait().expect("our own child");
-    let [stdout, stderr] = [stdout, stderr].map(read_from_start);
+    let [stdout, stderr] = [stdout, stderr].map(content);
     let output = Output { status, stdout, stderr };
     assert!(ended.is_some(), "the program was killed after {limit:?}: {command:?}: {output:?}");
     output
 }
 
-fn read_from_start(mut file: File) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    file.rewind().and_then(|()| file.read_to_end(&mut bytes)).expect("a readable file");
-    bytes
+/// Reads a file without moving its offset, which other processes share that may still write to the file.
+fn content(file: File) -> Vec<u8> {
+    let bytes = file.metadata().map_or(0, |about| about.len());
+    let mut content = vec![0; bytes as usize];
+    file.read_exact_at(&mut content, 0).expect("a readable file");
+    content
 }

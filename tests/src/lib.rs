@@ -44,7 +44,7 @@ pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 /// only determines how long a failure takes, and is generous because other tests run at the same time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Maximum duration of a future that [`run`] drives. Exceeds the duration of every test. Shorter than the limit for
+/// Maximum duration of a future that [`run`] drives. Exceeds the default duration of every test. Shorter than the limit for
 /// all tests together, so that a hanging test fails under its own name.
 pub const RUN_MAX: Duration = Duration::from_secs(15 * 60);
 
@@ -280,11 +280,10 @@ impl Supervisor {
 
     /// Returns the JSON document at a path of the admin socket.
     pub fn get(&self, path: &str) -> Value {
-        const UNAVAILABLE: u16 = 503;
         // On a busy machine, the data plane can take longer than the control plane waits.
         let (status, body) = wait_for("the data plane answers", || {
             let answer = self.try_get(path).expect("the admin socket answers");
-            (answer.0 != UNAVAILABLE).then_some(answer)
+            (!answer.1.contains("data plane is not responding")).then_some(answer)
         });
         assert_eq!(status, 200, "{path}: {body}");
         serde_json::from_str(&body).expect("JSON")

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::{PATIENCE, output_within, programs};
+use crate::{output, programs};
 
 /// Reports that the current test cannot run on this machine. The reason is given as a format string. Writes
 /// to standard error directly, because the harness hides the output of passing tests.
@@ -45,7 +45,7 @@ pub fn has_program(path: &str) -> bool {
 /// Otherwise prints a note and returns false.
 pub fn has_layers(layers: &[&str]) -> bool {
     let mut doctor = Command::new(programs().join("bulkhead-supervisor"));
-    let output = output_within(PATIENCE, doctor.args(["doctor", "--json"])).stdout;
+    let output = output(doctor.args(["doctor", "--json"])).stdout;
     let abilities: Value = serde_json::from_slice(&output).expect("doctor prints JSON");
     let all = abilities["layers"].as_array().or(abilities.as_array()).expect("a list of layers");
     let is_there = |layer: &&&str| all.iter().any(|one| one["layer"] == **layer && one["available"] == true);

@@ -56,7 +56,7 @@ fn report(problem: &str) {
     for (thread, test) in tests.iter() {
         let task = format!("/proc/self/task/{thread}");
         if std::fs::exists(&task).is_ok_and(|exists| exists) {
-            let _ = writeln!(text, "test {test}: {}", waits_for(&task));
+            let _ = writeln!(text, "test {test}: {}", describe_wait(&task));
         }
     }
     for (pid, parent) in descendants(std::process::id()) {
@@ -64,7 +64,7 @@ fn report(problem: &str) {
         let line = read_to_string(format!("{task}/cmdline")).unwrap_or_default().replace('\0', " ");
         let line: String = line.chars().take(COMMAND_LINE_MAX).collect();
         let name = name(pid).unwrap_or_default();
-        let _ = writeln!(text, "process {pid} of {parent}: {name}: {}: {line}", waits_for(&task));
+        let _ = writeln!(text, "process {pid} of {parent}: {name}: {}: {line}", describe_wait(&task));
     }
     // `eprintln` would add this to the captured output of the test that started the watchdog.
     let _ = std::io::stderr().write_all(text.as_bytes());
@@ -72,7 +72,7 @@ fn report(problem: &str) {
 
 /// Returns the kernel function and the system call that a thread waits in. If the first argument of the call can be
 /// a descriptor, also returns the file.
-fn waits_for(task: &str) -> String {
+fn describe_wait(task: &str) -> String {
     let read = |file: &str| read_to_string(format!("{task}/{file}")).unwrap_or_default();
     let call = read("syscall");
     let argument = call.split(' ').nth(1).and_then(|number| number.strip_prefix("0x"));

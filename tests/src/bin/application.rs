@@ -662,7 +662,7 @@ async fn local_polled_once() {
 }
 
 /// Time in seconds after which the kernel kills a forked child. The child hangs if another thread held a lock during the
-/// fork. A child that outlives this program would also keep its standard output open, for which the test waits.
+/// fork.
 const CHILD_SECONDS_MAX: u32 = 60;
 
 /// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot shut down the

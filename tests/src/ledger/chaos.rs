@@ -55,7 +55,7 @@ pub struct Chaos {
 impl Chaos {
     /// Starts disturbing the supervisor. The disturbances end soon after `is_over` is set.
     pub fn begin(supervisor: &Supervisor, notes: &Path, plan: Plan, is_over: Arc<AtomicBool>) -> Self {
-        let ends = is_over.clone();
+        let own_flag = is_over.clone();
         let target = Target {
             pid: supervisor.pid(),
             folder: supervisor.folder.path().to_owned(),
@@ -68,7 +68,7 @@ impl Chaos {
             std::thread::spawn(move || disturbed.disturb(Random::new(plan.seed))),
             std::thread::spawn(move || flooded.flood(Random::new(!plan.seed))),
         ];
-        Self { threads, is_over: ends }
+        Self { threads, is_over: own_flag }
     }
 
     /// Ends the disturbances, and returns all of them.

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -26,11 +26,18 @@ pub fn keep_in_process(arguments: &[&str]) -> Result<String, String> {
     super::open_to_all(notes.path());
     let mut command = Command::new(programs().join("ledger"));
     command.args(["in", text(notes.path())]).args(arguments).env("TMPDIR", temporary.path());
+    command.stdin(Stdio::null());
     // The program limits its own run time.
     let output = output_within(Duration::MAX, &mut command);
     let told =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    let left = super::left_of(notes.path(), temporary.path());
+    // The keepers' guards exit shortly after the keepers.
+    let began = Instant::now();
+    let mut left = super::left_of(notes.path(), temporary.path());
+    while !left.is_empty() && began.elapsed() < PATIENCE {
+        std::thread::park_timeout(Duration::from_millis(20));
+        left = super::left_of(notes.path(), temporary.path());
+    }
     if ExitStatus::success(&output.status) && left.is_empty() {
         Ok(told)
     } else {

@@ -452,7 +452,7 @@ fn accepted_job_ends_if_no_new_supervisor_starts() {
             next_job(&mut old);
             std::fs::remove_file(&fake.path).unwrap();
             old.send(&go_away(1));
-            let _ = is_disconnected.recv();
+            is_disconnected.recv_timeout(PATIENCE).unwrap();
         },
         async |path| {
             let client = Client::connect(path).await.unwrap().reconnect_timeout(Duration::from_secs(1));

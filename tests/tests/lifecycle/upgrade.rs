@@ -407,7 +407,7 @@ fn stopping_supervisor_does_not_hand_over_connections() {
 #[test]
 fn slow_new_program_takes_over_every_connection() {
     const CONNECTIONS: usize = 66;
-    let manager = start(ONE);
+    let manager = start(&ONE.replace("60s", "600s"));
     let old = manager.main();
     let gate = manager.folder.path().join("gate");
     let operation = format!("steps:wait {}", gate.display());
