@@ -20,7 +20,7 @@ use super::*;
 use crate::protocol::confinement::NetworkAccess;
 
 /// Time after which a test program is killed.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 // ---- The program against the rules.
 
@@ -653,7 +653,9 @@ fn fatal_system_call_is_reported_with_arguments() {
     let command = helper_command(&[call("bpf", [77, 0, 1]).unwrap()]);
     let mut confined = Confined::start(command, default(NetworkAccess::None).compile(FatalAction::Notify));
     let listener = confined.listener.as_ref().unwrap();
+    let start = Instant::now();
     let notification = loop {
+        assert!(start.elapsed() < PATIENCE, "the process has not made the call");
         if let Some(notification) = next_notification(listener).expect("the process has exited") {
             break notification;
         }
