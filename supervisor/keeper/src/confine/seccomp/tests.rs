@@ -19,7 +19,7 @@ use rustix::net::{
 use super::*;
 use crate::protocol::confinement::NetworkAccess;
 
-/// Time after which a test program is killed.
+/// Time after which a test program and its descendants are killed.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 // ---- The program against the rules.
@@ -215,6 +215,8 @@ impl Confined {
                 Ok(())
             })
         };
+        // The process group contains the child's descendants, so that they can be killed together.
+        command.process_group(0);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().expect("the filter lets a program start");
         Self { child, listener: take_listener(&ours) }
@@ -230,8 +232,9 @@ impl Confined {
             let start = Instant::now();
             while let Some(listener) = &listener {
                 if start.elapsed() > PATIENCE {
-                    // SAFETY: kills a child that has not been waited for, or signals a PID that is not in use.
-                    unsafe { libc::kill(pid, libc::SIGKILL) };
+                    // SAFETY: accesses no memory. Kills the child's process group, which exists as long as the child or a
+                    // descendant in the group does.
+                    unsafe { libc::kill(-pid, libc::SIGKILL) };
                 }
                 let Some(notification) = next_notification(listener) else { break };
                 if let Some(Notification { id, number, .. }) = notification {
