@@ -437,6 +437,7 @@ mod tests {
     use super::*;
 
     use std::process::Command;
+    use std::time::Instant;
 
     const MARK: &str = "BULKHEAD_TEST_PANICS";
 
@@ -455,11 +456,13 @@ mod tests {
         if std::env::var_os(MARK).is_none() {
             return;
         }
-        let (threads, counters) = (ThreadMonitor::default(), Arc::new(SharedCounters::default()));
+        // This monitor does not exit the process after the shutdown timeout, which a busy machine could exceed.
+        let (threads, counters) = (ThreadMonitor::embedded(), Arc::new(SharedCounters::default()));
         threads.mark_started();
         let control_counters = counters.clone();
         let wait_for_end = move || {
-            while !control_counters.has_ended.load(Ordering::SeqCst) {
+            let until = Instant::now() + Duration::from_secs(60);
+            while !control_counters.has_ended.load(Ordering::SeqCst) && Instant::now() < until {
                 std::thread::yield_now();
             }
         };
@@ -474,6 +477,7 @@ mod tests {
             &counters,
         );
         control.join().unwrap();
+        assert!(counters.has_ended.load(Ordering::SeqCst), "the other threads were not stopped");
         println!("\nthe rest has ended, lost: {:?}, {}", threads.lost(), result.unwrap_err());
     }
 

@@ -15,7 +15,13 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
 /// Maximum time to wait for a condition to become true. Normally, this takes far less time.
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Maximum time for a fork bomb to grow. On a busy machine, it grows slowly.
+const BOMB_TIMEOUT: Duration = Duration::from_secs(360);
+
+/// Number of seconds after which a test case that hangs is killed. Longer than all timeouts of a case.
+const CASE_SECONDS_MAX: u32 = 3600;
 
 // The kernel's resource numbers, whose types differ between C libraries.
 const RLIMIT_CORE: u32 = 4;
@@ -30,7 +36,7 @@ const CASES: [(&str, fn()); 20] = [
     ("only_orphans_of_dead_workers_are_killed", orphans_of_dead_workers),
     ("orphan_is_reparented_to_its_living_worker", orphans_of_living_workers),
     ("keeper_ignores_signals", ignored_signals),
-    ("dropped_keeper_kills_all_workers_within_a_second", dropped_keeper),
+    ("dropped_keeper_kills_all_workers", dropped_keeper),
     ("shutdown_waits_until_all_workers_are_dead", shutdown),
     ("killed_keeper_can_be_replaced", killed_keeper),
     ("killed_detached_keeper_leaves_foreign_children_alive", killed_detached_keeper),
@@ -58,10 +64,19 @@ fn main() {
     for (name, case) in &chosen {
         print!("test {name} ... ");
         io::stdout().flush().unwrap();
+        limit_run_time();
         case(); // A panic ends this program. The keeper then kills its workers and exits.
         println!("ok");
     }
     println!("\ntest result: ok. {} passed; 0 failed", chosen.len());
+}
+
+/// Limits the time of a test case. SIGALRM then kills this program, and the keeper kills its workers and exits. A thread
+/// that watches the time is impossible, because the keeper must start before the process has a second thread.
+#[expect(unsafe_code, reason = "alarm(2) has no safe wrapper here")]
+fn limit_run_time() {
+    // SAFETY: accesses no memory.
+    unsafe { libc::alarm(CASE_SECONDS_MAX) };
 }
 
 struct Fixture {
@@ -395,8 +410,10 @@ fn dropped_keeper() {
     let mut fixture = Fixture::start();
     let (_workers, pids) = start_workers_with_orphans(&mut fixture, 100);
     let keeper = fixture.keeper.pid();
+    let start = Instant::now();
     drop(fixture);
-    wait_until("the keeper is gone", Duration::from_secs(1), || !is_alive(keeper));
+    wait_until("the keeper is gone", TIMEOUT, || !is_alive(keeper));
+    print!("[after {:?}] ", start.elapsed());
     assert_eq!(pids.iter().filter(|&&pid| is_alive(pid)).count(), 0);
 }
 
@@ -432,7 +449,7 @@ fn killed_keeper() {
 }
 
 fn killed_detached_keeper() {
-    let mut other = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+    let mut other = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     let mut fixture = Fixture::start_detached();
     let (_workers, pids) = start_workers_with_orphans(&mut fixture, 20);
     fixture.signal_keeper(Signal::KILL);
@@ -612,7 +629,7 @@ fn run_fork_bomb(bomb: &str, fork: &str, generations: &str, enough: usize) {
     let light = |fixture: &mut Fixture| {
         let worker = fixture.order(order.clone());
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
-        wait_until("the fork bomb has grown", TIMEOUT * 6, || descendants_of(pid).unwrap().len() > enough);
+        wait_until("the fork bomb has grown", BOMB_TIMEOUT, || descendants_of(pid).unwrap().len() > enough);
         worker
     };
     let worker = light(&mut fixture);
@@ -670,7 +687,10 @@ fn descriptor_leaks() {
         fixture.exit_of(&worker);
         kills.push(start.elapsed());
     }
-    assert_eq!(open_descriptors_when_idle(&mut fixture), before);
+    open_descriptors_when_idle(&mut fixture);
+    // The keeper briefly opens a descriptor whenever it scans `/proc`.
+    let keeper = fixture.keeper.pid();
+    wait_until("no further descriptor is open", TIMEOUT, || open_files_of(keeper).is_subset(&before));
     for (what, times) in [("spawn", &mut spawns), ("kill", &mut kills)] {
         times.sort();
         print!("[{what}: median {:?}, 99 % {:?}] ", times[100], times[198]);

@@ -152,11 +152,17 @@ pub async fn panic_on_request(name: &'static str) {
 mod tests {
     use super::*;
 
+    /// Returns a monitor that does not exit this process, in which other tests can still be running, after the
+    /// shutdown timeout.
+    fn monitor() -> ThreadMonitor {
+        ThreadMonitor::embedded()
+    }
+
     #[test]
     fn reports_early_exit_of_essential_thread() {
         let ends: [(&str, fn()); 2] = [("returns", || {}), ("panics", || panic!("as a test"))];
         for (name, end) in ends {
-            let threads = ThreadMonitor::default();
+            let threads = monitor();
             let mut poll = mio::Poll::new().unwrap();
             threads.mark_started();
             threads.set_waker(Arc::new(mio::Waker::new(poll.registry(), mio::Token(7)).unwrap()));
@@ -183,7 +189,7 @@ mod tests {
     #[test]
     fn reports_panic_of_essential_task() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let threads = ThreadMonitor::default();
+        let threads = monitor();
         let done = runtime.block_on(async {
             threads.mark_started();
             let spawned = tokio::spawn(threads.wrap_task("task", panics()));

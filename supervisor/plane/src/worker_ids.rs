@@ -60,6 +60,8 @@ pub struct IdAllocator {
     maps: Vec<Vec<IdRange>>,
     id_use: IdUse,
     lock_path: PathBuf,
+    /// Maximum time to wait for the preferred permanent ID of a bulkhead.
+    predecessor_timeout: Duration,
     state: Mutex<State>,
 }
 
@@ -105,7 +107,14 @@ impl IdAllocator {
         let read = |path: &str| std::fs::read_to_string(path).map(|text| parse_id_map(&text));
         let maps = MAPS.iter().filter_map(|path| read(path).ok()).collect();
         let range = worker_uids.unwrap_or(WORKER_UIDS);
-        let ids = Self { range, maps, id_use, lock_path: LOCK_FILE.into(), state: Mutex::default() };
+        let ids = Self {
+            range,
+            maps,
+            id_use,
+            lock_path: LOCK_FILE.into(),
+            predecessor_timeout: PREDECESSOR_TIMEOUT,
+            state: Mutex::default(),
+        };
         if (range.first..=range.last).any(|id| ids.is_mapped(id)) {
             return Ok(ids);
         }
@@ -125,8 +134,14 @@ impl IdAllocator {
             return Err(format!("`worker_uids` must be within {whole}, this user's IDs in /etc/subuid"));
         }
         let lock_path = own_lock_file(id_use)?;
-        let ids = Self { range, maps: Vec::new(), id_use, lock_path, state: Mutex::default() };
-        Ok(ids)
+        Ok(Self {
+            range,
+            maps: Vec::new(),
+            id_use,
+            lock_path,
+            predecessor_timeout: PREDECESSOR_TIMEOUT,
+            state: Mutex::default(),
+        })
     }
 
     /// Allocates an ID that no other worker uses.
@@ -268,7 +283,7 @@ impl IdAllocator {
             self.lock(&mut state, id).is_ok_and(|is_locked| !is_locked || is_used(id))
         };
         let start = Instant::now();
-        while is_in_use() && start.elapsed() < PREDECESSOR_TIMEOUT {
+        while is_in_use() && start.elapsed() < self.predecessor_timeout {
             std::thread::sleep(CHECK_INTERVAL);
         }
     }
@@ -455,6 +470,8 @@ mod tests {
             maps,
             id_use: IdUse::Run,
             lock_path: folder.join("locks"),
+            // A delayed test must not run into the timeout.
+            predecessor_timeout: Duration::from_secs(120),
             state: Mutex::default(),
         }
     }
@@ -551,7 +568,8 @@ mod tests {
         let first = before.permanent_id(Path::new(CONFIG), "a", &[]).unwrap();
         let kept = std::thread::scope(|scope| {
             let kept = scope.spawn(|| after.permanent_id(Path::new(CONFIG), "a", &[]).unwrap());
-            while after.state.lock().unwrap().lock_file.is_none() {
+            // If the thread has finished, the allocation has failed, and `join` reports the reason.
+            while after.state.lock().is_ok_and(|state| state.lock_file.is_none()) && !kept.is_finished() {
                 std::thread::yield_now();
             }
             // By now, `after` has found that the ID is taken and is waiting for it.

@@ -219,6 +219,8 @@ fn remove(path: &Path, entries_max: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
 
     fn remove_stale(parent: &Path) {
@@ -229,6 +231,15 @@ mod tests {
     /// that another test has just forked still has a copy.
     fn unlock(lock: &OwnedFd) {
         rustix::fs::flock(lock, FlockOperation::Unlock).unwrap();
+    }
+
+    /// Sets a flag when dropped, so that the threads of a scope exit even if the test fails inside the scope.
+    struct SetOnDrop<'a>(&'a AtomicBool);
+
+    impl Drop for SetOnDrop<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Another thread removes the folders, so that removing many files does not delay the start of the first worker.
@@ -252,17 +263,17 @@ mod tests {
         let mut folders = TemporaryFolders::default();
         let (filled, other) = (folders.create(1, None).unwrap(), folders.create(2, None).unwrap());
         let wait = |is_done: &dyn Fn() -> bool, what: &str| {
-            let until = Instant::now() + std::time::Duration::from_secs(60);
+            let until = Instant::now() + std::time::Duration::from_secs(300);
             while !is_done() {
                 assert!(Instant::now() < until, "{what}");
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         };
-        let is_over = std::sync::atomic::AtomicBool::new(false);
+        let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
+            let _end = SetOnDrop(&is_over);
             let fill = |number: usize| {
-                let ordering = std::sync::atomic::Ordering::Relaxed;
-                for file in (number..).step_by(2).take_while(|_| !is_over.load(ordering)) {
+                for file in (number..).step_by(2).take_while(|_| !is_over.load(Ordering::Relaxed)) {
                     let _ = std::fs::create_dir(&filled);
                     let _ = std::fs::write(filled.join(file.to_string()), "");
                 }
@@ -272,7 +283,6 @@ mod tests {
             folders.remove(filled.clone());
             folders.remove(other.clone());
             wait(&|| !other.exists(), "the other directory is removed");
-            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
         });
         folders.remove(filled.clone());
         wait(&|| !filled.exists(), "the filled directory is removed");
@@ -387,10 +397,11 @@ mod tests {
     #[test]
     fn concurrent_cleanup_keeps_new_folders() {
         let parent = tempfile::tempdir().unwrap();
-        let is_over = std::sync::atomic::AtomicBool::new(false);
+        let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
+            let end = SetOnDrop(&is_over);
             let sweeper = scope.spawn(|| {
-                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                while !is_over.load(Ordering::Relaxed) {
                     remove_stale(parent.path());
                 }
             });
@@ -401,7 +412,7 @@ mod tests {
                     is_there
                 })
             });
-            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+            drop(end);
             sweeper.join().unwrap();
             assert!(all_made);
         });

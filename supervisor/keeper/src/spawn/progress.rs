@@ -187,6 +187,8 @@ fn wait_for_keeper(socket: BorrowedFd<'_>) -> Result<(), Errno> {
 mod tests {
     use std::os::fd::{AsFd, AsRawFd};
 
+    use bulkhead_linux::wait::wait_until_readable;
+
     use super::*;
 
     #[test]
@@ -211,6 +213,8 @@ mod tests {
         assert!(request_id_maps(theirs.as_fd()).is_err());
         let (ours, theirs) = pair().unwrap();
         drop(theirs);
+        // A child that another test has forked can still have a copy of `theirs`.
+        assert!(wait_until_readable(&ours, std::time::Duration::from_secs(60)).unwrap());
         assert!(matches!(read(&ours), Progress::Executed));
     }
 }

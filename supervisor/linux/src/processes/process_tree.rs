@@ -243,6 +243,20 @@ mod tests {
     use super::*;
     use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
     use std::process::Command;
+    use std::time::{Duration, Instant};
+
+    /// Waits until a process has at least `count` descendants, and returns them. Parents come first.
+    pub(super) fn wait_for_descendants(of: u32, count: usize) -> Vec<u32> {
+        let until = Instant::now() + Duration::from_secs(300);
+        loop {
+            let found = descendants_of(of).unwrap();
+            if found.len() >= count {
+                return found;
+            }
+            assert!(Instant::now() < until, "process {of} has {} descendants, not {count}", found.len());
+            std::thread::yield_now();
+        }
+    }
 
     /// Sends a signal to a process, unless its PID has been reused by another process.
     fn signal(pid: u32, started: u64, signal: Signal) {
@@ -255,14 +269,9 @@ mod tests {
 
     #[test]
     fn process_tree_lists_only_descendants() {
-        let mut child = Command::new("sh").args(["-c", "sleep 100 & sleep 100 & wait"]).spawn().unwrap();
-        let found = loop {
-            let found = descendants_of(child.id()).unwrap();
-            if found.len() == 2 {
-                break found;
-            }
-            std::thread::yield_now();
-        };
+        let mut child = Command::new("sh").args(["-c", "sleep 1000 & sleep 1000 & wait"]).spawn().unwrap();
+        let found = wait_for_descendants(child.id(), 2);
+        assert_eq!(found.len(), 2);
         let table = read_all_processes().unwrap();
         for pid in found {
             assert_eq!(table[&pid].parent, child.id());
@@ -272,16 +281,12 @@ mod tests {
         }
         child.wait().unwrap();
     }
+
     #[test]
     fn ancestor_chain_ends_at_given_or_outermost_process() {
         let own = std::process::id();
-        let mut child = Command::new("sh").args(["-c", "(sleep 100 & wait) & wait"]).spawn().unwrap();
-        let deepest = loop {
-            match descendants_of(child.id()).unwrap()[..] {
-                [_, deepest] => break deepest,
-                _ => std::thread::yield_now(),
-            }
-        };
+        let mut child = Command::new("sh").args(["-c", "(sleep 1000 & wait) & wait"]).spawn().unwrap();
+        let deepest = wait_for_descendants(child.id(), 2)[1];
         let chain = ancestors(deepest, own).unwrap();
         assert_eq!((chain.len(), chain[0], chain[2], chain[3]), (4, deepest, child.id(), own));
         // No process has PID 0, so the chain ends with the outermost process.
@@ -297,14 +302,9 @@ mod tests {
 
     #[test]
     fn more_than_64_ancestors_are_an_error() {
-        let script = "[ $0 = 0 ] && exec sleep 100; sh -c \"$1\" $(($0 - 1)) \"$1\" & wait";
+        let script = "[ $0 = 0 ] && exec sleep 1000; sh -c \"$1\" $(($0 - 1)) \"$1\" & wait";
         let mut child = Command::new("sh").args(["-c", script, "70", script]).spawn().unwrap();
-        let deepest = loop {
-            match descendants_of(child.id()).unwrap() {
-                found if found.len() == 70 => break found[69],
-                _ => std::thread::yield_now(),
-            }
-        };
+        let deepest = wait_for_descendants(child.id(), 70)[69];
         let error = ancestors(deepest, std::process::id()).unwrap_err().to_string();
         assert!(error.contains("more than 64 ancestors"), "{error}");
         for (pid, started) in descendants(&read_all_processes().unwrap(), child.id(), |_| false) {

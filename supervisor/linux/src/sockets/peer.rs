@@ -192,6 +192,15 @@ mod tests {
 
     use super::*;
 
+    /// Limit for conditions that normally become true much sooner.
+    const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+
+    /// Accepts a connection, or panics if no process connects in time.
+    fn accept(listener: &UnixListener) -> UnixStream {
+        assert!(wait_until_readable(listener, WAIT_TIMEOUT).unwrap(), "no process has connected");
+        listener.accept().unwrap().0
+    }
+
     /// Starts a process that connects to the socket at `path` and then runs `then` as Python code.
     fn connecting_process(path: &std::path::Path, then: &str) -> Child {
         let script = format!(
@@ -212,8 +221,8 @@ mod tests {
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
 
-        let mut child = connecting_process(&path, "time.sleep(100)");
-        let (socket, _) = listener.accept().unwrap();
+        let mut child = connecting_process(&path, "time.sleep(1000)");
+        let socket = accept(&listener);
         let peer = Peer::of(&socket).unwrap();
         let own = std::process::id();
         assert_eq!((peer.uid, peer.pid), (rustix::process::getuid().as_raw(), Some(child.id())));
@@ -238,12 +247,10 @@ mod tests {
 
         // Dead but not reaped, so that its PID is still in use.
         let mut child = connecting_process(&path, "0");
-        let (socket, _) = listener.accept().unwrap();
+        let socket = accept(&listener);
         let peer = Peer::of(&socket).unwrap();
-        while !wait_until_readable(open_pidfd(&socket, child.id()).unwrap().unwrap(), Duration::ZERO).unwrap()
-        {
-            std::thread::yield_now();
-        }
+        let pidfd = open_pidfd(&socket, child.id()).unwrap().unwrap();
+        assert!(wait_until_readable(pidfd, WAIT_TIMEOUT).unwrap());
         assert_eq!(peer.descent(&socket, &UnrelatedProcesses::default()).unwrap(), Descent::Ended);
         child.wait().unwrap();
 

@@ -54,6 +54,8 @@ impl Owner {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     #[test]
@@ -96,7 +98,9 @@ mod tests {
         let other = Owner { pid: child.id(), started, ..own };
         assert!(!own.outlived(&other));
         child.kill().unwrap();
+        let until = Instant::now() + Duration::from_secs(60);
         while !own.outlived(&other) {
+            assert!(Instant::now() < until, "the killed process does not count as dead");
             std::thread::yield_now();
         }
         child.wait().unwrap();

@@ -242,7 +242,9 @@ fn landlock_never_grants_root_as_working_directory() {
     }
     let folder = TempDir::new().unwrap();
     let program = folder.path().join("program");
-    fs::copy("/bin/true", &program).unwrap();
+    // Another process copies the program, so that this process never has the file open for writing. A child that
+    // another test forks would inherit the descriptor, and the program could not be executed (`ETXTBSY`).
+    assert!(Command::new("cp").arg("/bin/true").arg(&program).status().unwrap().success());
     let link_folder = TempDir::new().unwrap();
     let link = link_folder.path().join("program");
     std::os::unix::fs::symlink(&program, &link).unwrap();

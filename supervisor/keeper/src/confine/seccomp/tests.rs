@@ -19,8 +19,8 @@ use rustix::net::{
 use super::*;
 use crate::protocol::confinement::NetworkAccess;
 
-/// Time after which a test program is killed.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Time after which a test program and its descendants are killed.
+const PATIENCE: Duration = Duration::from_secs(600);
 
 // ---- The program against the rules.
 
@@ -215,6 +215,8 @@ impl Confined {
                 Ok(())
             })
         };
+        // The process group contains the child's descendants, so that they can be killed together.
+        command.process_group(0);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().expect("the filter lets a program start");
         Self { child, listener: take_listener(&ours) }
@@ -230,8 +232,9 @@ impl Confined {
             let start = Instant::now();
             while let Some(listener) = &listener {
                 if start.elapsed() > PATIENCE {
-                    // SAFETY: kills a child that has not been waited for, or signals a PID that is not in use.
-                    unsafe { libc::kill(pid, libc::SIGKILL) };
+                    // SAFETY: accesses no memory. Kills the child's process group, which exists as long as the child or a
+                    // descendant in the group does.
+                    unsafe { libc::kill(-pid, libc::SIGKILL) };
                 }
                 let Some(notification) = next_notification(listener) else { break };
                 if let Some(Notification { id, number, .. }) = notification {
@@ -653,7 +656,9 @@ fn fatal_system_call_is_reported_with_arguments() {
     let command = helper_command(&[call("bpf", [77, 0, 1]).unwrap()]);
     let mut confined = Confined::start(command, default(NetworkAccess::None).compile(FatalAction::Notify));
     let listener = confined.listener.as_ref().unwrap();
+    let start = Instant::now();
     let notification = loop {
+        assert!(start.elapsed() < PATIENCE, "the process has not made the call");
         if let Some(notification) = next_notification(listener).expect("the process has exited") {
             break notification;
         }

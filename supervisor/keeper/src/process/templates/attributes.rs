@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn changed_template_attributes_are_restored() {
-        let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = child.id();
         let before = RecordedAttributes::record(pid);
         assert!(before.0.iter().all(Option::is_some));

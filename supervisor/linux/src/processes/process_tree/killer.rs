@@ -203,8 +203,9 @@ impl DescendantKiller {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::wait_for_descendants;
     use super::*;
-    use std::process::Command;
+    use std::process::{Command, Stdio};
 
     /// Performs a whole run.
     fn run_all(killer: &mut DescendantKiller, is_spared: impl Fn(u32) -> bool) -> usize {
@@ -230,14 +231,12 @@ mod tests {
         assert!(output.status.success() && text.contains("1 passed"), "{text}");
     }
 
+    /// Starts a shell without standard output and standard error. The outer process reads these streams of the
+    /// separate process to their end. If the case fails, the shell's processes must not keep them open.
     fn shell(script: &str) -> std::process::Child {
-        Command::new("sh").args(["-c", script]).spawn().unwrap()
-    }
-
-    fn wait_for_descendants(of: u32, count: usize) {
-        while super::super::descendants_of(of).unwrap().len() < count {
-            std::thread::yield_now();
-        }
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdout(Stdio::null()).stderr(Stdio::null());
+        command.spawn().unwrap()
     }
 
     #[test]
@@ -245,7 +244,7 @@ mod tests {
         in_separate_process("killer_spares_chosen_descendants", || {
             let script = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1000 & done; wait";
             let (mut goes, mut stays) = (shell(script), shell(script));
-            [goes.id(), stays.id()].into_iter().for_each(|pid| wait_for_descendants(pid, 10));
+            [goes.id(), stays.id()].into_iter().for_each(|pid| drop(wait_for_descendants(pid, 10)));
             let spared = stays.id();
             let mut killer = DescendantKiller::default();
             assert_eq!(run_all(&mut killer, |pid| pid == spared), 11);
