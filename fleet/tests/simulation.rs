@@ -14,7 +14,7 @@ use support::world::{Coverage, World};
 
 const HISTORIES: u64 = 400;
 /// Time limit for finding a history in which the injected fault violates an invariant.
-const FAULT_TIMEOUT: Duration = Duration::from_secs(60);
+const FAULT_TIMEOUT: Duration = Duration::from_secs(600);
 
 #[test]
 fn random_histories_do_not_violate_invariants() {

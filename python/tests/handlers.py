@@ -33,9 +33,9 @@ def init() -> dict[str, Any]:
         raise Unprintable
     if how == "slow":
         for step in range(8):
-            extend_start(1.0)
+            extend_start(5.0)
             status(f"step {step}")
-            time.sleep(0.25)
+            time.sleep(0.75)
     return {"made": "by init", "thread": threading.get_ident()}
 
 

@@ -61,7 +61,7 @@ def note_and_wait(folder: str, number: int) -> int:
     """Creates a file named by this number, and waits for a file named ``go``."""
     with open(os.path.join(folder, str(number)), "w") as file:
         file.write("begun")
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 600
     while not os.path.exists(os.path.join(folder, "go")) and time.monotonic() < give_up:
         time.sleep(0.01)
     return number

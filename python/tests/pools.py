@@ -78,6 +78,6 @@ def script(code: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"},
         capture_output=True,
         text=True,
-        timeout=2 * LONG,
+        timeout=5 * LONG,
         check=False,
     )

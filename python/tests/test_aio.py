@@ -178,7 +178,7 @@ def test_client_serves_event_loops_in_several_threads(supervisor: Supervisor) ->
         results.extend(reply.payload for reply in replies)
         begun.wait(LONG)
         if number == 0:
-            held = client.submit("plain", operation="until-cancelled")
+            held = client.submit("plain", operation="until-cancelled", deadline=10 * LONG)
             await until("the others are done", is_over.is_set)
             assert not held.done()
             held.cancel()
@@ -291,6 +291,7 @@ def test_closing_a_client_cancels_its_jobs(supervisor: Supervisor) -> None:
 def test_received_outcomes_survive_a_connection_reset(tmp_path: Path) -> None:
     def welcome(listening: socket.socket) -> socket.socket:
         peer = listening.accept()[0]
+        peer.settimeout(LONG)
         peer.recv(65_536)
         peer.sendall(_wire.frame(_wire.CLIENT_WELCOME, 0, struct.pack("<HIQ", 1, 0xFFFF_FFFF, 0) + bytes(8)))
         return peer
@@ -300,6 +301,7 @@ def test_received_outcomes_survive_a_connection_reset(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(path)
             listening.listen()
+            listening.settimeout(LONG)
             client = AsyncClient(path)
             peer = asyncio.get_running_loop().run_in_executor(None, welcome, listening)
             first, second = client.submit("plain", b"1"), client.submit("plain", b"2")

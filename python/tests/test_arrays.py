@@ -221,13 +221,19 @@ def test_signal_exception_ends_the_wait_for_a_lease() -> None:
     with BulkheadExecutor(2) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
         os.kill(pool._pool.supervisor().pid or 0, signal.SIGSTOP)
+        timer = threading.Timer(0.3, os.kill, (pool._pool.supervisor().pid, signal.SIGCONT))
+
+        def call_until_raised() -> None:
+            timer.start()
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            wait_for("the handler raises", lambda: pool.submit(len, bytes(arrays.MAPPED)).result(LONG) == 0)
+
         before = signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        threading.Timer(0.3, os.kill, (pool._pool.supervisor().pid, signal.SIGCONT)).start()
         try:
             with pytest.raises(Raised):
-                wait_for("the handler raises", lambda: pool.submit(len, bytes(arrays.MAPPED)).result(LONG) == 0)
+                call_until_raised()
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         warm(pool)
 

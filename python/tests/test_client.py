@@ -32,7 +32,7 @@ from bulkhead._future import Condition
 @pytest.fixture(scope="module")
 def supervisor() -> Iterator[Supervisor]:
     tight = {**WORKER, "max_queue": 0, "sandbox": {"profile": "none"}}
-    limited = {**WORKER, "rate_limit": {"per_second": 0.05, "burst": 1}, "max_payload": "1KiB"}
+    limited = {**WORKER, "rate_limit": {"per_second": 0.005, "burst": 1}, "max_payload": "1KiB"}
     free = {**WORKER, "sandbox": {"profile": "none"}}
     with running(plain=WORKER, free=free, two={**WORKER, "processes": 2}, tight=tight, limited=limited) as one:
         yield one
@@ -325,25 +325,35 @@ class Interrupted(Exception):
     pass
 
 
-def send_signal() -> None:
-    """Sends SIGUSR1. To be repeated, because a signal that comes just before the main thread sleeps is overlooked."""
-    os.kill(os.getpid(), signal.SIGUSR1)
+def send_signal(number: int = signal.SIGUSR1) -> None:
+    """Sends a signal. To be repeated, because a signal that comes just before the main thread sleeps is overlooked."""
+    os.kill(os.getpid(), number)
     time.sleep(0.05)
 
 
 def test_keyboard_interrupt_cancels_the_job(client: Client, supervisor: Supervisor) -> None:
     client.call("plain")
     connection = client._connection
+    interruptions: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        interruptions.append(number)
+        if len(interruptions) == 1:
+            raise KeyboardInterrupt
 
     def interrupt() -> None:
         wait_for("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
-        os.kill(os.getpid(), signal.SIGINT)
+        wait_for("the signal handler has run", lambda: send_signal(signal.SIGINT) or interruptions)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        client.call("plain", operation="until-cancelled")
-    thread.join()
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.call("plain", operation="until-cancelled", deadline=3 * LONG)
+        thread.join(3 * LONG)
+    finally:
+        signal.signal(signal.SIGINT, before)
     wait_for("the job is cancelled", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
     assert client.call("plain", b"goes on").payload == b"goes on"
     assert client._connection is connection
@@ -513,7 +523,7 @@ def test_signal_handler_cannot_wait_during_a_call(client: Client, is_first: bool
         thread = threading.Thread(target=press)
         thread.start()
         assert client.call("free", bytes(go), operation="wait").payload == b"waited"
-        thread.join()
+        thread.join(3 * LONG)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert "cannot wait for a job" in str(found[0])
@@ -568,10 +578,12 @@ def test_signal_handler_can_close_a_connecting_client(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
+        listening.settimeout(LONG)
         client = Client(path)
 
         def press() -> None:
             with listening.accept()[0] as peer:
+                peer.settimeout(LONG)
                 peer.recv(65_536)
                 wait_for("the client is closed", lambda: send_signal() or client._is_closed)
                 peer.sendall(_wire.frame(_wire.CLIENT_WELCOME, 0, struct.pack("<HIQ", 1, 0xFFFF_FFFF, 0) + bytes(8)))
@@ -583,7 +595,7 @@ def test_signal_handler_can_close_a_connecting_client(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match="closed"):
                 client.call("plain", b"1")
         finally:
-            thread.join()
+            thread.join(4 * LONG)
             signal.signal(signal.SIGUSR1, before)
     assert client._connection is None
 
@@ -626,7 +638,7 @@ def test_ctrl_c_does_not_lose_futures_in_other_threads(
 
 
 def test_forked_child_uses_another_connection(client: Client, supervisor: Supervisor) -> None:
-    running_job = client.submit("two", operation="until-cancelled")
+    running_job = client.submit("two", operation="until-cancelled", deadline=10 * LONG)
     children = []
     for number in range(4):
         child = os.fork()
@@ -680,7 +692,7 @@ print(codes)
 """
     environment = {**os.environ, "PYTHONPATH": SOURCE, "PYTHONWARNINGS": "ignore"}
     run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, timeout=120, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, timeout=5 * LONG, check=False
     )
     assert run.stdout.strip() == b"[0, 0, 0, 0, 0, 0]", run.stderr.decode()
 
@@ -751,7 +763,7 @@ def test_dropped_client_leaks_no_resources(supervisor: Supervisor) -> None:
     del client, idle
     gc.collect()
     wait_for("client threads are gone", lambda: not [t for t in threading.enumerate() if t.name == "bulkhead-client"])
-    assert descriptors() <= before
+    wait_for("all descriptors are closed", lambda: descriptors() <= before)
 
 
 # Importing.
@@ -759,11 +771,9 @@ def test_dropped_client_leaks_no_resources(supervisor: Supervisor) -> None:
 
 def test_import_loads_no_heavy_modules() -> None:
     program = """
-import sys, time
-before, began = set(sys.modules), time.process_time()
+import sys
+before = set(sys.modules)
 import bulkhead
-spent = time.process_time() - began
-assert spent < 0.1, spent
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
 assert loaded <= {"bulkhead", "__future__"}, loaded
 bulkhead.Client
@@ -775,14 +785,15 @@ try: bulkhead.Nothing
 except AttributeError: print("ok")
 """
     environment = {**os.environ, "PYTHONPATH": SOURCE}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, timeout=2 * LONG, check=False
+    )
     assert run.stdout == b"ok\n", run.stderr.decode()
 
 
 def test_thousand_jobs_start_no_threads(client: Client) -> None:
-    began, threads = time.monotonic(), threading.active_count()
+    threads = threading.active_count()
     for _ in range(1000):
         client.call("two", bytes(64))
     # A thread from another test may have exited in the meantime.
     assert threading.active_count() <= threads
-    assert time.monotonic() - began < LONG

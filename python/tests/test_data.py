@@ -541,7 +541,12 @@ def test_rejects_harmful_pickles(harm: str, tmp_path: Path) -> None:
     """
     environment = {**os.environ, "PYTHONPATH": str(Path(_data.__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, "-c", code, path],
+        capture_output=True,
+        text=True,
+        timeout=5 * LONG,
+        check=False,
+        env=environment,
     )
     assert (done.stdout, done.returncode) == ("end\n", 0), done.stderr
 

@@ -23,7 +23,7 @@ import jobs
 import pytest
 from pools import LONG, read, tree, wait_for
 
-from bulkhead import BulkheadExecutor, WorkerCrashed
+from bulkhead import BulkheadExecutor, WorkerCrashed, _output
 from bulkhead._future import Condition
 from bulkhead._private import PrivateSupervisor
 
@@ -67,17 +67,19 @@ def test_concurrent_calls_start_a_single_supervisor() -> None:
 
     feeder = threading.Thread(target=feed)
     feeder.start()
-    for _ in range(3):
-        lost = supervisor_of(pool)
-        os.kill(lost, signal.SIGKILL)
+    try:
+        for _ in range(3):
+            lost = supervisor_of(pool)
+            os.kill(lost, signal.SIGKILL)
 
-        def another(lost: int = lost) -> bool:
-            now = pool._pool._supervisor
-            return now is not None and now.pid not in (None, lost)
+            def another(lost: int = lost) -> bool:
+                now = pool._pool._supervisor
+                return now is not None and now.pid not in (None, lost)
 
-        wait_for("another supervisor is running", another)
-    is_over.set()
-    feeder.join(LONG)
+            wait_for("another supervisor is running", another)
+    finally:
+        is_over.set()
+        feeder.join(LONG)
     pool.shutdown(wait=True)
     all_end(futures)
     assert tree(os.getpid()) == {os.getpid()}
@@ -287,7 +289,10 @@ def test_lock_protects_the_folder_from_systemd_tmpfiles() -> None:
 
 
 @pytest.mark.parametrize("is_removed", [True, False])
-def test_pool_survives_the_loss_of_its_folder(is_removed: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_pool_survives_the_loss_of_its_folder(
+    is_removed: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_output, "CATCH_UP_SECONDS_MAX", LONG / 2)
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.say, "before").result(LONG) == 1
         folder = pool._pool.supervisor().folder

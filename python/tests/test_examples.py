@@ -128,9 +128,9 @@ import celery_tasks, bulkhead
 assert celery_tasks.client.call("thumbnail", open({str(tmp_path / "good")!r}, "rb").read()).payload
 tasks = [celery_tasks.thumbnail.delay({str(tmp_path / "good")!r}) for _ in range(12)]
 bad = celery_tasks.thumbnail.delay({str(tmp_path / "bad")!r})
-sizes = {{task.get(timeout={LONG}) for task in tasks}}
+sizes = {{task.get(timeout={4 * LONG}) for task in tasks}}
 assert len(sizes) == 1 and sizes.pop() > 300
-print(bad.get(timeout={LONG}, propagate=False))
+print(bad.get(timeout={4 * LONG}, propagate=False))
 """
     command = [sys.executable, "-m", "celery", "-A", "celery_tasks", "worker", "--concurrency", "2", "-l", "warning"]
     with open(tmp_path / "log", "wb") as log:
@@ -141,7 +141,7 @@ print(bad.get(timeout={LONG}, propagate=False))
                 env=environment,
                 cwd=tmp_path,
                 capture_output=True,
-                timeout=300,
+                timeout=5 * LONG,
                 check=False,
             )
             assert b"no_picture" in run.stdout, run.stderr.decode() + (tmp_path / "log").read_text()

@@ -26,7 +26,7 @@ import pytest
 from pools import LONG, is_running, is_sleeping, read, tree, wait_for
 
 import bulkhead
-from bulkhead import BulkheadExecutor, SupervisorNotFound, _private
+from bulkhead import BulkheadExecutor, SupervisorNotFound, _output, _private
 from bulkhead.executor import CallTimeout, ResultUnreadable, WorkerCrashed
 
 TESTS = Path(__file__).parent
@@ -151,11 +151,12 @@ class Unreadable:
         return jobs.fail, ("while it is unpickled",)
 
 
-def test_many_unpicklable_calls_do_not_exhaust_the_stack(pool: BulkheadExecutor) -> None:
-    first = pool.submit(jobs.sleep, 0.2)
+def test_many_unpicklable_calls_do_not_exhaust_the_stack(pool: BulkheadExecutor, tmp_path: Path) -> None:
+    first = pool.submit(jobs.note_and_wait, str(tmp_path), 1)
     futures = [pool.submit(lambda: 1) for _ in range(3000)]
+    (tmp_path / "go").touch()
     assert all(future.exception(LONG) is not None for future in futures)
-    assert first.result(LONG) == 0.2
+    assert first.result(LONG) == 1
 
 
 def test_pool_keeps_no_reference_to_results(pool: BulkheadExecutor) -> None:
@@ -344,9 +345,10 @@ def test_workers_never_exceed_max_tasks_per_child(tasks: int) -> None:
 
 @pytest.mark.parametrize("tasks", [None, 1, 3])
 def test_forked_workers_behave_like_spawned_workers(
-    tasks: int | None, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    tasks: int | None, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers forked from a template must behave like independent workers."""
+    monkeypatch.setattr(_output, "CATCH_UP_SECONDS_MAX", LONG / 2)
     note = str(tmp_path / "note")
     with BulkheadExecutor(
         2,
@@ -395,7 +397,7 @@ def test_single_use_workers_send_heartbeats(method: str) -> None:
             return ready() == waiting != first
 
         # On a busy machine, a worker can miss its heartbeats.
-        wait_for("a worker stays ready", stays_ready)
+        wait_for("a worker stays ready", stays_ready, 5 * LONG)
         assert pool.submit(jobs.sleep, 2).result(LONG) == 2
     with BulkheadExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         assert pool.submit(jobs.double, 1).result(LONG) == 2
@@ -483,7 +485,10 @@ def test_missing_supervisor_error_says_what_to_install(monkeypatch: pytest.Monke
 # Output, status.
 
 
-def test_output_is_written_before_the_result(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_is_written_before_the_result(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_output, "CATCH_UP_SECONDS_MAX", LONG / 2)
     with BulkheadExecutor(1) as pool:
         pool.submit(jobs.complain, "worried").result(LONG)
         assert pool.submit(jobs.say, "line", 20_000).result(LONG) == 20_000
@@ -604,7 +609,7 @@ def test_terminate_workers_fails_pending_calls(tmp_path: Path) -> None:
     for future in futures:
         with pytest.raises(BrokenProcessPool):
             future.result(LONG)
-    assert not any(map(is_running, pids))
+    wait_for("the process tree is gone", lambda: not any(map(is_running, pids)))
     with pytest.raises((BrokenProcessPool, RuntimeError)):
         pool.submit(jobs.pid)
 
@@ -862,7 +867,7 @@ def test_too_little_memory_for_a_worker_is_reported() -> None:
         pool.submit(jobs.pid).result(LONG)
 
 
-def test_failed_join_of_a_payload_fails_only_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_join_of_a_payload_fails_only_its_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Imitates a lack of memory in the receiving thread, on which all calls depend."""
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
@@ -872,8 +877,10 @@ def test_failed_join_of_a_payload_fails_only_its_call(monkeypatch: pytest.Monkey
             return [memoryview(bytearray(4))[::2]] * 2 if value[1] == ("large",) else dump(value)
 
         monkeypatch.setattr(pool._pool.pickler, "dump", dump_or_fail)
-        first = pool.submit(jobs.sleep, 0.2)
+        # The other calls wait for the first call, so that the receiving thread sends them.
+        first = pool.submit(jobs.note_and_wait, str(tmp_path), 1)
         futures = [pool.submit(jobs.double, "large" if number == 30 else number) for number in range(60)]
+        (tmp_path / "go").touch()
         assert first.exception(LONG) is None
         concurrent.futures.wait(futures, LONG)
         assert [number for number, future in enumerate(futures) if future.exception()] == [30]

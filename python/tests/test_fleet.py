@@ -73,7 +73,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     try:
         address = wait_for(lambda: server_address(folder))
         (folder / "fleet.toml").write_text(FLEET.format(address=address))
-        wait_for(lambda: subprocess.run([*command, "init"], cwd=folder, capture_output=True).returncode == 0)
+        init = [*command, "init"]
+        wait_for(lambda: subprocess.run(init, cwd=folder, capture_output=True, timeout=PATIENCE).returncode == 0)
         processes.append(subprocess.Popen([*command, "agent"], cwd=folder, stderr=subprocess.DEVNULL))
         yield address
     finally:

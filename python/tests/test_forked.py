@@ -48,7 +48,7 @@ def ready(own: Supervisor, count: int) -> list[int]:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_forked_workers_behave_like_spawned_workers(profile: str) -> None:
-    keys = forked(profile, max_in_flight=4, processes=2, grace="60s", start={"mode": "fork", "ready": "1s"})
+    keys = forked(profile, max_in_flight=4, processes=2, grace="60s", start={"mode": "fork", "ready": "5s"})
     keys["env"] = {"PYTHONPATH": SOURCE, "INIT": "slow"}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"x").payload == b"x"
@@ -75,7 +75,12 @@ def test_sandbox_separates_forked_workers(profile: str) -> None:
     with running(one=forked(profile, processes=2)) as own, Client(own.socket) as client:
         one, other = ready(own, 2)
         assert status(one, "PPid") == status(other, "PPid")
-        (template,) = children(int(status(one, "PPid")[0])) - {one, other}
+        parent = int(status(one, "PPid")[0])
+        # Helper processes of the start can still be exiting.
+        (template,) = wait_for(
+            "the template is the only other child",
+            lambda: len(found := children(parent) - {one, other}) == 1 and found,
+        )
         numbers = [int(status(pid, "NSpid")[-1]) for pid in (one, other, template)]
         jobs = [client.submit("one", json.dumps(numbers).encode(), operation="reach") for _ in range(8)]
         for done in [json.loads(bytes(job.result(LONG).payload)) for job in jobs]:

@@ -42,7 +42,7 @@ def waiting(pool, *given):
 
 def ends(code: str, expected: str = "ended") -> None:
     # If the program hangs, this limit ends it first and prints all stacks.
-    watch = "import faulthandler; faulthandler.dump_traceback_later(100, exit=True)\n"
+    watch = "import faulthandler; faulthandler.dump_traceback_later(280, exit=True)\n"
     ended = script(watch + COMMON + code + "\nprint('ended', flush=True)\nos._exit(0)\n")
     assert ended.stdout.strip().splitlines()[-1:] == [expected], ended.stdout + ended.stderr
 
@@ -427,7 +427,7 @@ def test_second_interrupt_stops_a_waiting_program() -> None:
     ended = script("""
         import faulthandler, os, signal, sys, threading, time, jobs
         from bulkhead import BulkheadExecutor
-        faulthandler.dump_traceback_later(100, exit=True)
+        faulthandler.dump_traceback_later(280, exit=True)
         main = threading.main_thread().ident
         def names():
             frame, found = sys._current_frames().get(main), set()

@@ -296,7 +296,7 @@ def stack_in_report(supervisor: Supervisor, client: Client, name: str, operation
         assert report["cause"] == "deadline"
         return str(report.get("runtime_stack") or "")
 
-    return wait_for("a report contains the text", found)
+    return wait_for("a report contains the text", found, 3 * LONG)
 
 
 @pytest.mark.parametrize("mode", ["spawn", "fork"])
@@ -327,7 +327,7 @@ def timeout_with_report(call: Callable[[], Any], is_wanted: Callable[[CallTimeou
         assert isinstance(error, CallTimeout)
         return error if error.outcome.report is not None and is_wanted(error) else None
 
-    return wait_for("a timeout has a report", found)
+    return wait_for("a timeout has a report", found, 3 * LONG)
 
 
 def has_stack(error: CallTimeout) -> bool:
@@ -410,7 +410,7 @@ def test_many_timeouts_request_few_reports(monkeypatch: pytest.MonkeyPatch) -> N
     with BulkheadExecutor(8) as pool:
         assert list(pool.map(jobs.double, range(100))) == [number * 2 for number in range(100)]
         began = time.monotonic()
-        late = pool.with_options(deadline=2)
+        late = pool.with_options(deadline=6)
         errors = [future.exception(LONG) for future in [late.submit(jobs.sleep, 600) for _ in range(1000)]]
         took = time.monotonic() - began
     outcomes = [error.outcome for error in errors if isinstance(error, CallTimeout)]

@@ -162,7 +162,7 @@ def test_async_handlers_share_one_loop(tmp_path: pathlib.Path) -> None:
 
 def test_handler_sees_the_cancellation(tmp_path: pathlib.Path) -> None:
     notes = tmp_path / "notes"
-    keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "grace": "20s", "max_in_flight": 2}
+    keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "grace": "60s", "max_in_flight": 2}
     with running(one=keys) as own, Client(own.socket) as client:
         job = client.submit("one", operation="until-cancelled")
         # The supervisor would recall a job that the worker has not begun.
@@ -232,9 +232,11 @@ def test_worker_death_fails_only_the_running_job() -> None:
         jobs = []
         for number in range(600):
             word = chance.choices(["quick", "segv", "exit"], [0.95, 0.025, 0.025])[0]
-            jobs.append((word, client.submit("one", f"{word} {number}".encode(), operation="once")))
+            payload = f"{word} {number}".encode()
+            # The last jobs wait for the start of about thirty workers.
+            jobs.append((word, client.submit("one", payload, operation="once", deadline=10 * LONG)))
         for word, job in jobs:
-            error = job.exception(LONG)
+            error = job.exception(10 * LONG)
             if word == "quick":
                 assert error is None, error
             else:
@@ -295,7 +297,8 @@ def test_error_explains_failed_initializer(how: str, said: str, mode: str) -> No
     keys = {
         **WORKER,
         "env": {"PYTHONPATH": SOURCE, "INIT": how},
-        "restart": {"max": 1, "within": "30s"},
+        # Deaths of workers that start slowly also count.
+        "restart": {"max": 1, "within": "10m"},
         "start": {"mode": mode},
     }
     with running(one=keys) as own, Client(own.socket) as client:
@@ -306,13 +309,13 @@ def test_error_explains_failed_initializer(how: str, said: str, mode: str) -> No
 
 def test_error_explains_failed_import() -> None:
     for module, said in (("nowhere", "No module named 'nowhere'"), ("pools", "no function with @bulkhead.handler")):
-        keys = {**WORKER, "command": [*WORKER["command"][:-1], module], "restart": {"max": 1, "within": "30s"}}
+        keys = {**WORKER, "command": [*WORKER["command"][:-1], module], "restart": {"max": 1, "within": "10m"}}
         with running(one=keys) as own, Client(own.socket) as client:
             assert said in str(failure(client, "one", ""))
 
 
 def test_initializer_can_request_more_time() -> None:
-    keys = {**WORKER, "env": {"PYTHONPATH": SOURCE, "INIT": "slow"}, "start": {"ready": "1s"}}
+    keys = {**WORKER, "env": {"PYTHONPATH": SOURCE, "INIT": "slow"}, "start": {"ready": "5s"}}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"x").payload == b"x"
         # Every start takes longer than `ready`. A start can fail if its first request for more time is late.
@@ -338,16 +341,18 @@ def test_sigterm_stops_a_worker_without_losing_jobs(client: Client) -> None:
         threads = [threading.Thread(target=load) for _ in range(8)]
         for thread in threads:
             thread.start()
-        for _ in range(4):
-            before = answered[0]
-            wait_for("more jobs end", lambda before=before: answered[0] > before + 50 or wrong)  # type: ignore[misc]
-            # The snapshot may still contain a worker that has exited.
-            victim = wait_for("a worker", lambda: [pid for pid in own.pids("one") if is_running(pid)])[0]
-            os.kill(victim, signal.SIGTERM)
-            wait_for("the worker is gone", lambda victim=victim: not is_running(victim))  # type: ignore[misc]
-        ended.set()
-        for thread in threads:
-            thread.join(LONG)
+        try:
+            for _ in range(4):
+                before = answered[0]
+                wait_for("more jobs end", lambda before=before: answered[0] > before + 50 or wrong)  # type: ignore[misc]
+                # The snapshot may still contain a worker that has exited.
+                victim = wait_for("a worker", lambda: [pid for pid in own.pids("one") if is_running(pid)])[0]
+                os.kill(victim, signal.SIGTERM)
+                wait_for("the worker is gone", lambda victim=victim: not is_running(victim))  # type: ignore[misc]
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join(LONG)
         assert wrong == []
         assert own.snapshot("one")["crashed"] == 0
         assert '"exit_code":1' not in own.log()
@@ -407,7 +412,7 @@ def test_worker_survives_a_handler_that_holds_the_gil() -> None:
             return is_same and own.snapshot("one")["restarts"] == before
 
         # On a busy machine, a worker can miss its heartbeats.
-        wait_for("a worker survives", survives)
+        wait_for("a worker survives", survives, 5 * LONG)
 
 
 # Forks in handlers.
@@ -434,7 +439,7 @@ def test_worker_exits_when_its_link_is_lost(how: bytes) -> None:
     keys = {**WORKER, "health": {"heartbeat": "200ms", "missed": 50}, "deadline": "5m"}
     with running(one=keys) as own, Client(own.socket) as client:
         job = client.submit("one", how, operation="careless", deadline=300)
-        wait_for("the worker is replaced", lambda: own.snapshot("one")["restarts"] == 1)
+        wait_for("the worker is replaced", lambda: own.snapshot("one")["restarts"] >= 1)
         assert not isinstance(job.exception(LONG), bulkhead.DeadlineExceeded)
         assert client.call("one", b"goes on").payload == b"goes on"
         wait_for("the mistake is logged", lambda: "closed or replaced the worker's link" in own.log())

@@ -16,7 +16,7 @@ use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, Limits, Worker
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately.
-const TIMEOUT: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Environment variable that makes this program run as a worker. The value selects the role of the worker.
 const ROLE: &str = "LIMITS_TEST_WORKER";

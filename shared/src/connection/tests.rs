@@ -55,7 +55,7 @@ fn frames_of_all_sizes_arrive_in_order() {
     // A process started by another test can briefly hold a copy of the socket.
     let began = std::time::Instant::now();
     while drain(&mut inbox, &there, &mut scratch).1 != Received::Closed {
-        assert!(began.elapsed().as_secs() < 30, "the end of the stream was not reported");
+        assert!(began.elapsed().as_secs() < 120, "the end of the stream was not reported");
         std::thread::yield_now();
     }
 }
