@@ -42,8 +42,8 @@ const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 
 /// Maximum time to wait for the workers of a killed supervisor to exit. After their exit, each bulkhead can get the
-/// same permanent ID as before.
-const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(5);
+/// same permanent ID as before. In unit tests, the timeout is longer, because a test's threads can be delayed.
+const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 120 } else { 5 });
 
 /// Interval between checks of whether an ID is still in use.
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
@@ -60,8 +60,6 @@ pub struct IdAllocator {
     maps: Vec<Vec<IdRange>>,
     id_use: IdUse,
     lock_path: PathBuf,
-    /// Maximum time to wait for the preferred permanent ID of a bulkhead.
-    predecessor_timeout: Duration,
     state: Mutex<State>,
 }
 
@@ -107,14 +105,7 @@ impl IdAllocator {
         let read = |path: &str| std::fs::read_to_string(path).map(|text| parse_id_map(&text));
         let maps = MAPS.iter().filter_map(|path| read(path).ok()).collect();
         let range = worker_uids.unwrap_or(WORKER_UIDS);
-        let ids = Self {
-            range,
-            maps,
-            id_use,
-            lock_path: LOCK_FILE.into(),
-            predecessor_timeout: PREDECESSOR_TIMEOUT,
-            state: Mutex::default(),
-        };
+        let ids = Self { range, maps, id_use, lock_path: LOCK_FILE.into(), state: Mutex::default() };
         if (range.first..=range.last).any(|id| ids.is_mapped(id)) {
             return Ok(ids);
         }
@@ -134,14 +125,8 @@ impl IdAllocator {
             return Err(format!("`worker_uids` must be within {whole}, this user's IDs in /etc/subuid"));
         }
         let lock_path = own_lock_file(id_use)?;
-        Ok(Self {
-            range,
-            maps: Vec::new(),
-            id_use,
-            lock_path,
-            predecessor_timeout: PREDECESSOR_TIMEOUT,
-            state: Mutex::default(),
-        })
+        let ids = Self { range, maps: Vec::new(), id_use, lock_path, state: Mutex::default() };
+        Ok(ids)
     }
 
     /// Allocates an ID that no other worker uses.
@@ -283,7 +268,7 @@ impl IdAllocator {
             self.lock(&mut state, id).is_ok_and(|is_locked| !is_locked || is_used(id))
         };
         let start = Instant::now();
-        while is_in_use() && start.elapsed() < self.predecessor_timeout {
+        while is_in_use() && start.elapsed() < PREDECESSOR_TIMEOUT {
             std::thread::sleep(CHECK_INTERVAL);
         }
     }
@@ -470,8 +455,6 @@ mod tests {
             maps,
             id_use: IdUse::Run,
             lock_path: folder.join("locks"),
-            // A delayed test must not run into the timeout.
-            predecessor_timeout: Duration::from_secs(120),
             state: Mutex::default(),
         }
     }
