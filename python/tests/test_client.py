@@ -32,7 +32,7 @@ from bulkhead._future import Condition
 @pytest.fixture(scope="module")
 def supervisor() -> Iterator[Supervisor]:
     tight = {**WORKER, "max_queue": 0, "sandbox": {"profile": "none"}}
-    limited = {**WORKER, "rate_limit": {"per_second": 0.005, "burst": 1}, "max_payload": "1KiB"}
+    limited = {**WORKER, "rate_limit": {"per_second": 0.05, "burst": 1}, "max_payload": "1KiB"}
     free = {**WORKER, "sandbox": {"profile": "none"}}
     with running(plain=WORKER, free=free, two={**WORKER, "processes": 2}, tight=tight, limited=limited) as one:
         yield one

@@ -33,8 +33,9 @@ pub fn output(command: &mut Command) -> Output {
     output_within(3 * PATIENCE, command.stdin(Stdio::null()))
 }
 
-/// Runs a program to its end, and returns its output. Does not change the program's standard input. Kills the program and panics with the output if the program
-/// takes longer than `limit`. The output goes to files, because a descendant that outlives the program could keep a pipe open.
+/// Runs a program to its end, and returns its output. Does not change the program's standard input. Kills the program
+/// and panics with the output if the program takes longer than `limit`. The output goes to files, because a descendant
+/// that outlives the program could keep a pipe open.
 pub fn output_within(limit: Duration, command: &mut Command) -> Output {
     let [stdout, stderr] = [(); 2].map(|()| tempfile::tempfile().expect("a temporary file"));
     let share = |file: &File| Stdio::from(file.try_clone().expect("an open file"));

@@ -21,8 +21,8 @@ use bulkhead_plane::lock::{self, LockError};
 /// Maximum number of connections in the backlog. The kernel may impose a lower limit.
 const BACKLOG_MAX: i32 = 4096;
 
-/// A bound Unix socket. Dropping it releases the lock, and removes the file unless the file belongs to the service
-/// manager.
+/// A bound Unix socket with a lock on its path. Dropping this value releases the lock. It also removes the socket file,
+/// unless the file belongs to the service manager.
 #[derive(Debug)]
 pub struct BoundSocket {
     path: PathBuf,

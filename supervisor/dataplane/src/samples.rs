@@ -87,7 +87,7 @@ impl<S> Samples<S> {
         late.next().map(|(spawn, _)| *spawn)
     }
 
-    /// Returns the next time at which a sample will have taken too long.
+    /// Returns the earliest time at which a pending sample exceeds its time limit.
     pub(super) fn next_due(&self) -> Option<Time> {
         self.running.values().map(|running| running.due).min()
     }

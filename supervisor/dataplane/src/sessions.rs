@@ -80,7 +80,7 @@ pub(super) struct Session {
     pub(super) holder: Holder,
     /// Bulkhead for which a large frame is being received or, if none is being received, the bulkhead of the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
-    /// Loans of memory files that the client might not have received yet.
+    /// Memory files lent to the client in messages that the client may not have read yet.
     pub(super) unread: ReceiverLoans,
     /// Compartments and IDs of the client's jobs, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,

@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn latency_discards_old_values() {
+    fn latency_window_discards_old_values() {
         let mut latency = Latency::default();
         assert_eq!(latency.percentiles().run.max, None);
         for (second, ran_ms, max_ms) in [(50, 9, 9.0), (110, 5, 9.0), (130, 3, 5.0), (500, 1, 1.0)] {

@@ -71,7 +71,7 @@ vocabulary! {
         Age = "age",
         /// An operator requested a restart.
         Restart = "restart",
-        /// `max_in_flight` was raised, and the worker cannot change its maximum.
+        /// `max_in_flight` was raised, but this worker cannot raise its own limit while running.
         Resize = "resize",
         /// The worker runs an outdated program or configuration.
         Reload = "reload",

@@ -451,7 +451,8 @@ impl Worker {
         self.heartbeat.saturating_mul(missed.saturating_add(1))
     }
 
-    /// Returns true if the worker was started before a restart, or has a previous program or configuration.
+    /// Returns true if the worker must be replaced: it was started before an operator's `restart` command, or runs an
+    /// earlier version of the program or configuration.
     pub(crate) fn is_outdated(&self) -> bool {
         self.revision != Revision::UpToDate
     }

@@ -409,8 +409,8 @@ fn loses_starting_keepers() {
     supervisor.shutdown().unwrap();
 }
 
-/// Runs all of the hostile worker's attempts under the given profile. The file `workers.toml` configures the
-/// bulkheads, and the file `targets` contains the targets.
+/// Runs all of the hostile worker's attacks on its sandbox, with the given profile. The file `workers.toml` configures
+/// the bulkheads, and the file `targets` contains the targets.
 fn attempts(profile: &str) {
     let config = config::load_embedded("workers.toml".as_ref()).unwrap_or_else(|errors| panic!("{errors}"));
     let supervisor = Supervisor::start_blocking(config).unwrap();
@@ -661,8 +661,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Time in seconds after which the kernel kills a forked child. The child hangs if another thread held a lock during the
-/// fork.
+/// Time in seconds after which the kernel kills a forked child. The child hangs if another thread held a lock during
+/// the fork.
 const CHILD_SECONDS_MAX: u32 = 60;
 
 /// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot shut down the

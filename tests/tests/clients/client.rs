@@ -514,7 +514,7 @@ pub(super) fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOn
 /// A read that returns descriptors stops at the end of the message that carried them. The client must read again,
 /// because the kernel sends no new notification for bytes that have already arrived.
 #[test]
-fn frames_behind_descriptors_are_read_immediately() {
+fn frames_that_follow_descriptors_are_read_immediately() {
     let fake = Fake::new();
     let path = fake.path.clone();
     let (sent, is_sent) = mpsc::channel();

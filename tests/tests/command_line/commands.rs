@@ -720,7 +720,7 @@ fn events_command_prints_past_and_new_events() {
 }
 
 #[test]
-fn follow_commands_exit_when_the_supervisor_exits() {
+fn commands_that_follow_output_exit_with_the_supervisor() {
     let mut supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let mut events = follow(supervisor.command().args(["events", "--follow"]));
     let mut logs = follow(supervisor.command().args(["logs", "b", "--follow"]));

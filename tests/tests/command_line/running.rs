@@ -73,7 +73,7 @@ pub(super) fn spawn(command: &mut Command) -> Running {
     read_from(command.spawn().expect("the command runs"))
 }
 
-/// Reads the output of a command whose standard error is a pipe.
+/// Starts reading a command's standard error, which must be a pipe, and its standard output if that is a pipe.
 fn read_from(mut child: Child) -> Running {
     let stdin = child.stdin.take();
     let stdout = child.stdout.take().map(read_all);

@@ -122,7 +122,7 @@ fn text(result: Result<bulkhead_client::Reply, JobError>) -> String {
 }
 
 #[test]
-fn temporary_files_and_processes_are_removed_after_each_program() {
+fn files_and_processes_of_each_program_are_removed_at_its_exit() {
     let users: &[Option<u32>] = if is_root() { &[None, Some(NOBODY)] } else { &[None] };
     for (profile, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         for user in users.iter().filter(|_| has_layers(layers)) {

@@ -21,7 +21,7 @@ const UNSAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00
 
 const LOGGED: &str = "info,bulkhead::job=debug";
 
-/// Bulkhead `b` retries jobs. Bulkhead `full` accepts none and falls back to `b`.
+/// Bulkhead `b` retries jobs. Bulkhead `full` runs no jobs itself, and all of its jobs run in its fallback `b`.
 const TWO: &str = "[defaults]\ndeadline = \"60s\"\nrestart = { backoff = \"1ms\", max = 1000 }\n\
                    [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nretry = {}\nmax_payload = 1000\nmax_queue = 100\n\
                    [bulkhead.full]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 0\nmax_queue = 0\nfallback = [\"b\"]\n";

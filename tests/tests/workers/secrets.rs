@@ -156,7 +156,8 @@ fn starting_slowly(name: &str, more: &str) -> String {
     hostile(name, &more).replace(&format!("[{program}]"), &command)
 }
 
-/// A worker, spare or template that is still starting has read the old secret, so a restart must replace it too.
+/// A worker, spare or template that is still starting may have read the old secret. A restart must therefore replace
+/// such processes, too.
 #[test]
 fn restart_replaces_processes_that_are_still_starting() {
     let (folder, path) = folder_with("first");

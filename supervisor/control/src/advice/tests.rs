@@ -85,8 +85,8 @@ fn advice_keeps_suitable_values_and_gives_reasons() {
     assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (peak: 4)"), "{advice:?}");
 }
 
-/// The adaptive limit is the bottleneck in `enforce` mode. In `monitor` mode, it does not hold jobs back, so more
-/// processes are proposed.
+/// The adaptive limit is the bottleneck in `enforce` mode. In `monitor` mode, the limit does not hold jobs back,
+/// so the advice is to add processes.
 #[test]
 fn adaptive_limit_prevents_advice_for_more_processes() {
     let adaptive = bulkhead_api::Adaptive {

@@ -112,8 +112,8 @@ struct StopRequests {
 }
 
 impl StopRequests {
-    /// Returns false if exactly one signal and one STOP message have been received. The two count as one request, so
-    /// the second has no effect.
+    /// Returns true if the stop request that has just arrived has an effect. A signal and a STOP message from the other
+    /// supervisor count as one request, so the later of the two has none.
     fn has_effect(&self) -> bool {
         (self.signals, self.messages) != (1, 1)
     }

@@ -54,8 +54,8 @@ pub(crate) struct DetachedKeeper {
 }
 
 impl DetachedKeeper {
-    /// Starts the guard and the keeper, and waits until both are running. `theirs` is the end of the socket that the
-    /// keeper will use.
+    /// Starts the guard and the keeper, and waits until both are running. `theirs` is the
+    /// keeper's socket of the socket pair.
     pub(crate) fn start(
         program: &Path,
         probe: ProbeMachine,

@@ -38,7 +38,8 @@ fn rejects_jobs_beyond_permits_and_queue() {
     }
 }
 
-/// Checks a rule in `docs/operations/upgrade.md`: during an upgrade, both supervisors together never exceed the limit.
+/// During an upgrade, the jobs that run in both supervisors together never exceed the bulkhead's limit
+/// (`docs/operations/upgrade.md`).
 #[test]
 fn does_not_use_permits_of_the_other_supervisor() {
     let mut successor = Fixture::ready(limits(2, 2, 3));

@@ -68,7 +68,7 @@ pub(crate) struct Model {
     is_restarting: bool,
     counters: Counters,
     newest_generation: u32,
-    /// Number of times that any worker has left its slot.
+    /// Number of times that a slot has become free because its worker exited or was killed.
     release_count: u64,
     newest_job: JobId,
     step: Step,
@@ -268,7 +268,7 @@ enum Cause {
     Reset,
     Stop,
     Resize,
-    /// A slot that is waiting or has stopped can get a worker immediately.
+    /// All workers are replaced. Slots that were waiting for the restart backoff can get a worker immediately.
     Replace,
 }
 

@@ -70,7 +70,7 @@ pub(crate) fn address<T>(value: &T) -> usize {
     std::ptr::from_ref(value) as usize
 }
 
-/// Returns the address of a value to which the kernel can write.
+/// Returns the address of a value that a system call overwrites, for use as an argument.
 pub(crate) fn address_mut<T>(value: &mut T) -> usize {
     std::ptr::from_mut(value) as usize
 }

@@ -214,7 +214,7 @@ fn limit(pid: i32) -> Tried {
     Ok("limited".into())
 }
 
-/// Sets the priority of a process to its current value.
+/// Attempts to set the priority of a process, to the priority that the process already has.
 fn renice(pid: i32) -> Tried {
     let pid = pid as usize;
     let what = "change another process's priority";
@@ -225,7 +225,7 @@ fn renice(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Sets the I/O priority of a process to its current value.
+/// Attempts to set the I/O priority of a process, to the priority that the process already has.
 fn serve_as_before(pid: i32) -> Tried {
     const OF_A_PROCESS: usize = 1;
     let what = "change another process's disk priority";
