@@ -545,8 +545,7 @@ struct Driver {
     /// The current connection. `None` while the client is not connected.
     requests: Option<Arc<Requests>>,
     /// Connections that accept no further jobs but have pending jobs. Oldest first. Jobs of a lost connection are
-    /// waiting to be sent over the next connection. After GOAWAY, the supervisor still finishes the jobs that it has
-    /// accepted.
+    /// waiting to be sent over the next connection. After GOAWAY, the supervisor still finishes accepted jobs.
     retired: Vec<Arc<Requests>>,
     /// Notified when a connection that received GOAWAY has closed. Jobs of that connection that can be sent again then
     /// wait for the next connection.

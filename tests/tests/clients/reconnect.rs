@@ -305,7 +305,7 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
 
 /// The supervisor that rejects the retry does not know whether the first attempt ran.
 #[test]
-fn rejected_retry_after_lost_connection_reports_unknown_execution() {
+fn rejected_retry_leaves_execution_of_lost_job_unknown() {
     let wait = Duration::from_millis(40);
     let cases: [(Verdict, Option<Duration>); 3] = [
         (Verdict::Rejected { reason: RejectReason::QueueFull, message: String::new() }, Some(wait)),

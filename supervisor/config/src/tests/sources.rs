@@ -73,7 +73,7 @@ fn main_file_can_leave_all_bulkheads_to_fragments() {
 }
 
 #[test]
-fn relative_paths_are_resolved_against_the_file_that_contains_them() {
+fn each_files_relative_paths_start_at_its_own_directory() {
     let folder = Folder::new();
     let main = "[supervisor]\nsocket = \"s\"\n[defaults]\nenv_files = { MAIN = \"token\" }\n\
                 [defaults.sandbox]\nread = [\"work\"]\n";

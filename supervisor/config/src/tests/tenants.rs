@@ -297,7 +297,7 @@ fn tenant_processes_require_isolation() {
 }
 
 #[test]
-fn tenant_cannot_have_a_rate_limit_if_rates_are_not_limited_per_tenant() {
+fn tenants_rate_limit_requires_a_limit_per_tenant() {
     let folder = Folder::new();
     let lines = |limit: &str| {
         format!("rate_limit = {{ {limit} }}\n[bulkhead.a.tenant.acme]\nrate_limit = {{ per_second = 5 }}")

@@ -112,8 +112,8 @@ struct StopRequests {
 }
 
 impl StopRequests {
-    /// Returns true if the stop request that has just arrived has an effect. A signal and a STOP message from the other
-    /// supervisor count as one request, so the later of the two has none.
+    /// Returns true if the stop request that has just arrived has an effect. If a signal and a STOP message from
+    /// the other supervisor both arrive, the supervisor ignores the later one.
     fn has_effect(&self) -> bool {
         (self.signals, self.messages) != (1, 1)
     }
