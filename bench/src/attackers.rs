@@ -98,7 +98,8 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
     }
 }
 
-/// Runs a hostile worker that follows the protocol until it has reported readiness.
+/// Runs a worker that follows the protocol until it has reported readiness. The worker then attacks, unless `kind`
+/// is `idle`.
 pub(crate) fn worker(kind: &str) -> Result<()> {
     let number = std::env::var(LINK_VARIABLE)?.parse()?;
     #[expect(unsafe_code, reason = "the descriptor was inherited for this purpose")]
@@ -136,8 +137,8 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     }
 }
 
-/// Returns a connection with unsent data, and the other end of the connection, which never reads. Closing the last
-/// descriptor of the connection takes seconds.
+/// Returns a connection with unsent data, and the peer, which never reads. Closing the connection's last descriptor
+/// takes seconds.
 fn slow_to_close() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let held = TcpStream::connect(listener.local_addr()?)?;

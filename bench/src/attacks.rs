@@ -15,7 +15,7 @@ use crate::pairs::paired;
 use crate::processes::{self, Process};
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of the measurement names in this module.
+/// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "attack";
 
 /// Sizes of these measurements.
@@ -27,13 +27,13 @@ pub(crate) struct Plan {
     pub(crate) duration: Duration,
 }
 
-/// Interval between the starts of two honest jobs.
+/// Interval between the starts of consecutive honest jobs.
 const JOB_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Interval between jobs that crash an honest worker.
 const DEATH_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Interval between the starts of two honest programs.
+/// Interval between the starts of consecutive honest programs.
 const PROGRAM_INTERVAL: Duration = Duration::from_millis(25);
 
 /// Shell script for the programs that the worker runs. An honest program copies its input and exits. The hostile
@@ -57,9 +57,9 @@ const UNPRIVILEGED_UID: u32 = 65_534;
 /// Source of an attack.
 #[derive(Clone, Copy)]
 enum Attacker {
-    /// Kind of hostile client, and the number of processes that run it.
+    /// Kind of hostile client, and the number of client processes.
     Clients(&'static str, usize),
-    /// Kind of hostile worker, and the number of these workers in one bulkhead.
+    /// Kind of hostile worker, and the number of hostile workers in the bulkhead.
     Workers(&'static str, usize),
     /// Bulkhead that receives honest-looking jobs, and the number of jobs to keep in flight there.
     Jobs(&'static str, usize),

@@ -8,7 +8,7 @@ use crate::processes::{self, Process};
 use crate::real::Chain;
 use crate::{Result, bare};
 
-/// A running chain that uses no supervisor (bare) and a running chain that uses one (real). Both chains are idle.
+/// A bare chain without a supervisor, and a real chain with one. Both chains are running but idle.
 pub(crate) struct Chains {
     pub(crate) bare: bare::Client,
     pub(crate) real: Rc<Chain>,

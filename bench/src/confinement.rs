@@ -12,7 +12,7 @@ use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 use crate::rounds::Rounds;
 
-/// Prefixes of the measurement names in this module.
+/// Prefixes of this module's measurement names.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 
 /// Sizes of these measurements.

@@ -11,7 +11,7 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, load, processes, real};
 
-/// Prefix of the measurement names in this module.
+/// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "fresh";
 
 /// Number of jobs in flight.
@@ -20,7 +20,7 @@ const AT_ONCE: usize = 2;
 /// Interval between worker deaths.
 const BETWEEN_DEATHS: Duration = Duration::from_millis(50);
 
-/// A configuration that determines how the next worker is started.
+/// A configuration that determines how new workers are started.
 struct Variant {
     /// Prefix of the bulkhead names.
     name: &'static str,

@@ -12,7 +12,7 @@ use crate::real::Chain;
 use crate::report::{Report, Target};
 use crate::{Result, processes};
 
-/// Prefix of the measurement names in this module.
+/// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "http";
 
 /// Number of clients. Each client sends one job at a time.

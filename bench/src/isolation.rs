@@ -15,7 +15,7 @@ use crate::pairs::paired;
 use crate::processes::{self, Process};
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of the measurement names in this module.
+/// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "isolation";
 
 /// Sizes of these measurements.
@@ -44,11 +44,11 @@ const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 /// An attack, and a comparable load without an attack.
 struct Scene {
     name: &'static str,
-    /// Configuration of the bulkhead: first without the attack, then with it.
+    /// Bulkhead configuration without and with the attack, in this order.
     keys: [&'static str; 2],
     /// The worker program: either the role of a Rust program or the source code of a Python module.
     worker: Worker,
-    /// Operation and deadline of the attacker's jobs: first without the attack, then with it.
+    /// Operation and deadline of the attacker's jobs without and with the attack, in this order.
     attacker: [Option<(&'static str, Duration)>; 2],
     /// Number of jobs that the attacker keeps in flight. If this is 0, the attacker sends one job before each
     /// burst of honest jobs.

@@ -22,7 +22,7 @@ impl Round {
         Self { latencies, took }
     }
 
-    /// Returns a quantile of the latencies in µs. `share` is the quantile as a number from 0 to 1.
+    /// Returns the `share` quantile of the latencies in µs. `share` is a fraction from 0 to 1.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         let rank = (self.latencies.len() as f64 * share).ceil() as usize;
         self.latencies[rank.clamp(1, self.latencies.len()) - 1].as_secs_f64() * 1e6
@@ -51,7 +51,7 @@ where
     .await
 }
 
-/// Sends `total` requests, `lanes` at a time. Leaves out the latencies of requests for which `call` returns false.
+/// Sends `total` requests, `lanes` at a time. Excludes the latencies of requests for which `call` returns false.
 pub(crate) async fn run_counting<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,

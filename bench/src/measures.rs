@@ -161,8 +161,8 @@ async fn throughput(
 const WITH_PREFETCH: &str = "64 B, 64 waiting, 1 in flight over 64 in flight";
 const WITHOUT_PREFETCH: &str = "64 B, 64 waiting, 1 in flight without lookahead over 64 in flight";
 
-/// Compares the workers of two bulkheads: the worker of `bulkhead` runs one job at a time, and the other worker runs 64
-/// jobs concurrently.
+/// Compares the throughput of two workers. The worker of `bulkhead` runs one job at a time, and the other worker
+/// runs 64 jobs concurrently.
 async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {
     let mut rates = Vec::new();
     for _ in plan.rounds() {

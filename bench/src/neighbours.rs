@@ -16,8 +16,8 @@ use crate::processes::Process;
 use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 
-/// Interval between starts of a program that dies immediately. If every job of a bulkhead crashes, the supervisor
-/// restarts the bulkhead's workers at the same interval.
+/// Interval between starts of a program that dies immediately. Matches the interval at which the supervisor
+/// restarts workers if every job crashes.
 const START_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Total number of concurrent jobs in the three honest bulkheads.

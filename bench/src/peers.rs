@@ -26,7 +26,7 @@ use crate::real::{self, Chain};
 use crate::report::{Report, Target};
 use crate::{Result, processes};
 
-/// Prefix of the measurement names in this module.
+/// Prefix of this module's measurement names.
 const GROUP: &str = "peers";
 
 /// Folder in which the peers are built, relative to the workspace.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::rounds::Rounds;
 use crate::{attacks, confinement, isolation, scale, watched};
 
-/// Time after which no further rounds of a measurement are started, unless `--rounds` is given.
+/// Time limit for starting new rounds of a measurement, unless `--rounds` is given.
 const ROUNDS_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Maximum number of rounds per measurement, unless `--rounds` is given.
@@ -14,7 +14,7 @@ const ROUNDS: usize = 9;
 /// Sizes of all measurements.
 pub(crate) struct Plan {
     rounds: usize,
-    /// Time after which no further rounds of a measurement are started, or `None` for no limit.
+    /// Time limit for starting new rounds of a measurement, or `None` for no limit.
     duration: Option<Duration>,
     /// Number of requests per round that are sent one at a time, with payloads of 64 B or 4 KiB.
     pub(crate) small: usize,
@@ -22,13 +22,13 @@ pub(crate) struct Plan {
     pub(crate) large: usize,
     /// Number of requests per round when many are in flight.
     pub(crate) many: usize,
-    /// Maximum number of times that a measurement kills a worker, or lets a job hang.
+    /// Maximum number of times that a measurement kills a worker or lets a job hang.
     pub(crate) deaths: usize,
     /// Total number of jobs per round in the measurement with four bulkheads.
     pub(crate) crowd: usize,
     /// Total number of jobs per round in three bulkheads while the workers of a fourth bulkhead crash.
     pub(crate) storm: usize,
-    /// Number of jobs per round in measurements of decisions only, without workers.
+    /// Number of jobs per round in measurements that make decisions without running workers.
     pub(crate) decisions: usize,
     /// Number of programs to run per round.
     pub(crate) programs: usize,
@@ -114,12 +114,12 @@ impl Plan {
         }
     }
 
-    /// Starts the rounds of a measurement.
+    /// Returns an iterator over the rounds of a measurement.
     pub(crate) fn rounds(&self) -> Rounds {
         self.rounds_of(self.rounds)
     }
 
-    /// Starts at most `most` rounds of a measurement.
+    /// Returns an iterator over at most `most` rounds of a measurement.
     pub(crate) fn rounds_of(&self, most: usize) -> Rounds {
         Rounds::new(most, self.duration)
     }

@@ -19,7 +19,7 @@ use crate::pairs::paired;
 use crate::plan::Plan;
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of the measurement names in this module.
+/// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "policy";
 
 /// Maximum time that a decision may take, in nanoseconds.
@@ -28,11 +28,11 @@ const LIMIT_NS: f64 = 500.0;
 /// Maximum number of jobs in flight per bulkhead.
 const PERMITS: u32 = 64;
 
-/// Simulated duration of a cycle, which submits one job and completes another. Short enough that no timer expires.
+/// Simulated duration of a cycle. Each cycle submits one job and completes another, and is too short for any timer
+/// to expire.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of waiting jobs, most of which are then cancelled. The first and the last `STAYING` jobs in the queue are
-/// kept.
+/// Number of jobs in the queue before most of them are cancelled. The first and the last `STAYING` jobs are kept.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
@@ -251,7 +251,7 @@ impl Scene {
     }
 }
 
-/// Handler for the actions of the bulkheads. Ignores actions that do not matter for the measurement.
+/// Handler for the bulkheads' actions. Ignores actions that do not affect the measurement.
 #[derive(Default)]
 struct Effects {
     actions: Vec<Action<Record>>,
@@ -375,7 +375,7 @@ impl Names {
     }
 }
 
-/// Returns the numbers below `count` in a shuffled order, which is the same in every run.
+/// Returns the numbers from 0 to `count - 1` in a shuffled order. The order is the same in every run.
 fn shuffled(count: usize) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..count as u32).collect();
     let mut random = 1_u64;

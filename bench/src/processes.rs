@@ -14,7 +14,7 @@ use crate::Result;
 /// Maximum duration of any wait. Most waits end almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Name of the package that implements the processes of the chains, and of the program in that package.
+/// Name of the package and of the program that implement the chains' processes.
 const PARTS: &str = "bulkhead-bench-parts";
 
 /// A child process that is killed when the value is dropped.
@@ -25,7 +25,7 @@ impl Process {
         Ok(Self(command.spawn()?))
     }
 
-    /// Starts one process of a chain; the source code is in `../parts`.
+    /// Starts a process of a chain. The source code of these processes is in `../parts`.
     pub(crate) fn part(arguments: &[&str]) -> Result<Self> {
         Self::start(parts()?.args(arguments).stdin(Stdio::null()))
     }
@@ -66,19 +66,19 @@ impl Drop for Process {
     }
 }
 
-/// Returns a command for the program that implements the processes of the chains. [`programs`] builds the program
-/// into the folder that contains the bench.
+/// Returns a command for the program that implements the chains' processes. [`programs`] builds the program into
+/// the folder that contains the bench.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
 
-/// Returns the worker's command as elements of a TOML array, to be used in the `command` key.
+/// Returns the worker's command as the elements of a TOML array for the `command` key.
 pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Returns the command that runs this program's counterpart in `../parts` in the given role, as elements of a TOML
-/// array for the `command` key.
+/// Returns the command that runs the program from `../parts` in the given role, as the elements of a TOML array for
+/// the `command` key.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;

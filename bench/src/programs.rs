@@ -11,7 +11,7 @@ use crate::processes;
 use crate::real::Chain;
 use crate::report::{Report, Target};
 
-/// Prefix of the measurement names in this module.
+/// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "programs";
 
 /// Number of programs that run concurrently.

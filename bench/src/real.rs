@@ -16,12 +16,12 @@ use crate::processes::{self, Process};
 pub(crate) const NARROW: &str = "narrow";
 pub(crate) const WITHOUT: &str = "narrow-without";
 
-/// Bulkheads, each named after its purpose.
+/// Names of bulkheads. Each name states the bulkhead's purpose.
 pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
 pub(crate) const CRASHES: &str = "crashes";
 
-/// Like [`CRASHES`], but with workers that are forked from a template.
+/// Name of a bulkhead that differs from [`CRASHES`] only in that its workers are forked from a template.
 pub(crate) const FORKED_CRASHES: &str = "forked-crashes";
 
 /// Three honest bulkheads, and a fourth whose workers crash in some measurements.
@@ -76,8 +76,8 @@ impl Chain {
         Ok(job.send().await?.payload().len())
     }
 
-    /// Sends a job whose payload and result are in memory files, if the client has any. Returns the size of the
-    /// result in bytes.
+    /// Sends a job. If memory files are available, uses them for the payload and the result. Returns the size of
+    /// the result in bytes.
     pub(crate) async fn call_mapped(&self, bulkhead: &str, bytes: usize) -> Result<usize> {
         let job = self.client.job(bulkhead, "").payload_in_place(bytes, |place| place.fill(b'x'));
         let reply = job.operation("mapped").map_result().send().await?;

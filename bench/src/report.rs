@@ -4,8 +4,7 @@ use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference between the real figure and the bare figure, in µs, that [`Target::AtMostOrSlack`] always allows,
-/// regardless of their ratio.
+/// Difference, in µs, between the real and the bare figure that [`Target::AtMostOrSlack`] allows at any ratio.
 const SLACK_US: f64 = 10_000.0;
 
 /// Kind of target.
@@ -41,7 +40,7 @@ pub(crate) struct Difference {
 pub(crate) struct Figure {
     pub(crate) name: String,
     pub(crate) unit: &'static str,
-    /// Figure for the bare counterpart, if a counterpart exists.
+    /// Figure for the bare counterpart, if there is one.
     pub(crate) bare: Option<f64>,
     pub(crate) real: f64,
     /// Median ratio of the real figure to the bare figure over all rounds.

@@ -18,15 +18,15 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, bare};
 
-/// Prefix of the measurement names in this module.
+/// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "scale";
 
-/// Maximum ratio between a job's cost at large scale and its cost at small scale.
+/// Maximum ratio of a job's cost at large scale to the cost at small scale.
 const RATIO: f64 = 1.5;
 
 /// Bulkhead that all tenants share.
 const SHARED: &str = "shared";
-/// Bulkhead in which jobs have to wait.
+/// Bulkhead whose jobs have to wait in the queue.
 const WAITS: &str = "waits";
 
 /// Sizes of these measurements.
@@ -38,7 +38,7 @@ pub(crate) struct Plan {
     pub(crate) many: usize,
     pub(crate) bulkheads: usize,
     pub(crate) tenants: usize,
-    /// Number of tenants that have jobs.
+    /// Number of tenants that submit jobs.
     pub(crate) active: usize,
     pub(crate) clients: usize,
     /// Number of waiting jobs per client.
@@ -253,7 +253,7 @@ fn get(admin: &Path, path: &str) -> std::io::Result<String> {
     Ok(answer.split_once("\r\n\r\n").map_or(String::new(), |(_, body)| body.to_owned()))
 }
 
-/// Compares the p99 latency of one bulkhead without scrapes and with one scrape per second that covers all bulkheads.
+/// Compares one bulkhead's p99 latency without scrapes and with one scrape of all bulkheads per second.
 async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let name = format!("scale: {} bulkheads, a scrape a second: p99, 1 in flight", plan.bulkheads);
     if !report.wants(&name) {

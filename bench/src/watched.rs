@@ -17,7 +17,7 @@ use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::Report;
 
-/// Prefix of the measurement names in this module.
+/// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "watched";
 
 /// Sizes of these measurements.

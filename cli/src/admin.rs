@@ -101,7 +101,7 @@ pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
     )
 }
 
-/// Returns the problems of an unhealthy bulkhead, one per line.
+/// Returns a line for each problem of an unhealthy bulkhead.
 fn health_problems(bulkhead: &Snapshot) -> Vec<String> {
     let line = |what: &str, word: String, why: &Option<String>| {
         Some(format!("{}: {what} {word}: {}", shown(&bulkhead.name), escape(why.as_ref()?)))
@@ -124,7 +124,7 @@ pub(crate) fn table(head: &[&str]) -> Table {
     table
 }
 
-/// Escapes a value from outside this program and formats it as a single line.
+/// Escapes an untrusted value and formats it as a single line.
 pub(crate) fn shown(value: &impl Display) -> String {
     escape(&value.to_string()).replace('\n', " ")
 }

@@ -508,7 +508,7 @@ pub(crate) struct Bench {
     pub(crate) payload_bytes: usize,
 }
 
-/// Parses the name of a value of the vocabulary `V`.
+/// Parses a word of the vocabulary `V`.
 fn word<V: Vocabulary>(text: &str) -> Result<V, String> {
     V::from_word(text).ok_or_else(|| format!("valid values: {}", V::WORDS.join(", ")))
 }
@@ -520,7 +520,7 @@ fn event_kind(text: &str) -> Result<String, String> {
     }
 }
 
-/// Checks that `text` is a possible cause of a crash: either a kind, or a short form as shown in the list of crashes.
+/// Checks that `text` is a valid cause of a crash: either a kind, or a short form from the list of crashes.
 fn cause(text: &str) -> Result<String, String> {
     let of_process = text.strip_prefix("program:").unwrap_or(text);
     let (kind, detail) = of_process.split_once(':').unwrap_or((of_process, ""));

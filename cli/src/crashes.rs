@@ -38,7 +38,7 @@ pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Returns the ID of the crash report that `selector` stands for: an ID, the beginning of an ID, or `last`.
+/// Resolves `selector` to the ID of a crash report. The selector is an ID, the beginning of an ID, or `last`.
 async fn resolve(args: &Args, selector: &str) -> Result<String, Failure> {
     if selector.parse::<CrashId>().is_ok() {
         return Ok(selector.to_owned());
@@ -110,8 +110,8 @@ fn name_or_dash(name: Option<&str>) -> String {
     known(&name.filter(|name| !name.is_empty()))
 }
 
-/// Formats the cause of a crash, such as `SIGSEGV`, `exit:3`, `violation:ptrace` or `hung`. The prefix `program:` is
-/// added if a program crashed rather than the worker.
+/// Formats the cause of a crash, such as `SIGSEGV`, `exit:3`, `violation:ptrace` or `hung`. Adds the prefix
+/// `program:` if a program crashed rather than the worker.
 fn short_cause(cause: &Cause, victim: &Word<Victim>) -> String {
     let short = match (cause.exit_code, &cause.signal, &cause.system_call) {
         (Some(code), ..) => format!("exit:{code}"),

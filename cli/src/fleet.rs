@@ -10,7 +10,7 @@ use crate::output::{Failure, exit};
 
 const PROGRAM: &str = "bulkhead-fleet";
 
-/// Executes `bulkhead-fleet`. Returns only if that fails.
+/// Replaces this process with `bulkhead-fleet`. Returns only on failure.
 pub(crate) fn run(args: &Args, arguments: &[OsString]) -> Failure {
     let program = program();
     let mut command = Command::new(&program);
@@ -25,8 +25,8 @@ pub(crate) fn run(args: &Args, arguments: &[OsString]) -> Failure {
     Failure::new(exit::FAILED, message)
 }
 
-/// Returns the path of the program next to this executable. If there is no such file, returns the bare name, to be
-/// looked up in PATH.
+/// Returns the path of the program next to this executable. If that file does not exist, returns only the program's
+/// name, which is then looked up in PATH.
 fn program() -> PathBuf {
     let own = std::env::current_exe().ok();
     own.map(|own| own.with_file_name(PROGRAM)).filter(|path| path.exists()).unwrap_or_else(|| PROGRAM.into())

@@ -27,8 +27,7 @@ pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {
     }
 }
 
-/// Number of jobs by outcome, and distribution of their latencies. The size in memory does not grow with the number
-/// of jobs.
+/// Job counts by outcome, and the distribution of latencies. Memory use does not grow with the number of jobs.
 #[derive(Debug, Default)]
 pub(crate) struct JobStats {
     /// Number of jobs by outcome and reason.
@@ -49,7 +48,7 @@ impl JobStats {
         self.outcomes.values().sum()
     }
 
-    /// Returns a quantile of the latency in milliseconds, or `None` if no job was `ok`.
+    /// Returns a latency quantile in milliseconds, or `None` if no outcome was `ok`.
     pub(crate) fn quantile_ms(&self, share: f64) -> Option<f64> {
         let quantile = Duration::from_nanos(self.latencies.quantile(share));
         (self.latencies.total() > 0).then_some(quantile.as_secs_f64() * 1e3)

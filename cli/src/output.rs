@@ -53,7 +53,7 @@ impl Failure {
         ExitCode::from(self.code)
     }
 
-    /// Formats the failure as JSON, with those fields of a job's outcome that apply.
+    /// Formats the failure as a JSON object that contains the applicable fields of a job's outcome.
     pub(crate) fn json(&self) -> Value {
         let (outcome, retryable) = self.outcome();
         let reason = self.reason.map(RejectReason::name);
@@ -139,7 +139,7 @@ fn one_line(text: &str) -> String {
     escape(text).replace('\n', "\\n")
 }
 
-/// Returns true if standard error is a terminal, so that a progress bar can be shown.
+/// Returns true if standard error is a terminal and can therefore show a progress bar.
 pub(crate) fn has_terminal() -> bool {
     io::stderr().is_terminal()
 }
@@ -214,8 +214,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
     json!(document)
 }
 
-/// Returns the name of the signal from the crash message, or the signal number if the message does not name the
-/// signal.
+/// Returns the signal name from the crash message, or the signal number if the message contains no name.
 fn signal(verdict: &Verdict) -> Option<String> {
     match verdict {
         Verdict::Crashed { reason: CrashReason::Exit, .. } => None,

@@ -50,8 +50,7 @@ pub(crate) async fn request_with(
     if response.status().is_success() { Ok(response) } else { Err(failure_of(&target, response).await) }
 }
 
-/// Sends a GET request. Returns the status and the body if the status is 200 or 503, and an error for any other
-/// status.
+/// Sends a GET request. Returns the status and the body if the status is 200 or 503. Otherwise, returns an error.
 pub(crate) async fn get_any(args: &Args, path: &str) -> Result<(StatusCode, Vec<u8>), Failure> {
     let target = args.target()?;
     let response = send_in_time(&target, Method::GET, path, String::new()).await?;

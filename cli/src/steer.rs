@@ -14,10 +14,10 @@ use crate::requests::{document, get, get_any, percent_encoded, read, request};
 /// Interval between polls of a bulkhead's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Minimum time to wait for the response to a poll, even if the time limit of the command expires earlier.
+/// Minimum time to wait for the response to a poll, even if the command's time limit expires earlier.
 const LOOK_TIME_MIN: Duration = Duration::from_secs(3);
 
-/// Time at which a wait ends, or `None` if the wait is unlimited.
+/// Time at which a wait ends, or `None` for an unlimited wait.
 #[derive(Clone, Copy)]
 struct WaitLimit(Option<Instant>);
 
@@ -30,8 +30,8 @@ impl WaitLimit {
         self.0.is_some_and(|at| at <= Instant::now())
     }
 
-    /// Waits for the response to a poll. If there is a time limit, a timeout ensures that a hung supervisor does not
-    /// prolong the wait indefinitely.
+    /// Waits for the response to a poll. If the wait has a time limit, returns an error when the supervisor does
+    /// not respond in time.
     async fn look<T>(self, response: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
         let Some(end) = self.0 else { return response.await };
         let end = end.max(Instant::now() + LOOK_TIME_MIN);

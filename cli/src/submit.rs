@@ -71,7 +71,7 @@ struct SubmitRun<'a> {
     args: &'a Args,
     submit: &'a Submit,
     count: u64,
-    /// Index of the next job.
+    /// Index of the next job to submit.
     next: Cell<u64>,
     stats: RefCell<JobStats>,
     /// Index and exit code of the first job whose outcome was not `ok`.

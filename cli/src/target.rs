@@ -30,7 +30,7 @@ pub(crate) struct Host {
     /// Host name or IP address, without brackets.
     pub(crate) name: String,
     pub(crate) port: u16,
-    /// Host and port as in the URL.
+    /// Host and port as written in the URL.
     pub(crate) authority: String,
     pub(crate) token_file: Option<PathBuf>,
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 /// Length of a day; Unix time has no leap seconds.
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// Parses a time, which must not be in the future.
+/// Parses a time. Returns an error if the time is in the future.
 pub(crate) fn since(text: &str) -> Result<SystemTime, String> {
     let now = SystemTime::now();
     let time = parse(text, now)?;

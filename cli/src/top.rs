@@ -25,7 +25,6 @@ use app::{App, Step};
 use sample::{Sample, Sampler};
 use terminal::{Screen, SignalAction, Signals};
 
-/// Timeout for taking a sample.
 const SAMPLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Interval at which the screen is redrawn even without a new sample, because the screen shows the time since the

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-/// Number of seconds over which jobs and retries are counted, called `ttl` in Finagle.
+/// Number of seconds over which jobs and retries are counted. Finagle calls this number `ttl`.
 const WINDOW_SECONDS: usize = 10;
 
 /// Maximum number of retries per hundred jobs.
@@ -17,7 +17,8 @@ const RETRIES_FLOOR: u64 = 10;
 /// Counts one client's jobs and retries.
 #[derive(Debug, Default)]
 pub(crate) struct RetryBudget {
-    /// Counts for each of the most recent seconds. The counts of second `n` are at index `n` modulo [`WINDOW_SECONDS`].
+    /// Job and retry counts for each of the most recent seconds. The counts for second `n` are at index `n` modulo
+    /// [`WINDOW_SECONDS`].
     seconds: [Second; WINDOW_SECONDS],
 }
 

@@ -28,8 +28,8 @@ use crate::reply::{JobError, Progress};
 use crate::requests::{Frames, QueuePosition, Requests, SubmitError};
 use crate::transport::Transport;
 
-/// Maximum time to wait for the supervisor to accept the connection. The same limit applies separately to the
-/// supervisor's welcome.
+/// Maximum time to wait for the supervisor to accept the connection. The wait for the welcome frame has the same
+/// limit.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Minimum interval between checks for jobs that have waited too long for the client to reconnect.
@@ -153,7 +153,7 @@ const IN_PROCESS: &str = "in this process";
 struct Shared {
     target: Target,
     current: watch::Receiver<Connection>,
-    /// Notified when there is a job to send but no connection.
+    /// Notified when a job cannot be sent because there is no connection.
     needed: Arc<Notify>,
     /// Budget for retries.
     budget: Mutex<RetryBudget>,
@@ -623,7 +623,7 @@ impl Driver {
         self.retired.iter().any(|retired| retired.has_detached_jobs())
     }
 
-    /// Forgets retired connections without pending jobs.
+    /// Removes retired connections that have no pending jobs.
     fn forget_finished(&mut self) {
         self.retired.retain(|retired| retired.has_pending_jobs());
     }
@@ -662,8 +662,8 @@ impl Driver {
         });
     }
 
-    /// Sends the jobs of retired connections again, this time over the current connection. Never returns if the current
-    /// connection is unusable.
+    /// Resends the jobs of retired connections over the current connection. Never returns if the current connection
+    /// is unusable.
     async fn send_again(&self, place: &mut Option<QueuePosition<'_>>) {
         let Some(place) = place else { return };
         for retired in &self.retired {
@@ -732,7 +732,7 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Fails the pending jobs. Otherwise, callers outside the async runtime could wait forever for their jobs.
+    /// Fails the pending jobs. Otherwise, callers outside the async runtime could wait forever for outcomes.
     fn drop(&mut self) {
         // If the supervisor has stopped permanently, the pending jobs already have an error.
         if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {

@@ -19,7 +19,7 @@ const TEXT_BYTES_MAX: usize = 1024;
 /// Source of a payload.
 #[derive(Clone)]
 pub(crate) enum Source {
-    /// A file whose first bytes are the payload, and the number of these bytes.
+    /// A file that begins with the payload, and the payload's size in bytes.
     File(Arc<File>, usize),
     /// A function that writes the payload. The second field is the payload's size in bytes.
     Function(Fill, usize),
@@ -130,7 +130,7 @@ pub(crate) struct Deadline {
 pub(crate) struct JobRequest {
     pub(crate) bulkhead: String,
     pub(crate) payload: KeptPayload,
-    /// Source of the payload. `None` if the payload is in `payload`.
+    /// Source of the payload, or `None` if the `payload` field contains the payload.
     pub(crate) source: Option<Source>,
     /// The deadline, counted from the first submission. [`JobOptions::deadline`] contains the remaining time.
     pub(crate) deadline: Option<Deadline>,
@@ -138,9 +138,9 @@ pub(crate) struct JobRequest {
     pub(crate) reconnect_timeout: Option<Duration>,
     /// Number of times that the connection was lost after the job had been sent over it.
     pub(crate) losses: u32,
-    /// Time at which a job stops waiting for the client to reconnect, if the job's connection was lost.
+    /// Time at which a job whose connection was lost stops waiting for the client to reconnect.
     pub(crate) waits_until: Option<Instant>,
-    /// True if retries are enabled for the job. A retry is possible only if the outcome permits one as well.
+    /// True if retries are enabled for the job. The job is retried only if the outcome also permits a retry.
     pub(crate) retries: bool,
     /// True if a large result stays in the memory file instead of being copied.
     pub(crate) maps_result: bool,
@@ -158,7 +158,7 @@ impl JobRequest {
         }
     }
 
-    /// Starts measuring the job's time limit.
+    /// Starts the clock for the job's time limit.
     pub(crate) fn begin(&mut self) {
         // The client treats a limit beyond the range of the clock as no limit.
         self.deadline = self
@@ -186,7 +186,8 @@ impl JobRequest {
         Ok(())
     }
 
-    /// Records that the connection was lost. `was_sent` is true if the job had been completely sent over it.
+    /// Records that the connection was lost. `was_sent` is true if the whole job had been sent over that
+    /// connection.
     pub(crate) fn lost(&mut self, was_sent: bool) {
         if was_sent {
             self.losses += 1;
@@ -203,7 +204,7 @@ impl JobRequest {
         );
     }
 
-    /// Lets the job wait for another connection for at most `limit`, if it is not already waiting.
+    /// Limits the job's wait for another connection to `limit`. Does nothing if the job is already waiting.
     fn wait_at_most(&mut self, limit: Option<Duration>) {
         if self.waits_until.is_none() {
             let limit = limit.and_then(|limit| Instant::now().checked_add(limit));
@@ -287,8 +288,8 @@ impl JobRequest {
         JobError::DeadlineExceeded(Box::new(Outcome { queued: deadline, deadline, ..outcome }))
     }
 
-    /// Returns the error for a job that the caller cancelled while there was no connection. Returns `None` if the job
-    /// may have begun and therefore continues.
+    /// Returns the cancellation error for a job that has no connection. Returns `None` if `unless_begun` is true
+    /// and the job may have begun.
     pub(crate) fn cancelled(&self, unless_begun: bool) -> Option<JobError> {
         let executed = self.executed();
         if unless_begun && executed != Executed::No {

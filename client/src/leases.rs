@@ -14,7 +14,7 @@ const LEASE_REQUESTS_MAX: usize = 4;
 /// shorter than the five seconds after which the supervisor revokes a recalled lease.
 const FRESH_TIME: Duration = Duration::from_secs(4);
 
-/// Time that the client waits after a refused lease request before it sends another request.
+/// Pause after a refused lease request before the client sends another request.
 const LEASE_RETRY_PAUSE: Duration = Duration::from_millis(250);
 
 /// A lease of two memory files, one for the payload and one for the result. Only one job uses a lease at a time.
@@ -61,7 +61,7 @@ pub(crate) struct Leases {
     refused_at: Option<Instant>,
     /// Leases in use, by lease number. The value is true if the supervisor has recalled the lease.
     in_use: HashMap<u64, bool>,
-    /// Descriptors that have been received, but whose frame has not been processed yet.
+    /// Received descriptors whose frame has not been processed yet.
     pub(crate) received_files: Vec<OwnedFd>,
 }
 
@@ -138,13 +138,13 @@ impl Leases {
         None
     }
 
-    /// Handles the refusal of a lease. The client waits for [`LEASE_RETRY_PAUSE`] before it requests another.
+    /// Handles a refused lease request. The client waits for [`LEASE_RETRY_PAUSE`] before it sends another request.
     pub(crate) fn refused(&mut self, request: u64) {
         self.requested.remove(&request);
         self.refused_at = Some(Instant::now());
     }
 
-    /// Takes back a lease after a job. Returns the lease number if the lease must be returned to the
+    /// Takes back a lease after a job has used it. Returns the lease number if the lease must be returned to the
     /// supervisor.
     pub(crate) fn release(&mut self, lease: Lease) -> Option<u64> {
         let number = lease.number;
@@ -155,7 +155,7 @@ impl Leases {
         None
     }
 
-    /// Forgets a lease that is in use, because the lease is being returned to the supervisor.
+    /// Stops tracking a lease that is being returned to the supervisor.
     pub(crate) fn forget(&mut self, number: u64) {
         self.in_use.remove(&number);
     }
@@ -165,7 +165,7 @@ impl Leases {
 pub(crate) enum LeaseSearch {
     Found(Lease),
     TooSmall(Lease),
-    /// A free lease may have been revoked, because an unread frame could contain its recall.
+    /// A free lease exists but may have been revoked, because an unread frame could contain its recall.
     MayBeRevoked,
     None,
 }

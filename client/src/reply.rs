@@ -19,7 +19,7 @@ pub struct Progress {
     pub text: String,
 }
 
-/// The result of a job that ended as `ok`, and the job's outcome.
+/// Result and outcome of a job that ended as `ok`.
 #[derive(Clone)]
 pub struct Reply {
     pub(crate) payload: Vec<u8>,
@@ -53,12 +53,12 @@ impl PartialEq for Reply {
 impl Eq for Reply {}
 
 impl Reply {
-    /// Returns the result of the job. Empty if the result is [mapped](Self::mapped).
+    /// Returns the job's result, which is empty if the result is [mapped](Self::mapped).
     pub fn payload(&self) -> &[u8] {
         &self.payload
     }
 
-    /// Returns the result of the job as an owned buffer. Empty if the result is [mapped](Self::mapped).
+    /// Returns the job's result as an owned buffer, which is empty if the result is [mapped](Self::mapped).
     pub fn into_payload(self) -> Vec<u8> {
         self.payload
     }
@@ -125,7 +125,7 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// Returns the error for a job that did not get a connection in time.
+    /// Returns the error for a job that waited too long for a connection.
     pub(crate) fn unreachable(executed: Executed, problem: &str) -> Self {
         let advice = match executed {
             Executed::No => {

@@ -86,11 +86,11 @@ struct State {
     queued_submitters: usize,
     /// Number of frames queued since the last write.
     unflushed: usize,
-    /// Numbers of the jobs to send over another connection, in the order in which the jobs were submitted.
+    /// Request numbers of the jobs to send over another connection, in submission order.
     detached: VecDeque<u64>,
 }
 
-/// The requests of one connection.
+/// Pending requests of one connection, and the frames to be written.
 pub(crate) struct Requests {
     state: Mutex<State>,
     pub(crate) transport: Transport,
@@ -98,8 +98,8 @@ pub(crate) struct Requests {
     /// connection.
     owner: u32,
     pub(crate) flush_due: Notify,
-    /// Wakes the first submitter that is waiting for space in the outbox. When the connection closes, all
-    /// such submitters are woken.
+    /// Wakes the first submitter that is waiting for space in the outbox. When the connection closes, wakes all
+    /// waiting submitters.
     pub(crate) space: Notify,
     idle: Notify,
     /// Notifies the driver that a new connection is needed because the supervisor has sent GOAWAY.
@@ -151,7 +151,7 @@ impl Requests {
         self.submit_after(0, job, progress, waker.cloned())
     }
 
-    /// Adds the caller to the queue of submitters that wait for space in the outbox.
+    /// Adds the caller to the queue of submitters that are waiting for space in the outbox.
     pub(crate) fn queue(self: &Arc<Self>) -> QueuePosition<'_> {
         let mut state = self.lock();
         let is_first = state.queued_submitters == 0;
@@ -451,8 +451,8 @@ impl Requests {
         ended.wake();
     }
 
-    /// Handles GOAWAY, which says that the supervisor has accepted only the first `taken` jobs. The other jobs will
-    /// be sent over another connection.
+    /// Handles GOAWAY. The supervisor has accepted only the first `taken` jobs, and the other jobs will be sent
+    /// over another connection.
     fn go_away(&self, taken: u64) {
         let mut state = self.lock();
         if !matches!(state.phase, Phase::Open | Phase::Ending) {
@@ -479,7 +479,7 @@ impl Requests {
         self.leaving.notify_one();
     }
 
-    /// Waits until the supervisor accepts no more jobs on this connection.
+    /// Waits until the supervisor stops accepting jobs on this connection.
     pub(crate) async fn leaving(&self) {
         self.leaving.notified().await;
     }
@@ -639,8 +639,7 @@ impl LeaseOwner for Requests {
 }
 
 impl State {
-    /// Decides for each pending job whether to send it again. Adds the numbers of the jobs to send again to
-    /// `detached`.
+    /// Decides which pending jobs to send again, and adds their numbers to `detached`.
     fn detach(
         &mut self,
         problem: &str,
@@ -665,7 +664,7 @@ impl State {
         if self.queued_submitters > queued_max || !self.has_space() { Err(SubmitError::Full) } else { Ok(()) }
     }
 
-    /// Queues a frame that has a kind and a number but no contents.
+    /// Queues an empty frame with the given kind and number.
     fn push_empty(&mut self, kind: u8, number: u64) {
         // An empty message always fits in a frame.
         let _ = self.push(kind, number, &Empty, &[], Payload::NONE);
@@ -733,7 +732,7 @@ impl State {
 pub(crate) struct PendingOutcome {
     requests: Option<Arc<Requests>>,
     number: u64,
-    /// The job, if retries are enabled for it. Set when the outcome is taken.
+    /// The job to retry. Set when the outcome is taken, if retries are enabled for the job.
     request: Option<Box<JobRequest>>,
 }
 
@@ -764,7 +763,8 @@ impl PendingOutcome {
         }
     }
 
-    /// Takes the job, if retries are enabled for it. Must be called after the outcome has been taken.
+    /// Removes and returns the job, if retries are enabled for the job. Must be called after the outcome has been
+    /// taken.
     pub(crate) fn take_request(&mut self) -> Option<Box<JobRequest>> {
         self.request.take()
     }
@@ -830,7 +830,7 @@ mod tests {
         assert!(receiver.try_recv().is_ok());
     }
 
-    /// Models several threads that submit jobs as soon as a connection is available.
+    /// Simulates several threads that submit jobs when a connection becomes available.
     #[test]
     fn simultaneous_jobs_are_submitted_in_queue_order() {
         let (requests, _there) = in_memory();

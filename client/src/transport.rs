@@ -68,7 +68,7 @@ impl Transport {
         }
     }
 
-    /// Returns true if everything that has arrived has been read.
+    /// Returns true if all bytes that have arrived have been read.
     pub(crate) fn has_no_unread_bytes(&self) -> bool {
         match self {
             Self::Socket(socket) => rustix::io::ioctl_fionread(socket).is_ok_and(|unread| unread == 0),
@@ -84,7 +84,7 @@ impl Transport {
         }
     }
 
-    /// Closes the connection, including all duplicates of the socket.
+    /// Shuts down the connection, including all duplicates of the socket.
     pub(crate) fn close(&self) {
         match self {
             Self::Socket(socket) => {

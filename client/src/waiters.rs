@@ -16,16 +16,17 @@ use crate::reply::{JobError, Progress, Reply};
 
 pub(crate) type JobResult = Result<Reply, JobError>;
 
-/// State of a job whose outcome has not arrived.
+/// State of a job whose outcome is pending or being processed.
 #[derive(Default)]
 pub(crate) struct Waiter {
-    /// Name of the requested bulkhead, set once the outcome has arrived. The outcome reuses the string if it names
-    /// the same bulkhead.
+    /// Name of the requested bulkhead. Set when the outcome arrives, unless the job may be retried. An outcome from
+    /// the same bulkhead reuses the string.
     pub(crate) bulkhead: String,
-    /// Buffer of a large payload. Set once the outcome has arrived, so that the buffer can be reused.
+    /// Buffer of a large payload. Set when the outcome arrives, so that the client can reuse the buffer. Not set if
+    /// the job may be retried.
     pub(crate) buffer: Option<Vec<u8>>,
     pub(crate) progress: Option<mpsc::Sender<Progress>>,
-    /// Total number of bytes that had been added to the outbox when the end of the job's frame was added.
+    /// Position of the end of the job's frame in the connection's outgoing byte stream.
     pub(crate) frame_end: u64,
     /// Position of the job among all jobs submitted over the connection, starting with 1.
     pub(crate) submit_number: u64,
@@ -45,7 +46,7 @@ enum SlotState<M> {
     Waiting(Waiter),
     /// The outcome has arrived and is being processed.
     Processing,
-    /// The job is being sent over another connection. If its cancellation has been requested in the meantime, `cancel`
+    /// The job is being sent over another connection. If the caller requests cancellation in the meantime, `cancel`
     /// contains the `unless_begun` argument of that request.
     Moving {
         cancel: Option<bool>,
@@ -56,7 +57,7 @@ enum SlotState<M> {
 }
 
 struct Slot<M> {
-    /// Number of requests that have used this slot, which forms the upper half of each request number.
+    /// Number of requests that have used this slot. Forms the upper half of each request number.
     generation: u32,
     state: SlotState<M>,
     /// Waker of the task that waits for the outcome.
@@ -66,7 +67,7 @@ struct Slot<M> {
     request: JobRequest,
 }
 
-/// Value of `frame_end` for a job that is waiting for another connection and has no frame in an outbox.
+/// Value of `frame_end` for a job that is waiting for another connection. Such a job has no frame in an outbox.
 const DETACHED: u64 = u64::MAX;
 
 impl Waiter {
@@ -78,7 +79,7 @@ impl Waiter {
 
 /// Contents removed from a slot after the job's handle was dropped.
 pub(crate) struct Removed<M> {
-    /// The waiter, if the outcome had not arrived yet.
+    /// The waiter. `None` if the outcome had already arrived when the job was removed.
     pub(crate) waiter: Option<Waiter>,
     pub(crate) request: JobRequest,
     _rest: (SlotState<M>, Option<Waker>),
@@ -329,7 +330,8 @@ impl<M> Waiters<M> {
         ended
     }
 
-    /// Takes a job so that it can be sent over another connection. Must be followed by [`Waiters::end_move`].
+    /// Removes a job from its slot to send the job over another connection. Must be followed by
+    /// [`Waiters::end_move`].
     pub(crate) fn begin_move(&mut self, number: u64) -> Option<(JobRequest, Option<mpsc::Sender<Progress>>)> {
         let slot = self.slot(number)?;
         let SlotState::Waiting(waiter) = &mut slot.state else { return None };
@@ -338,7 +340,7 @@ impl<M> Waiters<M> {
         Some((std::mem::take(&mut slot.request), progress))
     }
 
-    /// Completes a job's move to another connection, which [`Waiters::begin_move`] has started.
+    /// Completes the move to another connection that [`Waiters::begin_move`] started.
     pub(crate) fn end_move(&mut self, number: u64, moved: Move<M>) -> MoveEnd<M> {
         let slot = match self.slot(number) {
             Some(slot) if matches!(slot.state, SlotState::Moving { .. }) => slot,
@@ -376,7 +378,7 @@ pub(crate) enum Move<M> {
     PutBack(Box<JobRequest>, Option<mpsc::Sender<Progress>>),
 }
 
-/// Values to drop after the lock is released, and the waker to call then.
+/// Waker to call and values to drop after the lock is released.
 pub(crate) struct MoveEnd<M> {
     /// Result of the move, if the handle was dropped while the job was being moved.
     _dropped: Option<Move<M>>,

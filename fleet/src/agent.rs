@@ -50,7 +50,7 @@ struct Served {
 /// State shared by all tasks of an agent.
 struct Shared {
     host: String,
-    /// ID of this process, which differs from that of any earlier or later agent on the same host.
+    /// ID of this process, unique among all agents that have ever run on the same host.
     instance: String,
     client: async_nats::Client,
     supervisor: Supervisor,

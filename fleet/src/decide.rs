@@ -28,7 +28,7 @@ pub struct Message {
     pub published: Timestamp,
 }
 
-/// Options of a job that influence decisions.
+/// Job options that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Terms {
     /// Name of the bulkhead.
@@ -39,7 +39,7 @@ pub struct Terms {
     pub is_idempotent: bool,
 }
 
-/// Settings of the fleet that influence decisions.
+/// Fleet settings that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
     /// Time without an acknowledgement after which the server redelivers a message.
@@ -55,15 +55,16 @@ pub struct Rules {
     pub faults: Faults,
 }
 
-/// Faults that tests inject to show that the simulation detects such bugs. No configuration can enable these faults.
+/// Faults that tests inject to verify that the simulation detects the resulting bugs. No configuration can enable
+/// these faults.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Acknowledges the message before the outcome is recorded.
     pub acknowledges_before_record: bool,
-    /// Claims a job without specifying which sequence number the job's record must have.
+    /// Claims a job without specifying the expected sequence number of the job's record.
     pub claims_without_expectation: bool,
-    /// Takes over another agent's claim as soon as the message is redelivered for the first time.
+    /// Takes over another agent's claim at the first redelivery of the message.
     pub takes_over_at_first_redelivery: bool,
     /// Treats a write that is still pending as if another agent had written the record.
     pub mistakes_pending_write_for_refusal: bool,
@@ -76,7 +77,7 @@ pub const RETURN_DELAY_MIN: Duration = Duration::from_millis(250);
 pub const RETURN_DELAY_MAX: Duration = Duration::from_secs(60);
 
 impl Terms {
-    /// Returns the time left until the deadline of a job, or zero if the deadline has passed.
+    /// Returns the time left until the job's deadline, or zero if the deadline has passed.
     pub fn time_left(&self, message: &Message, now: Timestamp) -> Duration {
         (message.published + self.deadline).saturating_sub(now)
     }

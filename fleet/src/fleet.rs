@@ -21,7 +21,7 @@ use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
 use crate::server::refusals::Refusals;
 use crate::settings::{Nats, Streams};
 
-/// Maximum time for which a submission that is not acknowledged is retried. Leader elections take up to ten seconds.
+/// Maximum time for retrying an unacknowledged submission. Leader elections take up to ten seconds.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum delay between two reads of the ledger.
 const READ_PAUSE_MAX: Duration = Duration::from_secs(15);

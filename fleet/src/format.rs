@@ -17,7 +17,8 @@ const NONCE: &str = "Bulkhead-Nonce";
 const ATTEMPTS: &str = "Bulkhead-Attempts";
 const STREAM_SEQUENCE: &str = "Bulkhead-Stream-Sequence";
 const DELIVERY: &str = "Bulkhead-Delivery";
-/// Header with the outcome as a JSON object, which has the same fields as the output of `bulkhead submit --json`.
+/// Name of the header that contains the outcome as a JSON object. The object has the same fields as the output of
+/// `bulkhead submit --json`.
 pub(crate) const OUTCOME: &str = "Bulkhead-Outcome";
 
 /// Encodes a record as headers and body.

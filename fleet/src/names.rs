@@ -2,22 +2,22 @@
 
 use sha2::{Digest, Sha256};
 
-/// Stream of jobs that have no outcome yet.
+/// Name of the stream for jobs that have no outcome yet.
 pub const JOBS: &str = "BH_JOBS";
-/// Stream of records, one for each job.
+/// Name of the stream for the ledger, which contains one record per job.
 pub const LEDGER: &str = "BH_LEDGER";
-/// Stream of dead letters: jobs that ended neither as `ok` nor as `cancelled`.
+/// Name of the stream for dead letters, which are jobs that ended neither as `ok` nor as `cancelled`.
 pub const DEAD: &str = "BH_DEAD";
-/// Key-value bucket for the presence records of the agents.
+/// Name of the key-value bucket in which the agents announce their presence.
 pub const AGENTS: &str = "bh_agents";
 
-/// Number of lanes in each bulkhead. A lane is a group of tenants.
+/// Number of lanes to which the tenants of a bulkhead are assigned. Each consumer serves one or more lanes.
 pub const LANES: u8 = 16;
-/// Part of a job's subject that names the priority class. So far, there is only one class.
+/// Priority class in the subject of a job. There is only one class so far.
 const CLASS: &str = "n";
 
-/// Escapes a name so that it can be used as one token of a subject. All bytes except `A-Za-z0-9_-` become `=XX`; the
-/// empty name becomes `=`.
+/// Escapes a name for use as one token of a subject. Each byte other than `A-Za-z0-9_-` becomes `=XX`. An empty
+/// name becomes `=`.
 pub fn escape(name: &str) -> String {
     if name.is_empty() {
         return "=".to_owned();
@@ -52,7 +52,7 @@ pub fn unescape(token: &str) -> Option<String> {
     String::from_utf8(bytes).ok().filter(|name| !name.is_empty() && escape(name) == token)
 }
 
-/// Returns the number of a tenant's lane, which is less than [`LANES`]. All jobs of a tenant share one lane.
+/// Returns the index of a tenant's lane. All of the tenant's jobs share this lane.
 pub fn lane(tenant: &str) -> u8 {
     Sha256::digest(tenant.as_bytes())[0] % LANES
 }
@@ -67,7 +67,7 @@ pub fn bulkhead_filter(bulkhead: &str) -> String {
     format!("bh.job.{}.{CLASS}.*.*", escape(bulkhead))
 }
 
-/// Returns the subject filters for one of the `lanes` consumers of a bulkhead.
+/// Returns the subject filters for the consumer at `index`, if the bulkhead has `lanes` consumers.
 pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     if lanes == 1 {
         return vec![bulkhead_filter(bulkhead)];
@@ -77,7 +77,7 @@ pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     lanes.map(|lane| format!("bh.job.{}.{CLASS}.{lane}.*", escape(bulkhead))).collect()
 }
 
-/// Returns the name of one of the consumers of a bulkhead.
+/// Returns the name of the bulkhead's consumer at `index`.
 pub fn consumer(bulkhead: &str, index: u8) -> String {
     format!("{}_{CLASS}_{index}", escape(bulkhead))
 }

@@ -121,8 +121,8 @@ impl Operator {
         Ok(Self { client, settings: settings.clone() })
     }
 
-    /// Creates missing streams and consumers. Reports streams and consumers that differ from the configuration, but
-    /// does not change them.
+    /// Creates missing streams and consumers. Adds the subjects of new bulkheads, and replaces consumers if the
+    /// number of lanes has changed. Reports all other differences from the configuration, but does not change them.
     pub async fn init(&self) -> Result<Vec<Finding>, InitError> {
         streams::prepare(&self.client, &self.settings).await
     }

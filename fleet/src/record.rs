@@ -6,11 +6,11 @@ use bytes::Bytes;
 /// State of a job in the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
-    /// Value that is unique to each write, so that a writer can identify its own record.
+    /// Unique value for each write. A writer recognizes its own record by this value.
     pub nonce: String,
     /// Name of the agent that wrote the record.
     pub agent: String,
-    /// Number of attempts that count towards the limit, including the attempt of the current claim.
+    /// Number of attempts that count towards the limit, including any attempt in progress.
     pub attempts: u32,
     /// The phase of the job.
     pub phase: Phase,
@@ -23,7 +23,7 @@ pub enum Phase {
     Claimed {
         /// Stream sequence number of the claimed message.
         stream_sequence: u64,
-        /// Number of deliveries of the message at the time of the claim.
+        /// Number of times the message had been delivered when the job was claimed.
         delivery: u64,
         /// Outcome of the previous attempt, if there was one.
         previous: Option<Outcome>,
@@ -33,11 +33,11 @@ pub enum Phase {
         /// Outcome of the previous attempt.
         previous: Outcome,
     },
-    /// The job has a final outcome. This phase never changes.
+    /// The job has a final outcome, which never changes.
     Decided(Ending),
 }
 
-/// Final outcome of a job, with its payload.
+/// Final outcome of a job, with the result or the error payload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ending {
     /// Outcome of the job.

@@ -24,7 +24,8 @@ pub struct Settings {
     /// Settings of the fleet's streams. These settings must be the same on all hosts.
     #[serde(default)]
     pub streams: Streams,
-    /// Settings of the fleet's bulkheads, by name. An agent serves the bulkheads that its supervisor also has.
+    /// Settings of the fleet's bulkheads, by name. An agent serves only those bulkheads that its supervisor also
+    /// has.
     #[serde(default)]
     pub bulkhead: BTreeMap<String, Bulkhead>,
 }
@@ -39,9 +40,10 @@ pub struct Nats {
     pub credentials: Option<PathBuf>,
     /// File with the seed of an NKey.
     pub nkey: Option<PathBuf>,
-    /// PEM file with CA certificates. Default: the system's certificates.
+    /// PEM file with CA certificates. The default is the system's certificates.
     pub ca: Option<PathBuf>,
-    /// Tenant that the user belongs to. Determines the inbox prefix, which the tenant's permissions require.
+    /// Tenant that the user belongs to. The tenant's permissions require an inbox prefix that contains the tenant's
+    /// name.
     pub tenant: Option<String>,
     /// Interval between pings. The connection is closed after two unanswered pings.
     #[serde(default = "ping", deserialize_with = "duration")]
@@ -52,13 +54,13 @@ pub struct Nats {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Agent {
-    /// Name of the host, unique within the fleet. Default: the machine's name.
+    /// Name of the host, unique within the fleet. The default is the machine's name.
     pub name: Option<String>,
     /// Jobs socket of the supervisor.
     pub socket: Option<PathBuf>,
-    /// Admin socket of the supervisor. Default: `admin.sock` in the folder of the jobs socket.
+    /// Admin socket of the supervisor. The default is `admin.sock` in the same folder as the jobs socket.
     pub admin: Option<PathBuf>,
-    /// Address at which metrics and health checks are served. Default: off.
+    /// Address at which the agent serves metrics and health checks. `None` disables the HTTP server.
     pub http: Option<std::net::SocketAddr>,
     /// Maximum time that a stopping agent waits for jobs in progress.
     #[serde(deserialize_with = "duration")]
@@ -77,16 +79,17 @@ pub struct Streams {
     /// Maximum total size of all records, in bytes.
     #[serde(deserialize_with = "size")]
     pub ledger_max_bytes: u64,
-    /// Maximum total size of all dead letters, in bytes. When it is reached, the oldest are deleted.
+    /// Maximum total size of all dead letters, in bytes. When the limit is reached, the oldest dead letters are
+    /// deleted.
     #[serde(deserialize_with = "size")]
     pub dead_max_bytes: u64,
     /// Time without a heartbeat after which a host is considered lost.
     #[serde(deserialize_with = "duration")]
     pub host_lost_after: Duration,
-    /// Time for which records are kept.
+    /// Retention time for records in the ledger.
     #[serde(deserialize_with = "duration")]
     pub ledger_keep: Duration,
-    /// Time for which dead letters are kept.
+    /// Retention time for dead letters.
     #[serde(deserialize_with = "duration")]
     pub dead_keep: Duration,
     /// Maximum number of jobs that one tenant can have waiting in one bulkhead.
@@ -99,12 +102,12 @@ pub struct Streams {
 pub struct Bulkhead {
     /// Fraction of the supervisor's permits that the fleet's jobs can use, above 0 and at most 1.
     pub share: f64,
-    /// Number of lanes: 1, 2, 4, 8 or 16. Each lane is a consumer that serves some of the tenants, and the lanes take
-    /// turns.
+    /// Number of lanes: 1, 2, 4, 8 or 16. Each lane serves some of the tenants through a separate consumer. The
+    /// lanes take turns.
     pub lanes: u8,
     /// Maximum number of attempts to run an idempotent job.
     pub attempts: u32,
-    /// Longest deadline that a job can have. Also the default deadline.
+    /// Maximum deadline of a job. Also used as the default deadline.
     #[serde(deserialize_with = "duration")]
     pub deadline_max: Duration,
 }

@@ -22,20 +22,21 @@ pub mod role {
 
 /// Optional features of a supervisor, as bits of [`ClientWelcome::capabilities`].
 pub mod capability {
-    /// Accepts the [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) extension in SUBMIT frames.
+    /// The supervisor accepts the [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) extension in SUBMIT frames.
     pub const RUN_LIMIT: u64 = 1;
 
-    /// Grants [leases](crate::memory_files) to clients on request.
+    /// The supervisor grants [leases](crate::memory_files) to clients on request.
     pub const MEMORY_FILES: u64 = 2;
 
-    /// Accepts the [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) extension in CANCEL frames.
+    /// The supervisor accepts the [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) extension in CANCEL frames.
     pub const CANCEL_UNLESS_BEGUN: u64 = 4;
 }
 
 /// Optional features of a client, as bits of [`Hello::capabilities`].
 pub mod client_capability {
-    /// Understands [`GOAWAY`](crate::frame::kind::GOAWAY). After this frame, the client opens a new connection,
-    /// resubmits every job that the supervisor has not processed, and closes the old connection after its last outcome.
+    /// The client understands [`GOAWAY`](crate::frame::kind::GOAWAY). After this frame, the client opens a new
+    /// connection, resubmits every job that the supervisor has not processed, and closes the old connection after
+    /// its last outcome.
     pub const GOAWAY: u64 = 1;
 }
 
@@ -60,7 +61,7 @@ pub fn encode_run_limit(limit: Duration) -> [u8; 8] {
     micros(limit).max(1).to_le_bytes()
 }
 
-/// [`HELLO`](crate::frame::kind::HELLO): the first frame that a client or worker sends. Its frame number is
+/// [`HELLO`](crate::frame::kind::HELLO): the first frame that a client or worker sends. The frame number is
 /// [`MAGIC`](crate::frame::MAGIC).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Hello<'a> {
@@ -110,17 +111,17 @@ pub struct Refused<'a> {
 pub struct Submit<'a> {
     /// Name of the bulkhead.
     pub bulkhead: &'a str,
-    /// Operation that the handler performs; can be empty.
+    /// Operation that the handler performs, possibly empty.
     pub operation: &'a str,
-    /// Tenant that the job belongs to; can be empty.
+    /// Tenant that the job belongs to. Empty if the job has no tenant.
     pub tenant: &'a str,
-    /// Time limit for the job, in microseconds from receipt; 0 selects the bulkhead's default.
+    /// Time limit for the job in microseconds, measured from receipt. 0 selects the bulkhead's default.
     pub deadline_us: u64,
     /// Code of a [`crate::Priority`].
     pub priority: u8,
     /// 1 if the job can safely run twice, otherwise 0.
     pub idempotent: u8,
-    /// Cost of the job for rate limiting. Ordinary jobs cost 1; the value 0 also means 1.
+    /// Cost of the job for rate limiting. An ordinary job costs 1. A value of 0 is treated as 1.
     pub cost: u32,
 }
 
@@ -147,7 +148,7 @@ flat!(Submit: [bulkhead, operation, tenant], [deadline_us: u64, priority: u8, id
 pub struct Progress<'a> {
     /// Completed fraction, from 0 to 1.
     pub fraction: f32,
-    /// Short description of the progress; can be empty.
+    /// Short description of the progress, possibly empty.
     pub text: &'a str,
 }
 
@@ -160,9 +161,9 @@ pub struct OutcomeMessage<'a> {
     /// For a rejected or crashed job, the code of the [`RejectReason`] or [`CrashReason`]. For an exceeded deadline, 1
     /// if the job was queued and 2 if it was running.
     pub reason: u8,
-    /// 0 if the handler did not start the job, 1 if it did, and 2 if this is unknown.
+    /// 0 if the handler did not start the job, 1 if it did, or 2 if unknown.
     pub executed: u8,
-    /// 1 if sending the job again is safe and may succeed, otherwise 0.
+    /// 1 if resubmitting the job is safe and may succeed, otherwise 0.
     pub retryable: u8,
     /// For a `failed` job, 1 if the caller is at fault and 2 if the dependency is at fault. Otherwise 0.
     pub fault: u8,
@@ -174,11 +175,11 @@ pub struct OutcomeMessage<'a> {
     pub ran_us: u64,
     /// Time limit that applied to the job, in microseconds.
     pub deadline_us: u64,
-    /// PID of the last worker to which the job was dispatched; 0 if there was none.
+    /// PID of the last worker to which the job was dispatched, or 0 if there was none.
     pub worker_pid: u32,
     /// 1 if `retry_after_us` is valid.
     pub has_retry_after: u8,
-    /// Minimum time to wait before sending the job again, in microseconds.
+    /// Minimum time to wait before resubmitting the job, in microseconds.
     pub retry_after_us: u64,
     /// 1 if `status` is valid.
     pub has_status: u8,
@@ -187,9 +188,9 @@ pub struct OutcomeMessage<'a> {
     pub status: i32,
     /// The bulkhead that served or rejected the job.
     pub bulkhead: &'a str,
-    /// The handler's error code, if the job `failed`; otherwise empty.
+    /// Error code from the handler if the job `failed`, otherwise empty.
     pub code: &'a str,
-    /// Human-readable message; can be empty.
+    /// Human-readable message, possibly empty.
     pub message: &'a str,
 }
 
@@ -240,7 +241,8 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Creates the message that reports `verdict`. The caller must set the times and the worker.
+    /// Creates the message that reports `verdict`. The caller must set the other fields, such as the times and the
+    /// worker's PID.
     pub fn from_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
         let (code, reason, status) = match verdict {
             Verdict::Ok => (outcome_code::OK, 0, None),

@@ -22,14 +22,13 @@ const CONFIG: Config = bincode::config::standard()
     .with_fixed_int_encoding()
     .with_limit::<METADATA_BYTES_MAX>();
 
-/// Maximum size, in bytes, of a message that is first encoded into a fixed-size buffer.
+/// Size, in bytes, of the fixed-size buffer in which small messages are encoded.
 const SMALL_BYTES: usize = 192;
 
 /// Combined size of the tag and length fields of an extension, in bytes.
 const EXTENSION_BYTES: usize = 2 + 8;
 
-/// Bit of a tag that marks a critical extension. A receiver that does not know the tag must reject the
-/// message.
+/// Tag bit that marks an extension as critical. A receiver that does not know the tag must reject the message.
 pub const TAG_CRITICAL: u16 = 0x8000;
 
 /// Extension tags.
@@ -39,23 +38,23 @@ pub mod tag {
     /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY. Sent with
     /// WORKER_WELCOME.
     pub const SEAL: u16 = 2;
-    /// PID of the program that crashed, in the worker's PID namespace; 4 bytes. Sent with PROGRAM_CRASHED.
+    /// PID of the crashed program in the worker's PID namespace, encoded in 4 bytes. Sent with PROGRAM_CRASHED.
     pub const PROCESS: u16 = 3;
-    /// Job ID, as a [`JobId`](crate::JobId); 8 bytes. Sent with the outcome of an accepted job.
+    /// The [`JobId`](crate::JobId) of the job, encoded in 8 bytes. Sent with the outcome of an accepted job.
     pub const JOB: u16 = 4;
-    /// Maximum run time of each attempt, measured from dispatch, in microseconds; 8 bytes, not 0. SUBMIT contains the
-    /// requested limit. OUTCOME contains the limit that applied: the lower of the requested limit and the bulkhead's
-    /// limit.
+    /// Maximum run time of each attempt in microseconds, measured from dispatch. Encoded in 8 bytes and never 0.
+    /// SUBMIT contains the requested limit. OUTCOME contains the limit that applied: the lower of the requested
+    /// limit and the bulkhead's limit.
     pub const RUN_LIMIT: u16 = 5;
-    /// Arrival number of a job: the position of the job among all jobs sent to the worker, counted from 1; 8
-    /// bytes. Sent with RETURNED.
+    /// Arrival number of a job, encoded in 8 bytes. The first job sent to a worker has the arrival number 1. Sent
+    /// with RETURNED.
     pub const ARRIVAL: u16 = 10;
     /// Lease of the memory file that contains the payload or result, and size of the payload or result, as a
     /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. A frame with this extension has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
-    /// Request to cancel the job only if the job has not started; no value. Sent with CANCEL.
+    /// Limits a CANCEL request to a job that has not started. The extension has no value.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
-    /// Exit status of the program that ran a job, as an `i32`; 4 bytes. Sent with a result or a failure.
+    /// Exit status of the program that ran a job, encoded as a 4-byte `i32`. Sent with a result or a failure.
     pub const STATUS: u16 = 9;
     /// ID of the job's crash report, as text. Sent with the outcome of a crashed job.
     pub const CRASH_REPORT: u16 = 8;

@@ -41,8 +41,8 @@ pub const STACK_BYTES_MAX: usize = RECORD_BYTES - STACK_OFFSET;
 /// Maximum number of registers.
 pub const REGISTERS_MAX: usize = 33;
 
-/// Signals on which a worker writes a crash record: SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE and SIGSEGV, as numbered
-/// on x86-64 and 64-bit ARM.
+/// Signals that make a worker write a crash record: SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE and SIGSEGV, as
+/// numbered on x86-64 and 64-bit ARM.
 pub const RECORDED_SIGNALS: [i32; 6] = [4, 5, 6, 7, 8, 11];
 
 /// ELF machine type (`e_machine`) of x86-64.
@@ -52,7 +52,7 @@ pub const MACHINE: u32 = 62;
 #[cfg(target_arch = "aarch64")]
 pub const MACHINE: u32 = 183;
 
-/// First bytes of a complete record, including the version of the format.
+/// Magic bytes at the start of a complete record, including the format version.
 const MAGIC: [u8; 8] = *b"crashed1";
 
 /// The header of a crash record.
@@ -70,26 +70,26 @@ pub struct Header {
     pub address: u64,
     /// Size of the memory mappings as text, in bytes.
     pub maps_bytes: u32,
-    /// Size of the recorded part of the stack, in bytes. Pages that could not be read are zero.
+    /// Size of the recorded part of the stack, in bytes. Pages that could not be read are filled with zeros.
     pub stack_bytes: u32,
     /// Lowest address of the recorded part of the stack.
     pub stack_start: u64,
     /// Registers in the order of the architecture: for x86-64, `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`,
     /// `rax`, `rcx`, `rsp`, `rip`; for 64-bit ARM, `x0` to `x30`, `sp`, `pc`.
     pub registers: [u64; REGISTERS_MAX],
-    /// PID of the process as seen by the keeper, or 0 if the process wrote the record itself because of a signal.
+    /// PID of the process as seen by the keeper, or 0 if the process itself wrote the record after a signal.
     pub process: u32,
-    /// State of the thread, as in `/proc/PID/stat`, or 0 if the process wrote the record itself.
+    /// State of the thread, as in `/proc/PID/stat`, or 0 if the process itself wrote the record.
     pub state: u8,
-    /// Name of the thread, padded with NULs. Empty if the process wrote the record itself.
+    /// Name of the thread, padded with NULs. Empty if the process itself wrote the record.
     pub thread_name: [u8; NAME_BYTES_MAX],
-    /// Name of the process, padded with NULs. Empty if the process wrote the record itself.
+    /// Name of the process, padded with NULs. Empty if the process itself wrote the record.
     pub process_name: [u8; NAME_BYTES_MAX],
     /// Kernel function in which the thread is sleeping, as in `/proc/PID/wchan`.
     pub wait_channel: [u8; WAIT_CHANNEL_BYTES_MAX],
 }
 
-/// Size of a thread name in bytes.
+/// Size of a thread or process name, in bytes.
 pub const NAME_BYTES_MAX: usize = 16;
 
 /// Maximum size of a [`Header::wait_channel`] in bytes.
@@ -202,7 +202,7 @@ pub struct Record<'r> {
     pub header: Header,
     /// Text in the format of `/proc/PID/maps`.
     pub maps: &'r [u8],
-    /// Recorded part of the stack, from the lowest address.
+    /// Recorded part of the stack, starting at the lowest address.
     pub stack: &'r [u8],
 }
 

@@ -62,7 +62,7 @@ pub(crate) fn put_text(encoder: &mut impl Encoder, text: &str) -> Result<(), Enc
     if text.is_empty() { Ok(()) } else { encoder.writer().write(text.as_bytes()) }
 }
 
-/// Takes the next `BYTES` bytes of the input, and counts these bytes towards the decoder's byte limit.
+/// Reads the next `BYTES` bytes of the input, and counts these bytes towards the decoder's byte limit.
 #[inline]
 pub(crate) fn take<'de, const BYTES: usize, D: BorrowDecoder<'de>>(
     decoder: &mut D,
@@ -93,8 +93,8 @@ mod tests {
 
     use crate::{client_protocol, codec, worker_protocol};
 
-    /// Copies of the structures that use `flat`. The copies use bincode's derived traits, so that the tests can compare
-    /// the encodings.
+    /// Copies of the structures that use `flat`, but with bincode's derived traits. The tests compare both
+    /// encodings.
     mod derived {
         use bincode::{BorrowDecode, Encode};
 

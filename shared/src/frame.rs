@@ -12,7 +12,7 @@
 /// Size of a header in bytes.
 pub const HEADER_BYTES: usize = 16;
 
-/// Magic number that identifies the protocol. Sent as the number of a [`kind::HELLO`] frame.
+/// Magic number that identifies the protocol. Sent as the frame number of [`kind::HELLO`].
 pub const MAGIC: u64 = u64::from_le_bytes(*b"BULKHEAD");
 
 /// Flag of a frame that the receiver must understand. A receiver that does not know the kind of frame must
@@ -42,8 +42,8 @@ pub mod kind {
     pub const LEASED: u8 = 34;
     pub const LEASE_ENDED: u8 = 35;
     pub const LEASE_REFUSED: u8 = 36;
-    /// The supervisor accepts no further requests on this connection. The frame number is the number of SUBMIT frames
-    /// that the supervisor has processed.
+    /// The supervisor accepts no further requests on this connection. The frame number is the count of SUBMIT
+    /// frames that the supervisor has processed.
     pub const GOAWAY: u8 = 37;
 
     // Supervisor to worker.
@@ -74,13 +74,13 @@ pub mod kind {
 pub struct Header {
     /// Number of bytes after the header.
     pub length: u32,
-    /// Kind of the frame, from [`kind`] or from a later version of the protocol.
+    /// Kind of the frame. Either a value from [`kind`] or a value from a later protocol version.
     pub kind: u8,
     /// Bit mask of flags, such as [`FLAG_CRITICAL`].
     pub flags: u8,
     /// Size of the metadata in bytes. [`Header::length`] includes this size.
     pub metadata_length: u16,
-    /// Number of the request or job.
+    /// Number that identifies the request or job.
     pub number: u64,
 }
 
@@ -137,7 +137,7 @@ impl Header {
         (self.length as usize).saturating_sub(usize::from(self.metadata_length))
     }
 
-    /// Returns true if a receiver that does not know the kind must close the connection.
+    /// Returns true if a receiver that does not know this kind of frame must close the connection.
     pub fn is_critical(self) -> bool {
         self.flags & FLAG_CRITICAL != 0
     }

@@ -56,7 +56,7 @@ struct Pipe {
     is_closed: bool,
 }
 
-/// The reader's or the writer's side of a pipe, with the waker of that side.
+/// The reading or writing side of a pipe, with its waker.
 #[derive(Default)]
 struct Side {
     waker: Option<Waker>,
@@ -193,7 +193,7 @@ impl Endpoint {
         self.incoming().bytes.len()
     }
 
-    /// Returns true if either endpoint was closed.
+    /// Returns true if either endpoint has been closed.
     pub fn is_closed(&self) -> bool {
         self.incoming().is_closed
     }

@@ -16,12 +16,13 @@ use crate::vocabulary::codes;
 pub struct JobId(pub u64);
 
 impl JobId {
-    /// Encodes the ID as [`tag::JOB`](crate::codec::tag::JOB).
+    /// Encodes the ID as the value of the [`tag::JOB`](crate::codec::tag::JOB) extension.
     pub const fn to_bytes(self) -> [u8; 8] {
         self.0.to_le_bytes()
     }
 
-    /// Decodes the ID from [`tag::JOB`](crate::codec::tag::JOB).
+    /// Decodes the value of the [`tag::JOB`](crate::codec::tag::JOB) extension. Returns `None` if the length is
+    /// wrong.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         Some(Self(u64::from_le_bytes(bytes.try_into().ok()?)))
     }
@@ -33,7 +34,7 @@ impl fmt::Debug for JobId {
     }
 }
 
-/// Formats the ID in hexadecimal. All output for people and programs uses this format.
+/// Formats the ID in hexadecimal. All human-readable and machine-readable output uses this format.
 impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}", self.0)
@@ -70,7 +71,7 @@ codes! {
     Priority {
         /// Jobs of this priority are shed first.
         BestEffort = 0 "best-effort",
-        /// Default, used if the client does not set a priority.
+        /// Default priority if the client does not set one.
         #[default]
         Normal = 1 "normal",
         /// Jobs of this priority are shed last.
@@ -90,9 +91,9 @@ impl std::str::FromStr for Priority {
 /// The options that a client chooses for a job.
 #[derive(Clone, Debug, Default)]
 pub struct JobOptions<T> {
-    /// Operation that the handler performs; can be empty.
+    /// Operation that the handler performs, possibly empty.
     pub operation: T,
-    /// Tenant that the job belongs to; can be empty.
+    /// Tenant that the job belongs to. Empty if the job has no tenant.
     pub tenant: T,
     /// Time limit for the job, measured from receipt. `None` selects the bulkhead's default.
     pub deadline: Option<Duration>,
@@ -100,7 +101,7 @@ pub struct JobOptions<T> {
     pub run_limit: Option<Duration>,
     /// Priority of the job in the queue.
     pub priority: Priority,
-    /// Cost of the job for rate limiting. Ordinary jobs cost 1; the value 0 also means 1.
+    /// Cost of the job for rate limiting. An ordinary job costs 1. A value of 0 is treated as 1.
     pub cost: u32,
     /// True if the job can safely run twice.
     pub is_idempotent: bool,

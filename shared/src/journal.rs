@@ -24,8 +24,8 @@ pub const BEGUN_OFFSET: usize = 8;
 /// Offset of the time of the last heartbeat.
 pub const HEARTBEAT_OFFSET: usize = 16;
 
-/// Offset of the arrival number of the last recalled job. The supervisor writes to no other part of the
-/// journal.
+/// Offset of the arrival number of the last recalled job. This is the only part of the journal that the supervisor
+/// writes.
 pub const RECALLED_OFFSET: usize = 24;
 
 /// Offset of the unsent frames.

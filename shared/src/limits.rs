@@ -1,6 +1,6 @@
 //! Fixed limits of the wire protocol. None of these limits can be negotiated.
 
-/// Maximum size of a frame's metadata, in bytes. The length field has 16 bits.
+/// Maximum size of a frame's metadata, in bytes. The 16-bit length field cannot hold a larger size.
 pub const METADATA_BYTES_MAX: usize = u16::MAX as usize;
 
 /// Maximum length of an operation's name, in bytes.

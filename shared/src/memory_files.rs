@@ -26,7 +26,7 @@ pub const LEASE_REF_BYTES: usize = 16;
 pub struct LeaseRequest<'a> {
     /// Name of the bulkhead.
     pub bulkhead: &'a str,
-    /// Tenant that the jobs belong to; can be empty.
+    /// Tenant that the jobs belong to. Empty if the jobs have no tenant.
     pub tenant: &'a str,
     /// Size of the largest payload that the client wants to send, in bytes.
     pub bytes: u64,
@@ -151,7 +151,7 @@ impl Mapping {
         self.base.as_ptr()
     }
 
-    /// Fills `into` with bytes of the mapping, starting at offset `at`. Panics if the mapping is too short.
+    /// Copies bytes from the mapping into `into`, starting at offset `at`. Panics if the mapping is too short.
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(
             at <= self.bytes && into.len() <= self.bytes - at,

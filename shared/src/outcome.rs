@@ -11,12 +11,12 @@ use crate::vocabulary::codes;
 codes! {
     /// Whether the handler started the job.
     Executed {
-        /// The handler did not start the job. Sending the job again is safe.
+        /// The handler did not start the job. Resubmitting the job is safe.
         No = 0 "no",
         /// The handler started the job.
         Yes = 1 "yes",
-        /// The worker died after the job had been dispatched to it, so it is unknown whether the handler started the
-        /// job.
+        /// It is unknown whether the handler started the job, because the worker died after the job had been
+        /// dispatched.
         Unknown = 2 "unknown",
     }
 }
@@ -40,17 +40,17 @@ pub struct HandlerFailure {
     pub code: String,
     /// Human-readable message.
     pub message: String,
-    /// True if the job may succeed when it is sent again.
+    /// True if resubmitting the job may succeed.
     pub retryable: bool,
     /// The party that caused the failure.
     pub fault: Fault,
 }
 
-/// Error code of a [`HandlerFailure`] that reports a result larger than the bulkhead's `max_result`.
+/// Error code in a [`HandlerFailure`] for a result that is larger than the bulkhead's `max_result`.
 pub const RESULT_TOO_LARGE: &str = "result_too_large";
 
 codes! {
-    /// The reason why a job was rejected. Rejected jobs never ran.
+    /// Reason for rejecting a job. Rejected jobs never ran.
     RejectReason {
         /// The request is invalid.
         Invalid = 1 "invalid",
@@ -140,7 +140,7 @@ impl RejectReason {
 }
 
 codes! {
-    /// The reason why a worker, or a program that the worker ran, died during a job.
+    /// Cause of a `crashed` outcome.
     CrashReason {
         /// The process exited on its own, with any exit status.
         Exit = 1 "exit",
@@ -163,7 +163,7 @@ codes! {
     }
 }
 
-/// The way in which a job ended.
+/// Final state of a job: success, failure, rejection, timeout, crash or cancellation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The handler succeeded. The result is not part of the verdict.
@@ -174,7 +174,7 @@ pub enum Verdict {
     Rejected {
         /// Reason for the rejection.
         reason: RejectReason,
-        /// Human-readable message; can be empty.
+        /// Human-readable message, possibly empty.
         message: String,
     },
     /// The deadline passed before the job ran.
@@ -187,7 +187,7 @@ pub enum Verdict {
         reason: CrashReason,
         /// Exit code (for [`CrashReason::Exit`]) or signal number (for [`CrashReason::Signal`]), if known.
         status: Option<i32>,
-        /// Human-readable message, such as "killed by SIGSEGV"; can be empty.
+        /// Human-readable message, such as "killed by SIGSEGV". Can be empty.
         message: String,
     },
     /// The client cancelled the job or disconnected.
@@ -215,7 +215,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the name of the reason for the outcome. Returns `None` for `ok` and `cancelled`.
+    /// Returns the machine-readable reason for the outcome, or `None` for `ok` and `cancelled`.
     pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Ok | Self::Cancelled { .. } => None,
@@ -247,7 +247,7 @@ impl Verdict {
         }
     }
 
-    /// Returns true if sending the job again is safe and may succeed. `idempotent` is true if the client has
+    /// Returns true if resubmitting the job is safe and may succeed. `idempotent` is true if the client has
     /// declared that the job can safely run twice.
     pub const fn is_retryable(&self, idempotent: bool) -> bool {
         match self {
@@ -287,7 +287,7 @@ impl Verdict {
 /// The final result of a job, with everything a caller needs to decide what to do next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The way in which the job ended.
+    /// Final state of the job.
     pub verdict: Verdict,
     /// Job ID, as used in events, in crash reports and by the worker. Unique within the bulkhead. `None` if the job
     /// was rejected.
@@ -302,9 +302,9 @@ pub struct Outcome {
     pub ran: Duration,
     /// PID of the last worker to which the job was dispatched, in the supervisor's PID namespace.
     pub worker_pid: Option<u32>,
-    /// True if sending the job again is safe and may succeed.
+    /// True if resubmitting the job is safe and may succeed.
     pub retryable: bool,
-    /// Minimum time to wait before sending the job again.
+    /// Minimum time to wait before resubmitting the job.
     pub retry_after: Option<Duration>,
     /// Time limit that applied to the job, after clamping to the bulkhead's `deadline_max`.
     pub deadline: Duration,

@@ -10,7 +10,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-/// Maximum size of the file with the rules, in bytes.
+/// Maximum size of the encoded rules, in bytes.
 pub const PROGRAM_RULES_BYTES_MAX: u64 = 64 << 20;
 
 /// Landlock rights that are granted for a path and everything below it.
@@ -25,7 +25,7 @@ pub struct Grant {
 /// Landlock rules of a worker. The host derives the rules of each program from the worker's rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProgramRules {
-    /// Access rights that Landlock denies unless a grant includes them; 0 if Landlock is not used.
+    /// Bit mask of access rights that Landlock denies unless a grant includes them. 0 if Landlock is not used.
     pub handled: u64,
     /// Bit mask of `LANDLOCK_SCOPE_*` values.
     pub scoped: u64,

@@ -67,8 +67,8 @@ pub fn folder_name(worker: u64, secret: u128) -> String {
     format!("{worker}-{secret:032x}")
 }
 
-/// Returns the spawn number of the worker whose temporary folder has this name. Returns `None` if the name does not
-/// have the expected format.
+/// Extracts the worker's spawn number from the name of a temporary folder. Returns `None` if the name does not have
+/// the expected format.
 pub fn parse_folder_name(name: &str) -> Option<u64> {
     name.split_once('-')?.0.parse().ok()
 }
@@ -97,7 +97,7 @@ pub enum TemplateMessage<'a> {
         worker: u64,
         /// Error number, as in `errno`.
         errno: i32,
-        /// The failed step; empty if the fork itself failed.
+        /// Step that failed. Empty if the fork itself failed.
         step: &'a str,
     },
     /// A forked worker has started. The keeper gets the sender's process ID from the kernel.

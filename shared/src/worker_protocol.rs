@@ -18,34 +18,35 @@ pub const PROGRAM_VARIABLE: &str = "BULKHEAD_PROGRAM_FD";
 
 /// Capabilities of a worker, sent in its hello.
 pub mod capability {
-    /// Sends heartbeats from a separate thread, so that the supervisor can require them while jobs run.
+    /// The worker sends heartbeats from a separate thread. The supervisor can therefore require heartbeats while
+    /// jobs run.
     pub const DISPATCH_THREAD: u64 = 1;
 
-    /// Supports [`LIMITS`](crate::frame::kind::LIMITS): a frame that changes the maximum number of concurrent jobs. For
-    /// a worker without this capability, the maximum never changes.
+    /// The worker supports [`LIMITS`](crate::frame::kind::LIMITS) frames, which change the maximum number of
+    /// concurrent jobs. For a worker without this capability, the maximum never changes.
     pub const RESIZE: u64 = 2;
 
-    /// Accepts more jobs than it can run at once, and begins them in order of arrival. Begins a job only after the
-    /// previous reply was sent or written to the [journal](crate::journal), and only if the journal does not mark the
-    /// job as recalled. (The value 4 must not be reused. It meant prefetching in an earlier version of the protocol, in
-    /// which the supervisor had to ask for jobs back.)
+    /// The worker accepts more jobs than it can run at once, and begins them in order of arrival. It begins a job
+    /// only after the previous reply was sent or written to the [journal](crate::journal), and only if the journal
+    /// does not mark the job as recalled. (The value 4 must not be reused. It meant prefetching in an earlier
+    /// version of the protocol, in which the supervisor had to ask for jobs back.)
     pub const PREFETCH: u64 = 32;
 
-    /// Supports [memory files](crate::memory_files). Reads its link only with `recvmsg(2)`, because messages can carry
-    /// descriptors.
+    /// The worker supports [memory files](crate::memory_files). It reads its link only with `recvmsg(2)`, because
+    /// messages can carry descriptors.
     pub const MEMORY_FILES: u64 = 16;
 
-    /// Can write the time of its last heartbeat into its [journal](crate::journal) instead of sending a
+    /// The worker can write the time of its last heartbeat into its [journal](crate::journal) instead of sending a
     /// heartbeat.
     pub const JOURNAL_HEARTBEATS: u64 = 8;
 
-    /// Writes a [crash record](crate::crash_record) if a signal kills the worker. The record follows the journal in the
-    /// same memory file, which the supervisor makes large enough for both.
+    /// The worker writes a [crash record](crate::crash_record) if a signal kills it. The record follows the journal
+    /// in the same memory file, which the supervisor makes large enough for both.
     pub const CRASH_RECORDS: u64 = 64;
 
-    /// Writes the stacks of its threads as text when the worker receives [`STACK_SIGNAL`](super::STACK_SIGNAL). The
-    /// worker writes the text with `write(2)` to the memory file of its [journal](crate::journal). The supervisor sets
-    /// the file offset before each signal, and makes the file large enough for a crash record.
+    /// The worker writes the stacks of its threads as text when it receives [`STACK_SIGNAL`](super::STACK_SIGNAL).
+    /// The worker writes the text with `write(2)` to the memory file of its [journal](crate::journal). The
+    /// supervisor sets the file offset before each signal, and makes the file large enough for a crash record.
     pub const STACK_TEXT: u64 = 128;
 }
 
@@ -54,8 +55,8 @@ pub const STACK_SIGNAL: i32 = 62;
 
 /// Capabilities of the supervisor, sent in a worker's welcome.
 pub mod welcome_capability {
-    /// Reads heartbeat times from the [journal](crate::journal). The worker must therefore not send heartbeat
-    /// frames.
+    /// The supervisor reads heartbeat times from the [journal](crate::journal). The worker must therefore not send
+    /// heartbeat frames.
     pub const JOURNAL_HEARTBEATS: u64 = 1;
 }
 
@@ -70,11 +71,11 @@ pub struct WorkerWelcome<'a> {
     pub capabilities: u64,
     /// Index of the worker's slot in the bulkhead.
     pub slot: u32,
-    /// Generation of the worker, which distinguishes successive workers.
+    /// Generation of the worker. Distinguishes the worker from earlier workers in the same slot.
     pub generation: u32,
-    /// Maximum number of concurrent jobs, until a [`Limits`] message changes the maximum.
+    /// Initial maximum number of concurrent jobs. A [`Limits`] message can change the maximum.
     pub max_in_flight: u32,
-    /// Interval between heartbeats in milliseconds; 0 disables heartbeats.
+    /// Interval between heartbeats in milliseconds, or 0 to disable heartbeats.
     pub heartbeat_ms: u32,
     /// Maximum size of a result in bytes. The worker must report a larger result as `failed` with the code
     /// [`RESULT_TOO_LARGE`](crate::outcome::RESULT_TOO_LARGE).
@@ -90,9 +91,9 @@ pub struct Empty;
 /// [`JOB`](crate::frame::kind::JOB): a job to run. The payload follows the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Job<'a> {
-    /// Operation that the handler performs; can be empty.
+    /// Operation that the handler performs, possibly empty.
     pub operation: &'a str,
-    /// Tenant that the job belongs to; can be empty.
+    /// Tenant that the job belongs to. Empty if the job has no tenant.
     pub tenant: &'a str,
     /// Time until the deadline, in microseconds.
     pub remaining_us: u64,
@@ -104,7 +105,7 @@ flat!(Job: [operation, tenant], [remaining_us: u64], []);
 /// frame at any time after the welcome, but only to a worker with [`capability::RESIZE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Limits {
-    /// New maximum number of concurrent jobs; can be 0. Jobs already sent to the worker are not recalled.
+    /// New maximum number of concurrent jobs, possibly 0. Jobs already sent to the worker are not recalled.
     pub max_in_flight: u32,
 }
 
@@ -115,9 +116,9 @@ pub struct Failed<'a> {
     pub code: &'a str,
     /// Human-readable message.
     pub message: &'a str,
-    /// 1 if the job may succeed when it is sent again, otherwise 0.
+    /// 1 if resubmitting the job may succeed, otherwise 0.
     pub retryable: u8,
-    /// 1 if the caller is at fault, 2 if the dependency is at fault.
+    /// 1 if the caller is at fault, or 2 if the dependency is at fault.
     pub fault: u8,
 }
 
@@ -148,6 +149,6 @@ pub struct Extend {
 pub struct ProgramCrashed<'a> {
     /// Signal number, from 1 to 64.
     pub signal: i32,
-    /// Human-readable message with the last part of the program's standard error.
+    /// Human-readable message that includes the end of the program's standard error output.
     pub message: &'a str,
 }

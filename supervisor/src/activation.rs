@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 
 use bulkhead_linux::listener::{InheritedListener, inherit};
 
-/// Listening sockets passed in by the service manager. The supervisor itself binds each socket that is `None`.
+/// Listening sockets passed in by the service manager. The supervisor binds each missing socket itself.
 #[derive(Debug, Default)]
 pub(crate) struct ActivatedSockets {
     pub(crate) jobs: Option<UnixListener>,

@@ -38,8 +38,8 @@ const FRAME_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of bytes of a worker's output that are quoted in an error message.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
-/// Returns the source of user IDs for workers. For root, this is always the host, because the check itself shows
-/// whether root can change user IDs.
+/// Returns the source of user IDs for workers. For root, the source is always [`WorkerIds::Host`]. The check
+/// itself then shows whether root can change user IDs.
 pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
@@ -104,10 +104,10 @@ fn describe(program: &Program, observed: &Observed) -> String {
 /// State of a start check: the keeper, and the processes that the keeper was asked to start.
 struct StartCheck {
     keeper: Keeper,
-    /// Number of workers and templates that the keeper was asked to start so far, which is also the spawn number of the
-    /// latest one.
+    /// Number of workers and templates that the keeper was asked to start. Also the spawn number of the most recent
+    /// process.
     ordered: u64,
-    /// Exits that the keeper has reported but [`StartCheck::take_exit`] has not returned yet, by spawn number.
+    /// Exits reported by the keeper but not yet returned by [`StartCheck::take_exit`], by spawn number.
     exits: BTreeMap<u64, keeper::Exit>,
 }
 
@@ -144,7 +144,8 @@ impl StartResult {
 }
 
 impl StartCheck {
-    /// Starts a worker, from a template if the bulkhead has one. Stops both once the worker is ready or has failed.
+    /// Starts a worker, from a template if the bulkhead has one. Stops the worker and the template when the
+    /// worker is ready or has failed.
     fn start(
         &mut self,
         program: &Program,

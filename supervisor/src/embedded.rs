@@ -64,8 +64,7 @@ pub enum KeeperProgram {
 /// Error that occurred while starting an embedded supervisor.
 #[derive(thiserror::Error)]
 pub enum StartError {
-    /// The program of this process was supposed to be executed as the keeper, but it has not called
-    /// [`keeper_main_if_asked`].
+    /// The program of this process is configured as the keeper but has not called [`keeper_main_if_asked`].
     #[error(
         "failed to start the keeper: this program did not call `keeper_main_if_asked`: call this function at the \
          start of `main`, or set another program with `keeper`"

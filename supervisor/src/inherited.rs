@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicBool;
 use bulkhead_config::Config;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
-/// Size of the address space that the supervisor needs in addition to `max_buffered`, for threads, tables and the
-/// program itself, in bytes.
+/// Address space that the supervisor needs for threads, tables and the program itself, in bytes. Does not
+/// include `max_buffered`.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
 
 /// Minimum value of `RLIMIT_FSIZE`, in bytes. Large enough for the log and for a crash report with payloads.
@@ -29,8 +29,8 @@ pub(crate) fn reset_signals() -> io::Result<()> {
 /// opens about a hundred files.
 const OPEN_FILES_MIN: u64 = 128;
 
-/// Returns an error if the hard limit on open files is so low that the supervisor would become ready but could not run
-/// any jobs.
+/// Returns an error if the hard limit on open files is too low. Without this check, the supervisor would become ready
+/// but could not run any jobs.
 pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
         Some(max) if max < OPEN_FILES_MIN => Err(io::Error::other(format!(

@@ -12,12 +12,12 @@ use bulkhead_control::sockets::InheritedSockets;
 pub(crate) struct Listeners {
     /// The jobs socket.
     pub(crate) jobs: Option<UnixListener>,
-    /// Mode in which the supervisor runs: standalone, with the admin socket, or embedded in an application.
+    /// Mode of the supervisor: standalone with the admin socket, or embedded in an application.
     pub(crate) mode: RunMode,
     /// The `http` TCP listener, and its token.
     pub(crate) http: Option<(TcpListener, Token)>,
     /// The `jobs_http` TCP listener.
     pub(crate) jobs_http: Option<TcpListener>,
-    /// Which of the sockets were passed in by the service manager.
+    /// Sockets that were passed in by the service manager.
     pub(crate) inherited: InheritedSockets,
 }

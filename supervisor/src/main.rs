@@ -19,8 +19,8 @@ const FAILED: u8 = 1;
 /// Exit code for invalid arguments or an invalid configuration.
 const USAGE: u8 = 2;
 
-/// Exit code when writing to standard output fails: `EX_IOERR` from sysexits.h, the same as the `bulkhead` command
-/// uses.
+/// Exit code for a failed write to standard output: `EX_IOERR` from sysexits.h. The `bulkhead` command uses the
+/// same code.
 const OUTPUT_FAILED: u8 = 74;
 
 fn main() -> ExitCode {

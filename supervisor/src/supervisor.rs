@@ -353,8 +353,7 @@ fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Resul
     Ok(Listeners { jobs: Some(jobs_listener), mode, http, jobs_http, inherited })
 }
 
-/// Returns the error for a TCP socket that the service manager passed in although the configuration does not set the
-/// socket's key.
+/// Returns the error for a TCP socket that the service manager passed in but whose key is not set in the configuration.
 fn not_configured(key: &str) -> RunError {
     let problem =
         format!("the service manager passed in this socket, but `{key}` is not set in the configuration");
@@ -394,8 +393,7 @@ fn open_http(
     Ok((activated.map_or_else(|| bind_tcp(served, key, address), Ok)?, token))
 }
 
-/// Binds an address. Keeps retrying for a moment, because a supervisor that is about to exit might still use the
-/// address.
+/// Binds a TCP listener to an address. Retries briefly, because an exiting supervisor might still use the address.
 fn bind_tcp(
     served: &'static str,
     key: &'static str,
@@ -441,7 +439,7 @@ mod tests {
 
     const MARK: &str = "BULKHEAD_TEST_PANICS";
 
-    /// Stands in for the keeper. In a real supervisor, dropping the keeper kills the workers.
+    /// Stand-in for the keeper. In a real supervisor, dropping the keeper kills the workers.
     struct Owned;
 
     impl Drop for Owned {

@@ -30,7 +30,7 @@ const STATE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Resources whose soft limits a supervisor raises for itself.
 const RAISED: [Resource; 4] = [Resource::Nofile, Resource::Fsize, Resource::As, Resource::Data];
 
-/// The link to the predecessor in an upgrade. The link is an inherited descriptor.
+/// Link to the predecessor during an upgrade. Uses an inherited descriptor.
 #[derive(Debug)]
 pub struct Link(OwnedFd);
 
@@ -46,13 +46,13 @@ impl Link {
                 "descriptor {number} is not open; this option is for `bulkhead upgrade` only"
             )));
         }
-        // SAFETY: the descriptor is open, was inherited for this purpose, and no other code in this process knows of it.
+        // SAFETY: the descriptor is open, was inherited for this purpose, and no other code in this process knows it.
         let link = unsafe { OwnedFd::from_raw_fd(number) };
         fcntl_setfd(&link, FdFlags::CLOEXEC)?;
         Ok(Self(link))
     }
 
-    /// Duplicates the descriptor of the link. Fails if `dup(2)` fails.
+    /// Duplicates the link's descriptor. Returns an error if `dup(2)` fails.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self(self.0.try_clone()?))
     }
@@ -69,8 +69,8 @@ impl Link {
         outbox.flush(&self.0).map(drop)
     }
 
-    /// Greets the predecessor, and receives its state. The predecessor then waits until all bulkheads in `config` have
-    /// started.
+    /// Sends HELLO to the predecessor, and receives the predecessor's state. The predecessor then waits until
+    /// all bulkheads in `config` have started.
     pub fn take_over(&self, config: &Config) -> io::Result<TakeOver> {
         die_on_request("send", kind::HELLO);
         let start_limit =
@@ -131,11 +131,11 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 /// State that a supervisor takes over from its predecessor.
 #[derive(Debug, Default)]
 pub struct TakeOver {
-    /// Inherited descriptors by name, each with the address or path that the descriptor belongs to, if any.
+    /// Inherited descriptors, by name. Each entry includes the descriptor's address or path, if any.
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,
-    /// Shared user IDs, by bulkhead name. All workers of a bulkhead use the same one.
+    /// Shared user IDs, by bulkhead name. All workers of a bulkhead use the same ID.
     pub(crate) permanent_ids: BTreeMap<String, u32>,
     state: Option<State>,
 }
@@ -163,14 +163,12 @@ impl TakeOver {
         Ok(before.map(|(_, descriptor)| descriptor))
     }
 
-    /// Removes and returns the lifeline: a descriptor that this process and its keepers hold open for as long as they
-    /// run.
+    /// Removes and returns the lifeline. This process and its keepers hold this descriptor open while they run.
     pub(crate) fn own_lifeline(&mut self) -> Option<OwnedFd> {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }
 
-    /// Restores the soft limits that applied before the predecessor raised them, because workers must get the original
-    /// limits.
+    /// Restores the soft limits from before the predecessor raised them. Workers must inherit the original limits.
     pub(crate) fn restore_limits(&self) {
         for (number, soft) in self.state.iter().flat_map(|state| &state.soft_limits) {
             if let Some(resource) = RAISED.into_iter().find(|resource| *resource as u32 == *number) {
@@ -247,7 +245,7 @@ impl TakeOver {
     }
 }
 
-/// Returns the current values of the soft limits that a supervisor raises, each with the number of the resource.
+/// Returns the resource numbers and current values of the soft limits that a supervisor raises.
 pub(crate) fn soft_limits() -> Vec<(u32, u64)> {
     RAISED.map(|resource| (resource as u32, getrlimit(resource).current.unwrap_or(u64::MAX))).into()
 }

@@ -26,7 +26,7 @@ pub enum Expected {
     Crashes(&'static str),
 }
 
-/// Configuration of the bulkhead in which an attempt runs, apart from the profile.
+/// Bulkhead configuration for an attempt, except for the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
     /// Grants read access to some paths and write access to others, and provides a `tmp` folder of 1 MiB.
@@ -35,7 +35,7 @@ pub enum Setting {
     Limited,
 }
 
-/// An attempt of the hostile worker to break out of confinement.
+/// An attempt by the hostile worker to break out of confinement.
 #[derive(Clone, Copy, Debug)]
 pub struct Attempt {
     /// Name of the operation that makes the hostile worker run this attempt.
@@ -311,7 +311,8 @@ pub const ATTEMPTS: &[Group] = &[
     ),
 ];
 
-/// Attempts of an `exec` program to attack its host, or another program in the same worker, which is called `sibling`.
+/// Attempts by an `exec` program to attack its host or another program in the same worker. The other program is
+/// called `sibling`.
 #[rustfmt::skip] // One row each.
 pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("list-temporary-folders", "list the temporary directories of all programs", Succeeds, LANDLOCK, LANDLOCK),
@@ -331,8 +332,8 @@ pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("shut-temporary-folders", "remove the permissions of the directory that contains all temporary directories (`chmod`; the host restores them)", Refused(&["NOTHING"], "no such directory"), Succeeds, Succeeds),
 ];
 
-/// Attempts of a forked worker to attack its template, or another worker forked from that template, which is called
-/// `sibling`.
+/// Attempts by a forked worker to attack its template or another worker from the same template. The other
+/// worker is called `sibling`.
 #[rustfmt::skip] // One row each.
 pub const BETWEEN_FORKED: &[Attempt] = &[
     plain("list-temporary-folders", "list the temporary directories of all workers", Succeeds, LANDLOCK, LANDLOCK),
@@ -364,7 +365,7 @@ pub const BETWEEN_FORKED: &[Attempt] = &[
     plain("become-child-of-keeper", "fork a sibling, as the template does", Succeeds, Refused(&["EPERM"], "the worker's own filter"), Refused(&["EPERM"], "the worker's own filter")),
 ];
 
-/// Attempts that are covered by other tests, because they need special checks.
+/// Attempts that need special checks and are covered by other tests.
 pub const ELSEWHERE: &[&str] = &[
     "booby-trap-temporary-folder",
     "kill-sibling-by-input",

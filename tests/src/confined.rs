@@ -31,7 +31,7 @@ pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 /// Programs that are copied to a folder that is accessible to every user.
 const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
-/// Mode of a file that belongs to another user and that, without confinement, only this user and root could read.
+/// Mode of another user's file. Without confinement, only this user and root could read the file.
 const SECRET_MODE: u32 = 0o600;
 
 /// Layers of confinement that the `strict` profile needs.
@@ -409,7 +409,7 @@ impl Ended {
         }
     }
 
-    /// Returns true if the attempt had no target, because the worker did not receive one.
+    /// Returns true if the worker did not receive a target for the attempt.
     pub fn had_no_target(&self) -> bool {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }

@@ -1,5 +1,5 @@
-//! Time limits for waits that the standard library does not limit. Without a limit, the failure of one test would prevent the whole test program from
-//! ending, and no message would name the test.
+//! Time limits for waits that the standard library does not limit. Without a limit, the failure of one test would
+//! prevent the whole test program from ending, and no message would name the test.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -58,7 +58,7 @@ pub fn output_within(limit: Duration, command: &mut Command) -> Output {
     output
 }
 
-/// Reads a file without moving its offset, which other processes share that may still write to the file.
+/// Reads a file without moving its offset. Other processes share the offset and might still write to the file.
 fn content(file: File) -> Vec<u8> {
     let bytes = file.metadata().map_or(0, |about| about.len());
     let mut content = vec![0; bytes as usize];

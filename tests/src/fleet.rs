@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use crate::ports::free_port;
 use crate::{PATIENCE, Supervisor, kill_pid, not_run, output, programs, wait_for};
 
-/// Oldest and newest version of the NATS server with which the fleet is tested.
+/// Oldest and newest versions of the NATS server with which the fleet is tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
 
 /// Returns the path to which `.ci/run` unpacks the server program for a version. If the program is missing, prints a
@@ -110,7 +110,7 @@ impl Drop for NatsServer {
 
 /// A host of the fleet, on which a supervisor and an agent run.
 pub struct Host {
-    /// The supervisor, which may have exited.
+    /// The supervisor, which might have exited.
     pub supervisor: Supervisor,
     /// The agent, or `None` after a test has stopped it.
     pub agent: Option<Child>,
@@ -273,7 +273,7 @@ impl TestFleet {
         format!("[nats]\nservers = [{}]\nping = \"1s\"\n{keys}{agent}{}", servers.join(", "), self.settings)
     }
 
-    /// Adds a host whose supervisor has the given bulkheads, and waits until its agent takes jobs.
+    /// Adds a host whose supervisor has the given bulkheads, and waits until the host's agent accepts jobs.
     pub fn add_host(&mut self, name: &str, bulkheads: &str) {
         let config = self.prepare_host(name, Supervisor::start(bulkheads));
         self.hosts[config].start_agent();
@@ -291,7 +291,7 @@ impl TestFleet {
         self.hosts.len() - 1
     }
 
-    /// Waits until the agent on a host takes jobs for at least one bulkhead.
+    /// Waits until the agent on a host accepts jobs for at least one bulkhead.
     pub fn wait_agent(&self, name: &str) {
         wait_for(&format!("the agent {name} takes jobs"), || {
             let status = self.status()?;

@@ -119,7 +119,7 @@ pub struct Findings {
     pub outcomes: std::collections::BTreeMap<String, usize>,
     /// Number of disturbances of each kind.
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
-    /// Number of jobs that began at least once.
+    /// Number of jobs that were started at least once.
     pub begun: usize,
     /// Number of jobs that exceeded the concurrency limit because a worker that was being killed was still running a
     /// job.
@@ -138,13 +138,13 @@ pub struct Findings {
 /// Value of `grace` for all bulkheads in a run with hangs.
 const GRACE: Duration = Duration::from_millis(50);
 
-/// Maximum time that a worker can continue to begin jobs after the supervisor has decided to kill it, in µs.
+/// Maximum time that a worker can continue to start jobs after the supervisor has decided to kill the worker, in µs.
 const KILL_TIMEOUT_US: u64 = 500_000;
 
 /// Maximum number of faults of each kind that are reported in full.
 const TOLD_MAX: usize = 5;
 
-/// Maximum number of additional descriptors that the idle supervisor can have after the load.
+/// Maximum number of additional descriptors that the idle supervisor can have open after the load.
 const DESCRIPTORS_SLACK: usize = 12;
 
 /// Maximum growth of the resident memory between the two measurements, in bytes. Allocators keep some memory after
@@ -291,7 +291,7 @@ fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
     told[told.len().saturating_sub(60)..].join("\n")
 }
 
-/// Returns the state of a bulkhead that is not idle: it has jobs, or its limit differs from the normal one.
+/// Returns the state of a bulkhead, or `None` if the bulkhead has no jobs and its limit is the normal limit.
 fn busy(supervisor: &Supervisor, bulkhead: &Bulkhead) -> Option<Snapshot> {
     let state = supervisor.state(bulkhead.name);
     let is_limited = match &state.adaptive {

@@ -44,8 +44,8 @@ pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 /// only determines how long a failure takes, and is generous because other tests run at the same time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Maximum duration of a future that [`run`] drives. Exceeds the default duration of every test. Shorter than the limit for
-/// all tests together, so that a hanging test fails under its own name.
+/// Maximum duration of a future that [`run`] drives. Exceeds the default duration of every test. Shorter than the limit
+/// for all tests together, so that a hanging test fails under its own name.
 pub const RUN_MAX: Duration = Duration::from_secs(15 * 60);
 
 /// Waits until `condition` returns a value. If this takes longer than [`PATIENCE`], panics with a message
@@ -135,7 +135,7 @@ impl Supervisor {
         Self::start_with("", bulkheads)
     }
 
-    /// Starts a supervisor like [`Supervisor::start`], with additional keys for `[supervisor]`.
+    /// Starts a supervisor like [`Supervisor::start`], with additional keys in the `[supervisor]` table.
     pub fn start_with(supervisor_keys: &str, bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         Self::launch(folder, supervisor_keys, bulkheads).until_ready()
@@ -158,12 +158,13 @@ impl Supervisor {
         Self::launch_as(folder, (arguments, variables), "", bulkheads).until_ready()
     }
 
-    /// Starts a supervisor in this folder without waiting until it is ready.
+    /// Starts a supervisor in `folder`. Does not wait until the supervisor is ready.
     pub fn launch(folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         Self::launch_as(folder, (&[], &[]), supervisor_keys, bulkheads)
     }
 
-    /// Starts a supervisor in this folder with additional environment variables, without waiting until it is ready.
+    /// Starts a supervisor in `folder` with additional environment variables. Does not wait until the supervisor is
+    /// ready.
     pub fn launch_with_variables(
         folder: TempDir,
         variables: &[(&str, &str)],
@@ -184,7 +185,7 @@ impl Supervisor {
         Self::launch_by(command, folder, arguments, (supervisor_keys, bulkheads))
     }
 
-    /// Starts a supervisor on a simulated kernel without `SO_PASSRIGHTS`, such as Linux before 6.16.
+    /// Starts a supervisor on a simulated kernel that lacks `SO_PASSRIGHTS`, as Linux did before version 6.16.
     pub fn start_on_older_kernel(bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mut command = Command::new(programs().join("older-kernel"));
@@ -192,8 +193,8 @@ impl Supervisor {
         Self::launch_by(command, folder, &[], ("", bulkheads)).until_ready()
     }
 
-    /// Starts a supervisor in this folder through a wrapper that executes it, such as `env`. Does not wait until the
-    /// supervisor is ready.
+    /// Starts a supervisor in `folder` through a wrapper command such as `env`. Does not wait until the supervisor
+    /// is ready.
     pub fn launch_under(wrapper: &[&str], folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         let mut command = Command::new(wrapper[0]);
         command.args(&wrapper[1..]).arg(programs().join("bulkhead-supervisor"));
@@ -278,7 +279,7 @@ impl Supervisor {
         self.request("GET", path)
     }
 
-    /// Returns the JSON document at a path of the admin socket.
+    /// Sends a GET request to the admin socket. Returns the response body as JSON.
     pub fn get(&self, path: &str) -> Value {
         // On a busy machine, the data plane can take longer than the control plane waits.
         let (status, body) = wait_for("the data plane answers", || {
@@ -289,7 +290,8 @@ impl Supervisor {
         serde_json::from_str(&body).expect("JSON")
     }
 
-    /// Waits for a crash report. An outcome can name a report shortly before the report can be read.
+    /// Waits until a crash report is available, and returns the report. An outcome can name a report that is not
+    /// available yet.
     pub fn crash_report(&self, id: &str) -> Value {
         wait_for("the crash report can be read", || {
             let (status, body) = self.try_get(&format!("/v1/crashes/{id}"))?;
@@ -341,7 +343,7 @@ impl Supervisor {
         std::fs::metadata(self.file(name)).map_or(0, |about| about.len() as usize)
     }
 
-    /// Creates an empty file in the supervisor's folder, as a signal for workers.
+    /// Creates an empty file in the supervisor's folder to signal workers.
     pub fn touch(&self, name: &str) {
         std::fs::write(self.file(name), "").expect("a writable folder");
     }
@@ -360,7 +362,7 @@ impl Supervisor {
         serde_json::from_value(self.snapshot(bulkhead)).expect("a snapshot")
     }
 
-    /// Returns a number in the snapshot of a bulkhead.
+    /// Returns a numeric field of a bulkhead's snapshot.
     pub fn number(&self, bulkhead: &str, field: &str) -> u64 {
         self.snapshot(bulkhead)[field].as_u64().unwrap_or_else(|| panic!("{field} is not a number"))
     }
@@ -370,7 +372,7 @@ impl Supervisor {
         self.state(bulkhead).workers.iter().filter_map(|worker| worker.pid).collect()
     }
 
-    /// Waits until a number in the snapshot of a bulkhead has this value.
+    /// Waits until a numeric field of a bulkhead's snapshot has the given value.
     pub fn wait_number(&self, bulkhead: &str, field: &str, value: u64) {
         wait_for(&format!("{field} of {bulkhead} is {value}"), || {
             (self.number(bulkhead, field) == value).then_some(())
@@ -378,8 +380,8 @@ impl Supervisor {
     }
 }
 
-/// A stopped supervisor. Dropping this value lets the supervisor continue, even if the test panics. Otherwise, scoped
-/// threads that wait for the supervisor would never end.
+/// A supervisor that was stopped with SIGSTOP. Dropping this value resumes the supervisor, even if the test panics.
+/// Otherwise, scoped threads that wait for the supervisor would never end.
 #[must_use]
 pub struct PausedSupervisor<'s>(&'s Supervisor);
 
@@ -389,7 +391,7 @@ impl Drop for PausedSupervisor<'_> {
     }
 }
 
-/// Connects to a socket. Reads and writes fail if they take longer than [`PATIENCE`].
+/// Connects to a socket. Sets the read and write timeouts to [`PATIENCE`].
 pub fn dial(path: &Path) -> std::io::Result<UnixStream> {
     let socket = UnixStream::connect(path)?;
     socket.set_read_timeout(Some(PATIENCE))?;
@@ -434,7 +436,7 @@ pub struct Auditor {
 }
 
 impl Auditor {
-    /// Starts checking a supervisor's counters.
+    /// Starts a thread that checks a supervisor's counters.
     pub fn of(supervisor: &Supervisor) -> Self {
         let admin = supervisor.folder.path().join("admin.sock");
         let is_over = Arc::new(AtomicBool::new(false));
@@ -523,44 +525,44 @@ pub fn kill_pid(pid: u32, signal: Signal) {
     }
 }
 
-/// Returns true if no thread of a process is running.
+/// Returns true if every thread of a process is stopped or dead.
 fn has_stopped(pid: u32) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let mut stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
     stats.all(|stat| stat[stat.rfind(')').unwrap_or(0) + 1..].trim_start().starts_with(['T', 't', 'Z', 'X']))
 }
 
-/// Returns the state letter and the parent of a process, or `None` if the process does not exist. A zombie
-/// still exists.
+/// Returns the state letter of a process and the PID of its parent, or `None` if the process does not exist. A
+/// zombie still exists.
 fn stat(pid: u32) -> Option<(char, u32)> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
 }
 
-/// Returns true if a process exists and not all of its threads are dead.
+/// Returns true if at least one thread of a process is alive.
 pub fn is_alive(pid: u32) -> bool {
     // If only the main thread is dead, the other threads still hold the process's sockets.
     let has_other_threads = || threads(pid) > 1;
     stat(pid).is_some_and(|(state, _)| state != 'Z' || has_other_threads())
 }
 
-/// Returns the short name of a process.
+/// Returns the name of a process, which the kernel limits to 15 bytes.
 pub fn name(pid: u32) -> Option<String> {
     Some(std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_owned())
 }
 
-/// Returns the parent of a process.
+/// Returns the PID of a process's parent.
 pub fn parent(pid: u32) -> Option<u32> {
     stat(pid).map(|(_, parent)| parent)
 }
 
-/// Returns the living children of a process.
+/// Returns the PIDs of a process's living children.
 pub fn children(parent: u32) -> Vec<u32> {
     all_pids().into_iter().filter(|&pid| stat(pid).is_some_and(|(s, p)| p == parent && s != 'Z')).collect()
 }
 
-/// Returns the living processes whose command line contains `marker`.
+/// Returns the PIDs of all living processes whose command line contains `marker`.
 pub fn processes_with(marker: &str) -> Vec<u32> {
     let holds = |pid: &u32| {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -649,13 +651,13 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// Returns the result of a job, or `None` if the deadline passed before a worker had begun the job, which can happen on
-/// a busy machine.
+/// Returns the result of a job, or `None` if the deadline passed before a worker began the job. On a busy machine,
+/// a worker can begin a job too late.
 fn begun(result: Ended) -> Option<Ended> {
     (outcome(&result) != "deadline_exceeded/queued").then_some(result)
 }
 
-/// Sends the job until an attempt misses its deadline while a worker is running it, and returns the outcome.
+/// Sends the job repeatedly until a worker begins it before the deadline. Returns the outcome of that attempt.
 pub async fn overrun(job: &Job) -> Ended {
     let began = Instant::now();
     while began.elapsed() < PATIENCE {
@@ -666,8 +668,8 @@ pub async fn overrun(job: &Job) -> Ended {
     panic!("no worker begins the job before the deadline")
 }
 
-/// Sends the job with the blocking client until an attempt misses its deadline while a worker is running it, and
-/// returns the outcome.
+/// Sends the job repeatedly with the blocking client until a worker begins it before the deadline. Returns the
+/// outcome of that attempt.
 pub fn overrun_blocking(job: &blocking::Job) -> Ended {
     wait_for("a worker begins the job before the deadline", || begun(job.clone().send()))
 }

@@ -41,8 +41,8 @@ pub fn has_program(path: &str) -> bool {
     is_there
 }
 
-/// Returns true if this machine supports the given sandbox layers, which are named as in the output of `doctor`.
-/// Otherwise prints a note and returns false.
+/// Returns true if this machine supports all `layers`, which are named as in the output of `doctor`. Otherwise
+/// prints a note and returns false.
 pub fn has_layers(layers: &[&str]) -> bool {
     let mut doctor = Command::new(programs().join("bulkhead-supervisor"));
     let output = output(doctor.args(["doctor", "--json"])).stdout;

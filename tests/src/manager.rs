@@ -21,7 +21,7 @@ use tempfile::TempDir;
 
 use crate::{PATIENCE, is_alive, kill_pid, processes_with, programs, threads, wait_for, write_config};
 
-/// A service. Dropping this value kills the service's processes.
+/// A service run by a stand-in for systemd. Dropping this value kills the service's processes.
 pub struct Manager {
     /// Folder with the configuration, the sockets and the log.
     pub folder: TempDir,
@@ -32,7 +32,7 @@ pub struct Manager {
 #[derive(Default)]
 struct State {
     main: u32,
-    /// True once the service is being stopped, so that its main process is not started again.
+    /// True once a stop has been requested. The main process is then not restarted.
     is_stopping: bool,
     /// Exit status of the main process; `None` until the service has stopped.
     ended: Option<WaitStatus>,
@@ -73,7 +73,7 @@ impl Manager {
         lock(&self.state).main
     }
 
-    /// Returns true if a process has sent a notification.
+    /// Returns true if the process `pid` has sent a notification.
     pub fn has_notified(&self, pid: u32) -> bool {
         lock(&self.state).notifiers.contains(&pid)
     }

@@ -59,7 +59,7 @@ impl Page {
         found.unwrap_or_else(|| panic!("there is no {name}"))
     }
 
-    /// Returns the samples that have this name, including the suffix, and at least these labels.
+    /// Returns the samples with the given name, including the suffix, and at least the given labels.
     pub fn samples<'p>(
         &'p self,
         name: &'p str,
@@ -74,13 +74,13 @@ impl Page {
         self.families.iter().flat_map(|family| &family.samples).filter(fits)
     }
 
-    /// Returns the sum of the samples that have this name and at least these labels.
+    /// Returns the sum of all samples with the given name and at least the given labels.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
         self.samples(name, labels).map(|sample| sample.value as u64).sum()
     }
 
-    /// Returns all samples whose values must never decrease (the samples of all families except gauges), by name and
-    /// labels.
+    /// Returns all samples that must never decrease, by name and labels. These are the samples of all families
+    /// except gauges.
     pub fn growing(&self) -> BTreeMap<(String, BTreeMap<String, String>), f64> {
         let kinds = self.families.iter().filter(|family| family.kind != "gauge");
         let samples = kinds.flat_map(|family| &family.samples);

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 /// Lowest port that [`free_port`] returns.
 const FIRST: u16 = 10_000;
 
-/// Locks on the ports that this process has returned.
+/// Locks that reserve the ports that this process has handed out.
 static LOCKS: Mutex<Vec<UnixListener>> = Mutex::new(Vec::new());
 
 /// Returns a TCP port on 127.0.0.1 that stays free for this test's programs, even while such a program restarts.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::machine::{has_layers, has_program, is_root};
 
-/// A user that exists only in a test, with its subordinate IDs.
+/// A user that exists only in a test, with or without subordinate IDs.
 #[derive(Clone, Copy, Debug)]
 pub struct User {
     /// UID and GID.
@@ -64,8 +64,8 @@ impl User {
         self.first..=self.first + COUNT - 1
     }
 
-    /// Returns a command that runs its arguments as this user, with `home` as the home folder. `more` contains options
-    /// of `setpriv`.
+    /// Returns a command that runs its arguments as this user, with `home` as the home folder. `more` contains
+    /// additional options for `setpriv`.
     pub fn command(&self, home: &Path, more: &[&str]) -> Command {
         let Self { uid, first, has_ids } = self;
         let etc = home.join("etc");

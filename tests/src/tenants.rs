@@ -21,7 +21,7 @@ pub fn part(supervisor: &Supervisor, tenant: &str) -> Value {
     supervisor.get(&format!("/v1/bulkheads/b?tenant={tenant}"))
 }
 
-/// Waits until a number in a tenant's snapshot has this value. The tenant need not exist yet.
+/// Waits until a numeric field of a tenant's snapshot has the given value. The tenant need not exist yet.
 pub fn wait_part(supervisor: &Supervisor, tenant: &str, field: &str, value: u64) {
     wait_for(&format!("{field} of {tenant} is {value}"), || {
         let (status, body) = supervisor.try_get(&format!("/v1/bulkheads/b?tenant={tenant}"))?;
@@ -37,7 +37,7 @@ pub fn pids(supervisor: &Supervisor, tenant: &str) -> Vec<u32> {
     workers.iter().filter_map(|w| w["pid"].as_u64()).map(|pid| pid as u32).collect()
 }
 
-/// Waits until the bulkhead `b` has no workers, according to the snapshot and to the kernel.
+/// Waits until the bulkhead `b` has no workers, neither in the snapshot nor among the keeper's child processes.
 pub fn wait_for_rest(supervisor: &Supervisor) {
     wait_for("no worker is running", || {
         let is_at_rest = supervisor.worker_pids("b").is_empty() && children(supervisor.keeper()).is_empty();
@@ -60,7 +60,7 @@ pub fn outcomes(snapshot: &Value) -> u64 {
     ended.iter().map(|field| number(&snapshot[*field])).sum::<u64>() + rejected(snapshot)
 }
 
-/// Checks that each submitted job in a snapshot has an outcome, is in flight or queued, or is in a fallback.
+/// Checks that every submitted job in a snapshot is finished, running, queued, or in a fallback.
 pub fn assert_balanced(snapshot: &Value) {
     let underway: u64 =
         ["in_flight", "queued", "elsewhere"].iter().map(|field| number(&snapshot[*field])).sum();

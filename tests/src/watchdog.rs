@@ -17,13 +17,13 @@ use crate::{children, kill_pid, name};
 /// Maximum run time of a test program. All tests together take half of this on a slow machine.
 const RUN_TIME_MAX: Duration = Duration::from_secs(25 * 60);
 
-/// Time for the tests to fail after their processes have been killed.
+/// Time that tests have to fail after the watchdog has killed their processes.
 const FAILURE_TIME: Duration = Duration::from_secs(150);
 
-/// Maximum number of characters of a command line in a report.
+/// Maximum length of a command line in a report, in characters.
 const COMMAND_LINE_MAX: usize = 160;
 
-/// Names of the tests that have used a program, by thread.
+/// Names of the tests that have used a program, by thread ID.
 static TESTS: Mutex<BTreeMap<i32, String>> = Mutex::new(BTreeMap::new());
 
 /// Records the test that runs in this thread. The test harness names each thread after its test.
@@ -82,7 +82,7 @@ fn describe_wait(task: &str) -> String {
     format!("{} in system call {}{file}", read("wchan"), call.trim_end())
 }
 
-/// Returns the living descendants of a process, each with its parent.
+/// Returns the PIDs of a process's living descendants, each with the PID of its parent.
 fn descendants(of: u32) -> Vec<(u32, u32)> {
     let mut found: Vec<(u32, u32)> = children(of).into_iter().map(|child| (child, of)).collect();
     let mut next = 0;

@@ -5,8 +5,8 @@ use std::process::Command;
 
 use bulkhead_tests::{not_run, programs};
 
-/// Returns the Python interpreter named in `BULKHEAD_PYTHON`, or the one in the virtual environment that `.ci/run`
-/// creates in the target folder.
+/// Returns the Python interpreter named in `BULKHEAD_PYTHON`. The default is the interpreter in the virtual
+/// environment that `.ci/run` creates in the target folder.
 fn interpreter() -> Option<PathBuf> {
     let named = std::env::var_os("BULKHEAD_PYTHON").map(PathBuf::from);
     let found = named.unwrap_or_else(|| programs().join("../python/bin/python"));

@@ -75,7 +75,7 @@ where
     }
 }
 
-/// Returns the runtime for all async handlers of this worker. The first call starts the runtime.
+/// Returns the runtime that all async handlers of this worker share. The first call starts the runtime.
 fn runtime() -> std::io::Result<&'static Runtime> {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     if RUNTIME.get().is_none() {

@@ -22,7 +22,7 @@ use crate::template::Template;
 /// A job, as passed to a handler.
 pub struct Job {
     pub(crate) payload: Vec<u8>,
-    /// The payload, if the client sent it in a memory file.
+    /// Memory files of the job, if the client sent the payload in a memory file.
     pub(crate) loan: Option<Box<Loan>>,
 }
 
@@ -81,7 +81,7 @@ impl fmt::Debug for Job {
 #[derive(Default)]
 pub(crate) struct Handle {
     cancelled: AtomicBool,
-    /// Cancellation descriptor, created when a handler first requests one.
+    /// Descriptor that becomes readable on cancellation. Created when a handler first requests it.
     event: OnceLock<OwnedFd>,
     /// State of the job's progress reports, created when the handler first reports progress.
     pub(crate) progress: OnceLock<Box<Progress>>,
@@ -144,12 +144,12 @@ impl<S> Ctx<S> {
         &self.metadata.operation
     }
 
-    /// Returns the tenant that the job belongs to, or an empty string if the client set no tenant.
+    /// Returns the job's tenant, or an empty string if the client set no tenant.
     pub fn tenant(&self) -> &str {
         &self.metadata.tenant
     }
 
-    /// Returns the W3C `traceparent` of the request, if the client sent one.
+    /// Returns the W3C `traceparent` of the job, if the client sent one.
     pub fn traceparent(&self) -> Option<&str> {
         self.metadata.traceparent.as_deref()
     }
@@ -222,21 +222,21 @@ impl<S> Ctx<S> {
     }
 }
 
-/// The context passed to the function that [`crate::Server::init`] sets.
+/// The context passed to the init function, which [`crate::Server::init`] sets.
 pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }
 
-/// Receiver of the status messages and of the requests for more time that a process sends while it starts.
+/// Recipient of a starting process's status messages and requests for more time.
 pub(crate) enum StatusReceiver {
-    /// The supervisor, which receives status messages from a worker.
+    /// The supervisor, which receives messages from a worker.
     Supervisor(Arc<Writer>),
-    /// The keeper, which receives status messages from a template.
+    /// The keeper, which receives messages from a template.
     Keeper(Arc<Template>),
 }
 
 impl StartCtx {
-    /// Extends the time limit for the start: the worker must be ready within `more` from now. Each call can
+    /// Extends the time limit for the start. The process must be ready within `more` from now. Each call can
     /// request at most `start.ready`.
     pub fn extend(&self, more: Duration) {
         let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
@@ -246,7 +246,7 @@ impl StartCtx {
         }
     }
 
-    /// Reports the current activity to operators.
+    /// Reports the current activity of this process to operators.
     pub fn status(&self, text: &str) {
         let text = truncate(text, MESSAGE_BYTES_MAX);
         match &self.to {

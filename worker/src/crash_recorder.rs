@@ -20,7 +20,8 @@ use libc::{c_int, c_void};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Resource, getrlimit};
 
-/// Size in bytes of the area below the stack pointer that functions can use without allocating a stack frame (x86-64).
+/// Size of the x86-64 red zone in bytes. Functions can use this area below the stack pointer without allocating a
+/// stack frame.
 const RED_ZONE_BYTES: usize = 128;
 
 const PAGE_BYTES: usize = 4096;
@@ -32,17 +33,17 @@ const DONE: u8 = 2;
 
 /// State that the signal handler needs.
 struct Recorder {
-    /// PID of the worker process: the process that received the welcome from the supervisor.
+    /// PID of the worker process that received the welcome from the supervisor.
     process: u32,
     file: BorrowedFd<'static>,
-    /// Device and inode number of the file. If they differ later, the worker's code has closed the descriptor, and its
+    /// Device and inode number of the file. If they change, the worker's code has closed the descriptor and its
     /// number has been reused.
     identity: (u64, u64),
     maps: BorrowedFd<'static>,
     /// Previous signal actions, one for each of the [`RECORDED_SIGNALS`].
     previous: [libc::sigaction; RECORDED_SIGNALS.len()],
     state: AtomicU8,
-    /// Scratch buffer for the thread that writes the record. Signal stacks are too small to hold the buffer.
+    /// Scratch buffer for the thread that writes the record. Signal stacks are too small for a buffer of this size.
     buffer: UnsafeCell<[u8; PAGE_BYTES]>,
 }
 
@@ -205,7 +206,7 @@ impl Recorder {
     }
 }
 
-/// Returns the registers in the order that the crash record uses, and the stack pointer.
+/// Returns the registers and the stack pointer. The registers are in the order that the crash record uses.
 #[cfg(target_arch = "x86_64")]
 fn registers(context: &libc::ucontext_t) -> ([u64; REGISTERS_MAX], u64) {
     let mut registers = [0; REGISTERS_MAX];
@@ -216,7 +217,7 @@ fn registers(context: &libc::ucontext_t) -> ([u64; REGISTERS_MAX], u64) {
     (registers, context.uc_mcontext.gregs[libc::REG_RSP as usize].cast_unsigned())
 }
 
-/// Returns the registers in the order that the crash record uses, and the stack pointer.
+/// Returns the registers and the stack pointer. The registers are in the order that the crash record uses.
 #[cfg(target_arch = "aarch64")]
 fn registers(context: &libc::ucontext_t) -> ([u64; REGISTERS_MAX], u64) {
     let mut registers = [0; REGISTERS_MAX];

@@ -36,14 +36,14 @@ impl LeaseFiles {
 #[derive(Default)]
 pub(crate) struct Loans {
     files: HashMap<u64, Arc<LeaseFiles>>,
-    /// Descriptors that were received before the worker processed the frame that says what they are for.
+    /// Descriptors received before the worker processed the frame that describes them.
     pub(crate) received_files: Vec<OwnedFd>,
-    /// Leases whose files are mapped, but not yet confirmed to the supervisor.
+    /// Leases whose files are mapped but have not been confirmed to the supervisor.
     pub(crate) unconfirmed: Vec<u64>,
 }
 
 impl Loans {
-    /// Maps the received files of a lease. If this fails, the worker does not confirm the lease, and the
+    /// Maps the received files of a lease. If mapping fails, the worker does not confirm the lease, and the
     /// supervisor sends payloads over the link instead.
     pub(crate) fn receive(&mut self, metadata: &[u8]) {
         let received_files = std::mem::take(&mut self.received_files);
@@ -77,15 +77,15 @@ impl Loans {
     }
 }
 
-/// A job's payload in a memory file, together with the file for the result.
+/// A job's payload file and result file, which are memory files.
 pub(crate) struct Loan {
     lease: u64,
     bytes: usize,
     files: Arc<LeaseFiles>,
     copy: OnceLock<Vec<u8>>,
-    /// Reusable buffer for the copy of the payload.
+    /// Reusable buffer for copying the payload.
     pub(crate) copy_buffer: Mutex<Vec<u8>>,
-    /// Size in bytes of the result that the handler wrote in place, or 0 if there is no such result.
+    /// Size in bytes of the result that the handler wrote in place, or 0 if the handler wrote none.
     in_place: AtomicU64,
 }
 
@@ -94,7 +94,7 @@ impl Loan {
         self.bytes
     }
 
-    /// Returns a private copy of the payload, which the client cannot modify.
+    /// Returns a private copy of the payload. The client cannot modify the copy.
     pub(crate) fn copy(&self) -> &[u8] {
         self.copy.get_or_init(|| {
             let mut copy_buffer = self.copy_buffer.lock().unwrap_or_else(PoisonError::into_inner);
@@ -124,7 +124,7 @@ impl Loan {
         Some(LeaseRef { lease: self.lease, bytes: result.len() as u64 })
     }
 
-    /// Consumes the loan and returns its buffers for reuse by later jobs.
+    /// Consumes the loan. Returns its buffers, which later jobs reuse.
     pub(crate) fn into_buffers(self) -> [Vec<u8>; 2] {
         let copy_buffer = self.copy_buffer.into_inner().unwrap_or_else(PoisonError::into_inner);
         [copy_buffer, self.copy.into_inner().unwrap_or_default()]
@@ -148,8 +148,7 @@ impl MappedPayload<'_> {
         self.0.bytes == 0
     }
 
-    /// Copies bytes of the payload, starting at offset `at`, until `into` is full. Panics if the payload is
-    /// too short.
+    /// Fills `into` with payload bytes, starting at offset `at`. Panics if the payload is too short.
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(
             at <= self.len() && into.len() <= self.len() - at,
@@ -158,7 +157,7 @@ impl MappedPayload<'_> {
         self.0.files.payload.read(at, into);
     }
 
-    /// Returns a pointer to the first byte, for code that reads the payload without copying.
+    /// Returns a pointer to the first byte of the payload, for code that reads the payload without copying.
     pub fn as_ptr(&self) -> *const u8 {
         self.0.files.payload.as_ptr()
     }
@@ -170,7 +169,7 @@ impl fmt::Debug for MappedPayload<'_> {
     }
 }
 
-/// Buffer for a result in a memory file that the client reads. The result is sent only if
+/// Buffer for writing a result into a memory file that the client reads. The result is sent only if
 /// [`ResultInPlace::finish`] is called.
 pub struct ResultInPlace<'j> {
     loan: &'j Loan,

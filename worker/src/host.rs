@@ -40,7 +40,7 @@ fn inherited_program() -> Option<OwnedFd> {
     link::inherited(PROGRAM_VARIABLE)
 }
 
-/// Returns the `/proc/self/fd` path of a descriptor, which can be opened or executed.
+/// Returns the path of a descriptor in `/proc/self/fd`. The path can be opened or executed.
 fn place(descriptor: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", descriptor.as_raw_fd())
 }

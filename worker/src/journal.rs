@@ -25,8 +25,8 @@ impl Claims {
         arrival <= u64::from_le(self.recalled.load(Ordering::Acquire))
     }
 
-    /// Recalls all jobs up to the arrival number `up_to`, as the supervisor would. Returns the arrival number of the
-    /// last job that had begun.
+    /// Recalls all jobs up to the arrival number `up_to`, as the supervisor would. Returns the arrival number of
+    /// the last job that has begun.
     #[cfg(test)]
     pub(crate) fn recall(self, up_to: u64) -> u64 {
         self.recalled.store(up_to.to_le(), Ordering::Release);
@@ -72,8 +72,8 @@ impl Journal {
         Ok(Self { base, used: 0 })
     }
 
-    /// Returns the location in the journal where the worker stores the time of its last heartbeat. The
-    /// reference is valid for the lifetime of the process.
+    /// Returns the location in the journal where the worker stores its last heartbeat time. The reference is valid
+    /// for the lifetime of the process.
     pub(crate) fn heartbeat_time(&self) -> &'static AtomicU64 {
         self.number::<HEARTBEAT_OFFSET>()
     }
@@ -117,7 +117,7 @@ impl Journal {
         }
     }
 
-    /// Publishes the number of valid bytes to the supervisor. Must be called after the bytes were written.
+    /// Publishes the number of valid bytes to the supervisor. Must be called after writing the bytes.
     fn publish_length(&self) {
         // SAFETY: the mapping begins with the number of valid bytes, is page-aligned, and lives as long as
         // the process.

@@ -19,7 +19,7 @@ use crate::journal::{Claims, Journal};
 use crate::ownership::{self, kill_self};
 use crate::seal::Seal;
 
-/// Size of the read buffer for the link, in bytes. Small, because a worker receives few jobs at once.
+/// Size of the read buffer for the link, in bytes. Kept small because a worker receives few jobs at once.
 const READ_BYTES: usize = 64 * 1024;
 
 /// Takes ownership of the descriptor whose number the supervisor passed in the environment variable `variable`. Returns
@@ -48,16 +48,14 @@ pub(crate) struct Welcome {
     pub(crate) seal: Option<Seal>,
     pub(crate) threads_max: usize,
     pub(crate) heartbeat_ms: u32,
-    /// Location in the journal where the worker stores the time of its last heartbeat; `None` if the supervisor expects
+    /// Location in the journal where the worker stores its last heartbeat time. `None` if the supervisor expects
     /// heartbeat frames.
     pub(crate) heartbeat_time: Option<&'static AtomicU64>,
-    /// Memory file with the journal.
     pub(crate) journal_file: Option<OwnedFd>,
     pub(crate) result_bytes_max: u64,
 }
 
-/// Returns the maximum number of handler threads for `max_in_flight`. The result is at least one and at most
-/// [`IN_FLIGHT_CEILING`].
+/// Returns the maximum number of handler threads for `max_in_flight`, which is between one and [`IN_FLIGHT_CEILING`].
 pub(crate) fn threads_max(max_in_flight: u32) -> usize {
     max_in_flight.clamp(1, IN_FLIGHT_CEILING) as usize
 }
@@ -76,7 +74,7 @@ impl Reader {
     }
 }
 
-/// Sends the hello and waits for the welcome. If further frames arrive with the welcome, they stay in the reader.
+/// Sends the hello and waits for the welcome. Frames that arrive together with the welcome stay in the reader.
 /// Errors are human-readable messages.
 pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
     let hello = Hello {
@@ -186,13 +184,13 @@ pub(crate) struct Writer {
 struct Unsent {
     outbox: Outbox,
     pool: BufferPool,
-    /// Journal that keeps unsent replies, so that they are not lost if this process dies.
+    /// Journal that stores unsent replies, so that they are not lost if this process dies.
     journal: Option<Journal>,
 }
 
 impl Unsent {
-    /// Sends as many queued bytes as the link accepts. Returns true if all bytes were sent. The worker exits
-    /// on an error.
+    /// Sends as many queued bytes as the link accepts. Returns true if all bytes were sent. On an error, the
+    /// process exits.
     fn flush(&mut self, link: &OwnedFd) -> bool {
         let is_sent = self
             .outbox
@@ -221,15 +219,15 @@ impl Writer {
         }
     }
 
-    /// Sets the journal that stores later replies until they are sent.
+    /// Sets the journal that stores replies until they are sent.
     pub(crate) fn set_journal(&self, journal: Journal) {
         if let Some(mut unsent) = self.lock() {
             unsent.journal = Some(journal);
         }
     }
 
-    /// Returns the counters of begun and recalled jobs. Returns `None` if there is no journal. In this case
-    /// the supervisor must not prefetch jobs.
+    /// Returns the counters of begun and recalled jobs, or `None` if there is no journal. Without a journal, the
+    /// supervisor must not prefetch jobs.
     pub(crate) fn claims(&self) -> Option<Claims> {
         self.lock()?.journal.as_ref().map(Journal::claims)
     }
@@ -240,7 +238,7 @@ impl Writer {
         ownership::is_worker().then(|| self.unsent.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Queues a frame, which the next flush sends.
+    /// Queues a frame. The next flush sends the frame.
     pub(crate) fn push(&self, kind: u8, number: u64, message: &impl bincode::Encode, payload: Payload<'_>) {
         self.push_reply(kind, number, message, &[], payload);
     }
@@ -289,8 +287,8 @@ impl Writer {
         is_pushed
     }
 
-    /// Sends as many queued bytes as the link accepts. Returns true if none are left, or if another thread is already
-    /// sending.
+    /// Sends as many queued bytes as the link accepts. Returns true if no bytes are left or another thread is
+    /// already sending.
     pub(crate) fn try_flush(&self) -> bool {
         let Some(mut unsent) = self.try_lock() else { return true };
         unsent.flush(&self.link)

@@ -12,7 +12,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 
 static WORKER_MARK: OnceLock<&'static AtomicBool> = OnceLock::new();
 
-/// Size in bytes of the mapping that marks the worker process. The kernel rounds the size up to a page.
+/// Size of the mapping that marks the worker process, in bytes. The kernel rounds the size up to a page.
 const MAPPED_BYTES: usize = 1;
 
 /// Marks this process as the worker. A worker forked by a template must call this again.
@@ -29,7 +29,7 @@ pub(crate) fn is_worker() -> bool {
     WORKER_MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
 }
 
-/// Exits with an error if this process was forked by a handler and then returned from the handler instead of exiting.
+/// Exits with an error if a handler forked this process and the process returned from the handler.
 pub(crate) fn end_forked_process() {
     if !is_worker() {
         exit_with_message(
@@ -39,8 +39,7 @@ pub(crate) fn end_forked_process() {
     }
 }
 
-/// Kills this process. Called when the worker can receive no more jobs because the supervisor is gone or has
-/// violated the protocol.
+/// Kills this process. Called when the supervisor is gone or has violated the protocol.
 pub(crate) fn kill_self() -> ! {
     // Not `exit`, which would run the exit handlers of C libraries and might not return.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

@@ -63,8 +63,8 @@ const WAKE: u64 = 1;
 const SIGNAL: u64 = 2;
 const WATCHDOG: u64 = 3;
 
-/// Average handler duration in nanoseconds above which handlers count as slow. They count as quick again below half of
-/// this value.
+/// Average handler duration above which handlers count as slow, in nanoseconds. Handlers count as quick again below
+/// half of this value.
 const SLOW_HANDLER_NS: u64 = 20_000;
 
 /// Estimated total run time of the pending quick jobs, in nanoseconds, above which another thread is woken to help. If
@@ -73,14 +73,13 @@ const SLOW_HANDLER_NS: u64 = 20_000;
 const BACKLOG_NS_MAX: u64 = 100_000;
 const TINY_HANDLER_NS: u64 = 3_000;
 
-/// Handler duration that is assumed before the first measurement, and again after the watchdog has found a slow job, in
-/// nanoseconds.
+/// Handler duration in nanoseconds to assume before the first measurement, and after the watchdog has found a slow job.
 const ASSUMED_HANDLER_NS: u64 = 1_000_000;
 
 /// Interval between the watchdog's checks while quick jobs run.
 const WATCHDOG_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Approximate maximum delay of a reply that waits to be sent together with later replies.
+/// Approximate maximum time that a reply waits to be sent together with later replies.
 const REPLY_DELAY_MAX: Duration = Duration::from_micros(100);
 
 /// Interval between attempts to send STOPPING while the link is busy.
@@ -94,7 +93,7 @@ const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
 pub(crate) type Handler<S> = dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync;
 
 struct Pending {
-    /// Position of the job among all jobs received on the link, counted from 1.
+    /// Position of the job among all jobs received on the link, starting at 1.
     arrival: u64,
     metadata: JobMetadata,
     payload: Vec<u8>,
@@ -107,10 +106,10 @@ enum Pace {
     /// Handlers are slow. Each job runs on a separate thread, and the dispatch thread waits for incoming frames.
     #[default]
     Slow,
-    /// Handlers return so quickly that waking a thread for each job is not worthwhile. A watchdog checks for slow jobs,
-    /// unless no job has run recently.
+    /// Handlers return so quickly that waking a thread for each job is not worthwhile. The watchdog checks for slow
+    /// jobs unless no job has run recently.
     Quick {
-        /// Value of `begun` at the watchdog's last check; `None` while the watchdog is inactive.
+        /// Number of begun jobs at the watchdog's last check. `None` while the watchdog is inactive.
         watched: Option<u64>,
     },
 }
@@ -120,38 +119,36 @@ struct State {
     pending: VecDeque<Pending>,
     /// Number of jobs received.
     arrived: u64,
-    /// True if recalled jobs were dropped but the supervisor has not been notified yet.
+    /// True if recalled jobs have been dropped and the supervisor has not been notified.
     has_dropped: bool,
     loans: Loans,
-    /// Handles to all jobs that have been received but not yet answered, by job ID.
+    /// Handles to all jobs that have been received but not answered, by job ID.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
     /// Number of jobs that have begun.
     begun: u64,
     pace: Pace,
     /// Number of handler threads that are waiting for work.
     idle: usize,
-    /// Number of idle threads that wait both for the link and for wake requests. All other idle threads wait only for
-    /// wake requests.
+    /// Number of idle threads that wait both for the link and for wake requests. The other idle threads wait only
+    /// for wake requests.
     on_link: usize,
     threads: usize,
     /// Maximum number of handler threads; at least one.
     threads_max: usize,
-    /// True while a wake request to the handler threads is pending. In this state, `wake` is readable and at least one
-    /// thread is idle.
+    /// True while a wake request is pending. The `wake` descriptor is then readable and at least one thread is idle.
     is_wake_pending: bool,
-    /// True if READY has been queued, which allows the supervisor to send jobs.
+    /// True if READY has been queued. READY allows the supervisor to send jobs.
     is_ready: bool,
     /// True if the supervisor has announced that it will send no more jobs.
     is_draining: bool,
 }
 
-/// Whether the STOPPING message, which tells the supervisor that this worker accepts no more jobs, has been requested,
-/// queued or sent.
+/// State of the STOPPING message, which tells the supervisor that this worker accepts no more jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shutdown {
     No,
     Requested,
-    /// STOPPING is queued but not sent.
+    /// STOPPING has been queued but not sent.
     Queued,
     Sent,
 }
@@ -159,9 +156,9 @@ enum Shutdown {
 /// Lifetime of a handler thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lifetime {
-    /// The thread lives as long as the process, because resources created by `init` may depend on it.
+    /// The thread never exits, because resources created by `init` may depend on it.
     Permanent,
-    /// The thread exits when it has no job to run and there are more threads than allowed.
+    /// The thread exits when it has no job and the number of threads exceeds the limit.
     WhileNeeded,
 }
 
@@ -198,7 +195,7 @@ pub(crate) struct Pool<S> {
     parked: OwnedFd,
     dispatch: OwnedFd,
     watchdog: OwnedFd,
-    /// Counters of begun and recalled jobs; `None` if the supervisor does not prefetch jobs.
+    /// Counters of begun and recalled jobs. `None` if the supervisor does not prefetch jobs.
     claims: Option<Claims>,
     /// Moving average of the handler duration, in nanoseconds.
     typical_ns: AtomicU64,
@@ -304,7 +301,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Tells the supervisor why the worker cannot start, and exits.
+    /// Tells the supervisor why the worker cannot start. Then exits.
     fn fail_start(&self, text: &str) -> ! {
         eprintln!("{text}");
         self.writer.send(kind::STATUS, 0, &Status { text: truncate(text, MESSAGE_BYTES_MAX) });
@@ -395,7 +392,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Updates the average handler duration with the duration of one job.
+    /// Includes the duration of one job in the average handler duration.
     fn update_typical_duration(&self, took: Duration) {
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).min(100 * ASSUMED_HANDLER_NS);
         let typical = self.typical_ns.load(Ordering::Relaxed);
@@ -403,7 +400,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
     }
 
-    /// Classifies handlers as slow or quick. Only while they count as slow, the dispatch thread waits for incoming frames.
+    /// Classifies handlers as slow or quick. The dispatch thread waits for incoming frames only while handlers are
+    /// slow.
     fn change_pace(&self, state: &mut State, typical_ns: u64) {
         match state.pace {
             Pace::Slow if typical_ns < SLOW_HANDLER_NS / 2 => {
@@ -427,8 +425,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let _ = rustix::time::timerfd_settime(&self.watchdog, TimerfdTimerFlags::empty(), &timer);
     }
 
-    /// Handles a tick of the watchdog. Classifies handlers as slow if a job that was expected to be quick is
-    /// still running.
+    /// Handles a watchdog tick. Classifies handlers as slow if a supposedly quick job is still running.
     fn check_quick_handlers(self: &Arc<Self>) {
         let _ = rustix::io::read(&self.watchdog, &mut [0; 8]);
         let mut state = lock(&self.state);
@@ -449,8 +446,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Wakes an idle handler thread, which then looks for jobs. If no thread is idle, starts one, unless the
-    /// maximum number of threads is reached.
+    /// Wakes an idle handler thread to look for jobs. If no thread is idle, starts a thread unless the maximum
+    /// number is reached.
     fn wake_or_start_thread(self: &Arc<Self>, state: &mut State) {
         if state.idle > 0 {
             self.wake_idle_thread(state);
@@ -465,7 +462,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Wakes an idle thread, which then looks for jobs. Must be called only if a thread is idle.
+    /// Wakes an idle thread to look for jobs. Must be called only if a thread is idle.
     fn wake_idle_thread(&self, state: &mut State) {
         if !state.is_wake_pending {
             state.is_wake_pending = true;
@@ -588,8 +585,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Queues a result. `status` is the exit status of the program that ran the job; `None` if no program
-    /// ran.
+    /// Queues a result. `status` is the exit status of the program that ran the job, or `None` if the job ran no
+    /// program.
     fn succeed(&self, number: u64, result: Vec<u8>, status: Option<i32>, loan: Option<&Loan>) -> bool {
         let most = self.welcome.result_bytes_max;
         if result.len() as u64 > most {
@@ -608,7 +605,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         self.writer.push_reply(kind::RESULT, number, &Empty, &extensions, payload)
     }
 
-    /// Queues an error. `output` and `status` are the output and exit status of the program that ran the job.
+    /// Queues an error. `output` and `status` are the program's output and exit status, if a program ran the job.
     fn fail(&self, number: u64, error: &HandlerError, mut output: Vec<u8>, status: Option<i32>) -> bool {
         output.truncate(INLINE_PAYLOAD_BYTES_MAX);
         let status = status.map(i32::to_le_bytes);
@@ -627,7 +624,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     // The link.
 
-    /// Reads the link until no more bytes are available, and queues the received jobs.
+    /// Reads all available bytes from the link, and queues the received jobs.
     fn read_link(&self) {
         let mut reader = lock(&self.reader);
         let Reader { inbox, scratch, pool } = &mut *reader;
@@ -696,7 +693,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         self.writer.flush();
     }
 
-    /// Sends a heartbeat if recalled jobs were dropped, so that the supervisor knows that this process can
+    /// Sends a heartbeat if recalled jobs were dropped. The heartbeat tells the supervisor that this process can
     /// begin other jobs.
     fn report_dropped(&self, state: &mut State) {
         if std::mem::take(&mut state.has_dropped) {
@@ -705,7 +702,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Confirms received memory files to the supervisor, which can then send jobs that use them.
+    /// Confirms received memory files. The supervisor can then send jobs that use these files.
     fn confirm_files(&self, state: &mut State) {
         if state.loans.unconfirmed.is_empty() {
             return;
@@ -760,7 +757,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Sends progress reports that the rate limit held back.
+    /// Sends progress reports that were delayed by the rate limit.
     fn send_delayed_progress(&self) {
         let live: Vec<(u64, Arc<Handle>)> = {
             let state = lock(&self.state);
@@ -786,7 +783,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         Shutdown::Requested
     }
 
-    /// Reads the link on behalf of the handler threads, and wakes one of them if jobs are pending.
+    /// Reads the link on behalf of the handler threads. Wakes one of the threads if jobs are pending.
     fn serve_link(self: &Arc<Self>) {
         self.read_link();
         let mut state = lock(&self.state);
@@ -808,14 +805,14 @@ impl<S: Send + Sync + 'static> Pool<S> {
 }
 
 impl State {
-    /// Removes a job from `live`, unless its number has since been reused by another job.
+    /// Removes a job from `live`, unless another job has reused its number.
     fn remove_live(&mut self, job: &JobMetadata) {
         if self.live.get(&job.number).is_some_and(|handle| Arc::ptr_eq(handle, &job.handle)) {
             self.live.remove(&job.number);
         }
     }
 
-    /// Returns true if there are more threads than allowed. Surplus threads exit instead of taking another
+    /// Returns true if the number of threads exceeds the limit. Surplus threads exit instead of running another
     /// job. The permanent thread never exits.
     fn has_surplus(&self) -> bool {
         self.threads > self.threads_max
@@ -906,8 +903,8 @@ fn wait_one(epoll: &impl AsFd, timeout: Option<Duration>) -> Option<u64> {
     }
 }
 
-/// Runs user code and converts a panic to an error. If the code has forked, terminates the forked process
-/// instead of returning in it.
+/// Runs user code and converts a panic to an error. If the code has forked, terminates the forked process instead
+/// of returning in it.
 pub(crate) fn run_user_code<T>(code: impl FnOnce() -> T) -> Result<T, HandlerError> {
     let done = catch_unwind(AssertUnwindSafe(code)).map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());

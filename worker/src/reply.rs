@@ -47,7 +47,7 @@ impl HandlerError {
 }
 
 impl fmt::Display for HandlerError {
-    /// Writes the code and the message, such as `bad_header: the magic is missing`.
+    /// Formats the error as its code and message, such as `bad_header: the magic is missing`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.code, self.message)
     }
@@ -68,17 +68,17 @@ pub enum Reply {
     Result(Vec<u8>),
     /// The job failed.
     Failed(HandlerError),
-    /// The job was run by a program, which has exited.
+    /// A program ran the job and exited.
     Exited {
         /// Exit status.
         status: i32,
-        /// Error of the job; `None` if the job succeeded.
+        /// Error of a failed job, or `None` if the job succeeded.
         error: Option<HandlerError>,
         /// Result of a successful job, or the error payload of a failed job. The client gets at most the
         /// first 64 KiB of an error payload.
         output: Vec<u8>,
     },
-    /// The program that ran the job was killed by a signal.
+    /// A program ran the job and was killed by a signal.
     ProgramCrashed {
         /// PID of the program, in the worker's PID namespace.
         process: u32,

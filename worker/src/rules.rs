@@ -24,10 +24,10 @@ use bulkhead_shared::program_rules::{Grant, PROGRAM_RULES_BYTES_MAX, ProgramRule
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-/// Flags for opening files and folders only to inspect them or to refer to them in rules.
+/// Flags for opening files and folders that are only inspected or referred to in rules.
 const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
-/// Rights that apply to files. The kernel rejects a rule that grants any other right for a file.
+/// Access rights that apply to files. The kernel rejects a rule that grants any other right on a file.
 const FILE_RIGHTS: u64 = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV;
 const EXECUTE: u64 = 1;
 const WRITE_FILE: u64 = 1 << 1;
@@ -41,17 +41,16 @@ const IOCTL_DEV: u64 = 1 << 15;
 const SYSTEM_FOLDERS: [&str; 10] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
-/// Environment variables that are set to the path of the temporary folder, unless the `env` configuration key sets
-/// them.
+/// Environment variables that contain the path of the temporary folder, unless the `env` configuration key sets them.
 pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
 /// Flags for `landlock_restrict_self(2)`. Without flags, the kernel logs denied accesses.
 const RESTRICT_FLAGS: u32 = 0;
 
-/// Maximum number of parent folders that are checked for a grant.
+/// Maximum number of parent folders to check for a grant.
 const DEPTH_MAX: usize = 256;
 
-/// The worker's grants, from which the rules for each program are created. A descriptor keeps each granted path open.
+/// The worker's grants, from which each program's rules are created. A descriptor keeps each granted path open.
 #[derive(Default)]
 pub(crate) struct Rules {
     handled: u64,
@@ -65,7 +64,7 @@ pub(crate) struct Temporary {
     pub(crate) path: PathBuf,
     pub(crate) folder: OwnedFd,
     access: u64,
-    /// True if programs cannot list the temporary folder, because no grant covers it.
+    /// True if no grant covers the temporary folder. Programs then cannot list the folder.
     is_hidden: bool,
 }
 
@@ -115,8 +114,8 @@ impl Rules {
         Ok(Self { handled, scoped, granted, temporary })
     }
 
-    /// Grants programs the right to read and execute the executable that the descriptor `program` refers to. Used if
-    /// its path is not accessible.
+    /// Lets programs read and execute the file that the descriptor `program` refers to. Used if the file's path is
+    /// not accessible.
     pub(crate) fn grant_program(&mut self, program: OwnedFd) {
         self.granted.push((program, EXECUTE | READ_FILE));
     }
@@ -125,14 +124,14 @@ impl Rules {
         self.temporary.as_ref()
     }
 
-    /// Returns true if programs can read each other's temporary files, because `read` or `write` grants
-    /// access to a folder that contains the temporary folder.
+    /// Returns true if programs can read each other's temporary files because `read` or `write` covers the
+    /// temporary folder.
     pub(crate) fn exposes_temporary_files(&self) -> bool {
         self.handled != 0 && self.temporary.as_ref().is_some_and(|temporary| !temporary.is_hidden)
     }
 
-    /// Creates the rules for a program with the temporary folder `folder`. Returns `None` if there are no
-    /// rules to enforce.
+    /// Creates the rules for a program with the temporary folder `folder`, or returns `None` if there are no rules
+    /// to enforce.
     pub(crate) fn for_program(&self, folder: Option<BorrowedFd<'_>>) -> io::Result<Option<Ruleset>> {
         if !self.has_rules() {
             return Ok(None);
@@ -157,8 +156,8 @@ impl Rules {
     }
 }
 
-/// Replaces grants for paths in [`SYSTEM_FOLDERS`] with a grant for the whole system folder, unless the
-/// system folder contains the temporary folder.
+/// Replaces grants for paths in [`SYSTEM_FOLDERS`] with a grant for the whole system folder, unless this folder
+/// contains the temporary folder.
 fn with_system_folders(rules: &ProgramRules) -> io::Result<Vec<Grant>> {
     let temporary = rules.temporary.as_ref().map(|temporary| open_folder(&temporary.path)).transpose()?;
     let is_apart = |place: OwnedFd| {
@@ -229,8 +228,8 @@ impl Ruleset {
 }
 
 impl Temporary {
-    /// Returns the worker's temporary folder, or `None` if a grant covers the folder. If a program can list this
-    /// folder, the program's rules are not enforced.
+    /// Returns the temporary folder if programs must not be able to list it. If a program can list this folder, the
+    /// program's rules are not enforced.
     pub(crate) fn hidden_folder(&self) -> io::Result<Option<OwnedFd>> {
         self.is_hidden.then(|| self.folder.try_clone()).transpose()
     }

@@ -8,7 +8,7 @@ use std::io;
 pub(crate) struct Seal(Vec<libc::sock_filter>);
 
 impl Seal {
-    /// Decodes the filter from the welcome, which contains the instructions in the kernel's memory layout.
+    /// Decodes the filter from the welcome. The welcome contains the instructions in the kernel's memory layout.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
         let (instructions, rest) = bytes.as_chunks::<8>();
         let fits = !instructions.is_empty() && instructions.len() <= usize::from(u16::MAX) && rest.is_empty();

@@ -84,8 +84,7 @@ pub struct Server<S = (), Stage = Configured> {
     after_fork: Option<AfterFork<S>>,
     operations: BTreeMap<String, BoxedHandler<S>>,
     fallback: Option<BoxedHandler<S>>,
-    /// The first repeated call: a method call that replaced the value set by an earlier call. `serve` reports it as an
-    /// error.
+    /// The first method call that replaced a value set by an earlier call. `serve` reports this call as an error.
     repeated: Option<String>,
     stage: PhantomData<Stage>,
 }
@@ -244,8 +243,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         })
     }
 
-    /// Initialises the template, which then forks workers. In each forked worker, this function serves jobs.
-    /// In the template, it returns only on an error.
+    /// Initialises the template, which then forks workers. Serves jobs in each forked worker. Returns in the
+    /// template only on an error.
     fn open_template(self, socket: OwnedFd) -> Result<ExitCode, String> {
         let template = Arc::new(Template::new(socket)?);
         let Self { init, mut before_fork, after_fork, operations, fallback, .. } = self;

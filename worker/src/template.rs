@@ -30,7 +30,7 @@ use crate::rules::{FOLDER_VARIABLES, Rules, Temporary};
 /// Maximum number of threads to name in the error message about surplus threads.
 const THREADS_NAMED_MAX: usize = 8;
 
-/// Maximum number of entries to remove from temporary folders before checking for the next order.
+/// Maximum number of entries to remove from temporary folders before the template checks for the next order.
 const REMOVED_ENTRIES_MAX: usize = 256;
 
 /// Returns true if this process was started as a template.
@@ -40,16 +40,16 @@ pub(crate) fn is_wanted() -> bool {
 
 /// A template, with a socket to the keeper.
 pub(crate) struct Template {
-    /// Socket that connects the template to the keeper. In a forked worker, the link takes over the descriptor number
-    /// of this socket.
+    /// Socket that connects the template to the keeper. In a forked worker, the link reuses the socket's descriptor
+    /// number.
     socket: ManuallyDrop<OwnedFd>,
-    /// Parent of this process, which is the keeper or the first process in the PID namespace.
+    /// Parent of this process. The parent is the keeper or the first process in the PID namespace.
     parent: Option<Pid>,
     /// Grants from which the Landlock rules of each forked worker are created.
     rules: Rules,
 }
 
-/// Name of the step that failed, with the error number.
+/// Name of a failed step, and the error number.
 type StepError = (&'static str, Errno);
 
 fn in_step(step: &'static str) -> impl Fn(Errno) -> StepError {
@@ -122,8 +122,8 @@ impl Template {
         }
     }
 
-    /// Replaces the socket to the keeper with the worker's link. The descriptor number, which the environment variable
-    /// `BULKHEAD_LINK_FD` contains, stays the same.
+    /// Replaces the socket to the keeper with the worker's link. The link gets the same descriptor number, which is
+    /// stored in the environment variable `BULKHEAD_LINK_FD`.
     fn replace_socket(&self, link: &OwnedFd) -> Result<OwnedFd, Errno> {
         let number = self.socket.as_raw_fd();
         // SAFETY: nothing in this process uses the socket any more, and `self.socket` is never dropped.
@@ -178,7 +178,7 @@ impl Template {
         }
     }
 
-    /// Removes some entries of the first folder in `removals`, which is a queue of folders left by dead workers.
+    /// Removes some entries of the first folder in `removals`. This queue contains the folders of dead workers.
     fn remove_some(&self, removals: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
             return removals.clear();
@@ -188,7 +188,7 @@ impl Template {
         }
     }
 
-    /// Returns an error that names the other threads if this process has more than one thread.
+    /// Returns an error if this process has more than one thread. The error names the other threads.
     fn check_threads(&self) -> Result<(), String> {
         // The link count of `/proc/self/task` is the number of threads plus 2.
         let count = rustix::fs::stat(c"/proc/self/task").map(|found| found.st_nlink as usize);
@@ -273,7 +273,7 @@ impl Template {
     }
 }
 
-/// Forks a sibling: a child of this process's parent. Returns 0 in the child.
+/// Forks a sibling, which is a child of this process's parent. Returns 0 in the sibling.
 fn fork() -> Result<u32, Errno> {
     const NONE: usize = 0;
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
@@ -289,7 +289,7 @@ fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> Result<(), Errno> {
     errno::check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 
-/// Seeds the C library's random number generators, which would otherwise return the same numbers in all workers.
+/// Seeds the C library's random number generators. Otherwise, all workers would generate the same numbers.
 fn reseed() -> Result<(), Errno> {
     let mut seed = [0; 8];
     // SAFETY: the buffer has the given length.

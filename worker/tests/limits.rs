@@ -21,7 +21,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// Environment variable that makes this program run as a worker. The value selects the role of the worker.
 const ROLE: &str = "LIMITS_TEST_WORKER";
 
-/// Number of `meet` jobs that wait for one another.
+/// Number of `meet` jobs that wait for one another to start.
 const MEETING_SIZE: usize = 3;
 
 #[test]
@@ -71,7 +71,7 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    /// Starts this test program as a worker in one of the roles that [`helper_child_runs_as_worker`] defines.
+    /// Starts this test program as a worker. `role` is a role that [`helper_child_runs_as_worker`] defines.
     fn sdk(role: &str) -> Self {
         let program = std::env::current_exe().unwrap();
         let arguments = ["helper_child_runs_as_worker", "--exact", "--ignored", "--nocapture"];
@@ -101,7 +101,7 @@ impl Worker {
         Self { child, link, inbox, scratch, read: Vec::new() }
     }
 
-    /// Waits for the hello. Then sends a welcome, followed by the frames that `more` adds, in a single write.
+    /// Waits for the hello. Then sends the welcome and the frames from `more` in a single write.
     fn welcome(&mut self, max_in_flight: u32, more: impl FnOnce(&mut Outbox)) {
         let (hello, number, metadata) = self.next();
         assert_eq!((hello, number), (kind::HELLO, MAGIC));
@@ -124,7 +124,7 @@ impl Worker {
         });
     }
 
-    /// Completes the handshake as `welcome` does, and then waits until the worker is ready.
+    /// Completes the handshake like `welcome`, and then waits until the worker is ready.
     fn open(&mut self, max_in_flight: u32, more: impl FnOnce(&mut Outbox)) {
         self.welcome(max_in_flight, more);
         assert_eq!(self.next().0, kind::READY);
@@ -202,7 +202,7 @@ fn push_drain(outbox: &mut Outbox) {
     outbox.push(kind::DRAIN, 0, &Empty, &[], Payload::NONE).unwrap();
 }
 
-/// Runs jobs that wait for one another, after raising the limit. Then lowers the limit and runs more jobs.
+/// Raises the limit and runs jobs that wait for one another. Then lowers the limit and runs more jobs.
 fn check_limits(mut worker: Worker) {
     worker.open(1, |_| {});
     worker.send(|outbox| {

@@ -22,17 +22,17 @@ const FILES: u64 = (1 << 16) - 1;
 const SCOPES: u64 = 3;
 const WITHHELD: HandledAccess = HandledAccess { files: FILES, network: 0, scopes: SCOPES };
 
-/// ABI version to pass to `restrict_self` so that it sets no flags, which leaves the Landlock audit log unchanged.
+/// ABI version to pass to `restrict_self`. Version 0 sets no flags and leaves the Landlock audit log unchanged.
 const NO_VERSION: u32 = 0;
 
-/// Top-level folders to which the Landlock rules grant access, as they do for a forked worker.
+/// Top-level folders to which the Landlock rules grant access. A forked worker has access to the same folders.
 const FOLDERS: [&str; 12] =
     ["/bin", "/dev", "/etc", "/home", "/lib", "/lib64", "/opt", "/proc", "/root", "/sbin", "/usr", "/var"];
 
 pub(crate) struct Layers {
     folder: OwnedFd,
     given: Vec<OwnedFd>,
-    /// Names of the temporary folders of the forked processes, by PID.
+    /// Name of each forked process's temporary folder, by PID.
     folders: HashMap<Pid, String>,
     next: u64,
 }
@@ -47,7 +47,7 @@ pub(crate) fn fork() -> io::Result<Option<Pid>> {
 }
 
 impl Layers {
-    /// Confines the server. Returns only in a new process, the first one in a new PID namespace.
+    /// Forks the server into a new PID namespace and confines the child. Returns only in the child.
     pub(crate) fn enter(profile: &str, folder: &Path) -> Result<Self> {
         let namespaces = match profile {
             "strict" => {

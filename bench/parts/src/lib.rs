@@ -13,8 +13,8 @@ pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// Maximum number of bytes per read or write in the bare chain, which forwards requests without a supervisor.
 pub const READ_BYTES: usize = 256 * 1024;
 
-/// Size of a job sent to the bare fork server, and of the reply, in bytes.
+/// Size of each job sent to the bare fork server and of each reply, in bytes.
 pub const JOB_BYTES: usize = 64;
 
-/// First byte of a job that tells the process running it to kill itself.
+/// First byte of a job that makes the process running the job kill itself.
 pub const KILLS: u8 = b'k';

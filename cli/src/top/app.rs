@@ -15,7 +15,7 @@ use crate::output::{Failure, exit};
 /// Maximum length of a filter, in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
-/// Time after a sample is due at which the screen shows that the supervisor is not responding.
+/// Maximum delay of a sample before the screen shows that the supervisor is not responding.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
 /// Action to take after a key press.

@@ -6,9 +6,9 @@ use super::text::{rate, short, width};
 /// Width of a bar in screen columns.
 pub(super) const BAR_COLUMNS: usize = 6;
 
-/// Minimum width of the name column, in screen columns. The column is wider only if there are longer names and enough
-/// space.
-const NAME_COLUMNS_MIN: usize = 14;
+/// Maximum width reserved for the name column, in screen columns. Longer names use the space that the other columns
+/// leave free.
+const NAME_COLUMNS_RESERVED_MAX: usize = 14;
 
 /// A column of the table. The variants are in display order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -109,7 +109,7 @@ impl Column {
         }
     }
 
-    /// Returns the width that the given rows and the title require for this column, in screen columns.
+    /// Returns the width, in screen columns, that this column needs for the title and the given rows.
     fn needed_width(self, rows: &[&Bulkhead]) -> usize {
         if self == Self::Load {
             return BAR_COLUMNS;
@@ -130,7 +130,7 @@ pub(super) fn choose(rows: &[&Bulkhead], columns: usize) -> Vec<ColumnWidth> {
     let name = Column::Name.needed_width(rows);
     for column in BY_IMPORTANCE {
         let width_taken = match column {
-            Column::Name => name.min(NAME_COLUMNS_MIN).min(left),
+            Column::Name => name.min(NAME_COLUMNS_RESERVED_MAX).min(left),
             other => other.needed_width(rows),
         };
         let gap = usize::from(column != Column::Name);
@@ -190,7 +190,7 @@ mod tests {
         let name = |columns| choose(&[&long], columns)[0].1;
         assert_eq!((name(0), name(5), name(14)), (0, 5, 14));
         assert_eq!(name(300), 40);
-        assert!(name(80) >= NAME_COLUMNS_MIN);
+        assert!(name(80) >= NAME_COLUMNS_RESERVED_MAX);
     }
 
     #[test]

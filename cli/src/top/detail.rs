@@ -12,7 +12,7 @@ use super::text::{fit, width};
 use super::widgets::{bold, draw_line, table_head, table_row, take_top};
 use crate::admin::WORKER_COLUMNS;
 
-/// Number of screen rows reserved for workers. Tenants and counters get only the remaining rows.
+/// Number of screen rows reserved for workers. Tenants and counters use the remaining rows.
 const WORKER_ROWS_RESERVED: usize = 4;
 
 /// Width of a tenant's name in screen columns.

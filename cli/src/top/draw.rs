@@ -14,10 +14,10 @@ use super::events::Event;
 use super::text::fit;
 use super::widgets::{bold, draw_line, table_head, table_row, take_bottom, take_top};
 
-/// Minimum height of the screen, in rows, at which the event pane is drawn.
+/// Minimum screen height, in rows, for the event pane to be drawn.
 const EVENT_PANE_HEIGHT_MIN: u16 = 10;
 
-/// Minimum height of the screen, in rows, at which the footer is drawn.
+/// Minimum screen height, in rows, for the footer to be drawn.
 const FOOTER_HEIGHT_MIN: u16 = 4;
 
 const HELP: &[(&str, &str)] = &[

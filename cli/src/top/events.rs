@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::text::clean;
 use crate::admin::event_words;
 
-/// Maximum number of events to store, the same number as in the supervisor.
+/// Maximum number of events to keep. The supervisor keeps the same number.
 pub(super) const EVENTS_MAX: usize = 4096;
 
 /// An event, formatted for display.

@@ -32,7 +32,7 @@ pub(super) struct Counts<T> {
     pub(super) ok: T,
     pub(super) rejected: T,
     pub(super) failed: T,
-    /// Jobs that missed their deadline.
+    /// Number of jobs that missed their deadline.
     pub(super) late: T,
     pub(super) crashed: T,
 }
@@ -171,7 +171,7 @@ pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) 
 /// The supervisor's responses for one sample.
 pub(super) struct RawSample {
     pub(super) at: Instant,
-    /// Documents about the bulkheads, as JSON values.
+    /// JSON documents that describe the bulkheads.
     pub(super) bulkheads: Vec<Value>,
     /// Snapshots that were parsed from `bulkheads`. A malformed document yields an empty snapshot.
     pub(super) snapshots: Vec<Snapshot>,
@@ -195,7 +195,7 @@ impl From<RawSample> for Sample {
     }
 }
 
-/// Takes samples of a supervisor, and remembers the last event that it received.
+/// Samples the supervisor's state, and keeps the last event received.
 #[derive(Debug)]
 pub(super) struct Sampler<'a> {
     args: &'a Args,

@@ -115,7 +115,7 @@ pub(super) fn keys() -> io::Result<mpsc::Receiver<io::Result<Event>>> {
     Ok(receiver)
 }
 
-/// Action that a signal requests.
+/// Action requested by a signal.
 pub(super) enum SignalAction {
     /// Exit with the given status.
     End(u8),

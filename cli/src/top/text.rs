@@ -5,7 +5,7 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use crate::output::escape;
 
-/// Maximum number of characters of a string to display.
+/// Maximum number of characters to display per string.
 const TEXT_CHARS_MAX: usize = 2000;
 
 /// Maximum number of characters in a grapheme cluster.
@@ -18,8 +18,8 @@ pub(super) fn clean(text: &str) -> String {
     line.graphemes(true).filter_map(stable_width_part).collect()
 }
 
-/// Returns a grapheme cluster. Returns only its first character if terminals do not agree on the width of the
-/// cluster.
+/// Returns the whole grapheme cluster if terminals agree on the cluster's width, and otherwise only the first
+/// character. Returns `None` if the text has no width.
 fn stable_width_part(cluster: &str) -> Option<&str> {
     let first = cluster.chars().next()?;
     let of_all: usize = cluster.chars().filter_map(UnicodeWidthChar::width).sum();

@@ -33,7 +33,7 @@ pub(super) fn bold() -> Style {
     Style::new().add_modifier(Modifier::BOLD)
 }
 
-/// Returns the colour for a state. Colours only repeat what the text already says.
+/// Returns the style for a state. The colour adds no information to the text.
 pub(super) fn state_style(state: &str) -> Style {
     match state {
         "failed" | "failing" | "open" | "forced_open" => Style::new().fg(Color::Red),

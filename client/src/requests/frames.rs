@@ -48,8 +48,7 @@ impl<'r> Frames<'r> {
         Ok(())
     }
 
-    /// Returns a buffer for the payload of an outcome that has been announced. Returns `None` if the job was
-    /// cancelled.
+    /// Returns a buffer for the payload of an announced outcome, or `None` if the job was cancelled.
     pub(crate) fn buffer_for(&mut self, header: Header) -> Option<Vec<u8>> {
         let state = self.state.get_or_insert_with(|| self.requests.lock());
         state.waiters.get(header.number)?;
@@ -188,7 +187,7 @@ impl Requests {
         Ok(if is_whole { FileResult::Copied(copy) } else { FileResult::Revoked })
     }
 
-    /// Returns the outcome of a job that has a lease, or whose result is in a memory file.
+    /// Returns the outcome of a job that used a lease or whose result is in a memory file.
     fn finish_leased_job(
         self: &Arc<Self>,
         mut waiter: Waiter,
@@ -253,7 +252,7 @@ impl Requests {
     }
 }
 
-/// A result in a memory file.
+/// A job's result that arrived in a memory file.
 enum FileResult {
     Copied(Vec<u8>),
     Mapped(MappedResult),

@@ -9,7 +9,7 @@ use crate::decide::Timestamp;
 /// The local clock and its offset from the server's clock.
 #[derive(Debug, Default)]
 pub(crate) struct Clock {
-    /// Time by which the server's clock is ahead of the local clock, in microseconds.
+    /// Offset of the server's clock from the local clock, in microseconds. Positive if the server's clock is ahead.
     offset_micros: AtomicI64,
     is_measured: AtomicBool,
 }

@@ -61,7 +61,7 @@ impl Gate {
         *until = (*until).max(Instant::now() + time);
     }
 
-    /// Returns true if the gate is open, even during a pause.
+    /// Returns true if the gate is open. A pause does not affect the result.
     pub(crate) fn is_open(&self) -> bool {
         is_open(&self.conditions.borrow())
     }

@@ -58,7 +58,7 @@ impl Permits {
         self.semaphore.available_permits()
     }
 
-    /// Returns the total number of permits, and the number of permits in use.
+    /// Returns the total number of permits and the number in use.
     pub(crate) fn numbers(&self) -> (usize, usize) {
         let limit = self.state.lock().unwrap_or_else(PoisonError::into_inner).limit;
         (limit, self.in_use.load(Ordering::Relaxed))

@@ -13,7 +13,7 @@ use crate::decide::Timestamp;
 use crate::names::{AGENTS, escape};
 use crate::server::messages::{Published, publish, read_last};
 
-/// Interval at which the agent renews its presence record, a third of the time after which the record expires.
+/// Interval at which the agent renews its presence record. The record expires after three times this interval.
 const INTERVAL: Duration = Duration::from_secs(5);
 /// Clock offset, in seconds, above which the agent logs a warning.
 const OFFSET_SECONDS_MAX: f64 = 1.0;

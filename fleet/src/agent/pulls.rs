@@ -25,18 +25,18 @@ const PULL_TIME: Duration = Duration::from_secs(5);
 const HEARTBEAT: Duration = Duration::from_secs(1);
 /// Time without a heartbeat after which the agent abandons a pull.
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
-/// Delay before the next pull after a failed one.
+/// Delay between a failed pull and the next pull.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Maximum time to wait for a permit to be returned before checking again whether one is free.
+/// Maximum time to wait for a permit to be returned before checking again for a free permit.
 const FULL_PAUSE: Duration = Duration::from_millis(25);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
-/// Status code with which the server ends an expired pull.
+/// Status code that the server sends when a pull expires.
 const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
 const IDLE: u16 = 100;
 
-/// Consumer of a bulkhead's jobs, from which the agent pulls.
+/// JetStream consumer from which the agent pulls a bulkhead's jobs.
 struct Lane {
     shared: Arc<Shared>,
     served: Arc<Served>,

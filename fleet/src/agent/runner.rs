@@ -45,7 +45,7 @@ struct Run {
     content: Message,
 }
 
-/// Processes a message until it needs no further handling.
+/// Processes a delivered message to completion.
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Permit) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;

@@ -101,13 +101,13 @@ pub fn too_late(terms: &Terms) -> Outcome {
     outcome(terms, Verdict::DeadlineQueued, 0)
 }
 
-/// Returns the outcome of a job that was running on a host that was lost.
+/// Returns the outcome of a job whose host was lost while the job was running.
 pub fn host_lost(terms: &Terms, attempts: u32) -> Outcome {
     let message = "the host was lost before the job ended".to_owned();
     outcome(terms, Verdict::Crashed { reason: CrashReason::HostLost, status: None, message }, attempts)
 }
 
-/// Creates an outcome for a job for which the supervisor did not report one.
+/// Creates an outcome for a job for which the supervisor reported no outcome.
 pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome {
     Outcome {
         retryable: verdict.is_retryable(terms.is_idempotent),
@@ -126,7 +126,7 @@ pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome
     }
 }
 
-/// Returns true if the job may have begun in the attempt that had this outcome.
+/// Returns true if the job may have begun in an attempt with this outcome.
 pub(crate) fn may_have_begun(outcome: &Outcome) -> bool {
     outcome.verdict.executed() != Executed::No
 }

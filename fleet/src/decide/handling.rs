@@ -100,7 +100,7 @@ pub enum Event {
     Ended(AttemptEnd),
     /// False if the job needs a dead letter that could not be stored.
     Announced(bool),
-    /// The result of the acknowledgement.
+    /// The attempt to acknowledge the message has ended.
     Acknowledged,
 }
 
@@ -154,9 +154,9 @@ pub struct Handling {
     rules: Rules,
     agent: String,
     nonce: String,
-    /// Number of writes so far, which makes the nonce of each write unique.
+    /// Number of writes so far. Makes the nonce of each write unique.
     writes: u32,
-    /// Number of consecutive times that the current request has failed.
+    /// Number of consecutive failures of the current request.
     failures: u32,
     jitter: f64,
     state: State,

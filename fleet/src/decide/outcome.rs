@@ -88,7 +88,7 @@ pub fn decide(
     }
 }
 
-/// Returns true if the job may be accepted by another host or in a later attempt.
+/// Returns true if another host or a later attempt could accept the job.
 fn is_returned(reason: RejectReason) -> bool {
     reason.is_retryable() || reason == RejectReason::NotFound
 }
@@ -117,7 +117,7 @@ fn not_sent(terms: &Terms) -> Outcome {
     outcome(terms, Verdict::Rejected { reason: RejectReason::Unavailable, message }, 0)
 }
 
-/// If the result is too large for the server, replaces it with an error.
+/// Replaces a result with an error if the result is too large for the server.
 fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     let (bytes, max) = (ending.payload.len(), rules.result_bytes_max);
     if bytes <= max {

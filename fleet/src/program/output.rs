@@ -45,7 +45,7 @@ impl Failure {
     }
 }
 
-/// Writes bytes to standard output. Exits silently if the reader has closed the pipe.
+/// Writes bytes to standard output. If the reader has closed the pipe, returns a failure without a message.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     standard_output::write(bytes).map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None },

@@ -18,9 +18,9 @@ use super::output::{self, Failure, exit};
 const JOBS: usize = 100;
 /// Number of results after which the demonstration kills an agent.
 const KILLED_AFTER: usize = 40;
-/// Maximum time that each component of the demonstration can take to start.
+/// Time limit for each component of the demonstration to start.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
-/// Recommended server version, shown to users whose server executable cannot be run.
+/// Server version to recommend if the server executable cannot be run.
 const VERSION: &str = "2.12.8";
 
 /// Configuration of the server. The server chooses a free port and writes its address to a `*.ports` file.
@@ -73,7 +73,7 @@ struct Demo {
     folder: PathBuf,
     settings: Settings,
     agents: Vec<Child>,
-    /// Processes of the server and the supervisor.
+    /// The server process and the supervisor process.
     _others: Vec<Child>,
 }
 
@@ -195,7 +195,7 @@ async fn prepare(settings: &Settings, folder: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Waits until the server is listening. Returns its address.
+/// Waits until the server is listening, then returns the server's address.
 async fn server_address(folder: &Path) -> Result<String, Failure> {
     let began = Instant::now();
     loop {

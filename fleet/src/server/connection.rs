@@ -35,7 +35,7 @@ pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Clie
     Ok(connect_with_refusals(nats, name, waits).await?.0)
 }
 
-/// Connects like [`connect`]. Also returns the [`Refusals`], which stores permission errors that the server reports.
+/// Connects like [`connect`]. Also returns a [`Refusals`] that records permission errors from the server.
 pub(crate) async fn connect_with_refusals(
     nats: &Nats,
     name: &str,
@@ -92,7 +92,7 @@ async fn credentials(nats: &Nats) -> Result<ConnectOptions, ConnectError> {
     Ok(options)
 }
 
-/// Returns an error if the mode of a file with secrets grants any permission to the group or to others.
+/// Returns an error if a file with secrets is accessible to its group or to other users.
 fn check_secret(file: &Path) -> Result<(), ConnectError> {
     let metadata = std::fs::metadata(file)
         .map_err(|error| ConnectError(format!("failed to read {}: {error}", file.display())))?;

@@ -28,7 +28,8 @@ pub(crate) enum Published {
     Stored(u64),
     /// No stream covers this subject, or the stream has no leader.
     NoStream,
-    /// The write was rejected because the subject's last message has this sequence number instead of the expected one.
+    /// The write was rejected because the subject's last sequence number was not the expected one. Contains the
+    /// actual number.
     Conflict(u64),
     /// The write was rejected because another write to the same subject is pending.
     Pending,
@@ -38,7 +39,7 @@ pub(crate) enum Published {
     StreamFull,
     /// The message cannot be stored, because the server lacks disk space or the cluster lacks quorum.
     Unavailable(String),
-    /// The message is larger than the server accepts.
+    /// The message exceeds the server's size limit.
     TooLarge,
     /// The user does not have permission to publish to the subject.
     Refused(String),
@@ -116,7 +117,7 @@ pub(crate) struct StoredMessage {
     pub(crate) body: Bytes,
 }
 
-/// Returns the subject for requests that directly read the last message of `subject`.
+/// Returns the API subject for a direct read of the last message on `subject`.
 pub(crate) fn read_subject(stream: &str, subject: &str) -> String {
     format!("$JS.API.DIRECT.GET.{stream}.{subject}")
 }

@@ -13,7 +13,7 @@ impl Refusals {
         Self(watch::Sender::new(String::new()))
     }
 
-    /// Stores an error reported by the server if it is a permission error. Ignores other errors.
+    /// Records a permission error from the server. Ignores all other errors.
     pub(crate) fn report(&self, error: &str) {
         if error.to_ascii_lowercase().contains("permissions violation") {
             self.0.send_replace(error.to_owned());

@@ -1,5 +1,5 @@
-//! Creates missing streams and consumers, and compares existing ones with the configuration. Existing objects that
-//! differ are reported but not changed.
+//! Creates missing streams and consumers, and compares existing ones with the configuration. Only new subjects and
+//! a new number of lanes are applied to existing objects. All other differences are reported but not changed.
 
 use std::fmt;
 
@@ -21,7 +21,7 @@ const STREAM_NOT_FOUND: u64 = 10059;
 const CONSUMER_NOT_FOUND: u64 = 10014;
 /// Maximum number of pending pull requests per consumer.
 const PULLS_MAX: u32 = 4096;
-/// Number of seconds after which the entry that announces an agent's presence expires unless the agent renews it.
+/// Lifetime of an agent's presence entry, in seconds. A running agent renews the entry before it expires.
 const PRESENCE_SECONDS: u64 = 15;
 
 /// Result of `init` for one stream or consumer.
@@ -31,7 +31,7 @@ pub enum Finding {
     Created(String),
     /// The object exists and matches the configuration.
     Unchanged(String),
-    /// The object differed from the configuration and was changed, because the change was safe.
+    /// The object differed from the configuration and was safely updated.
     Changed(String),
     /// The object differs from the configuration and was not changed. Contains the object's name and the differences.
     Differs(String, Vec<String>),
@@ -150,7 +150,8 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
     config
 }
 
-/// Creates missing streams and consumers, and adds the subjects of new bulkheads.
+/// Creates missing streams and consumers. Adds the subjects of new bulkheads, and replaces consumers if the number
+/// of lanes has changed.
 pub(crate) async fn prepare(client: &Client, settings: &Settings) -> Result<Vec<Finding>, InitError> {
     if settings.bulkhead.is_empty() {
         return Err(InitError::NoBulkhead);
@@ -323,7 +324,7 @@ async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<Value>, Ini
     Ok(found)
 }
 
-/// Returns the number of the bulkhead's jobs that have no outcome yet.
+/// Returns the number of jobs in the bulkhead that have no outcome yet.
 async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
     let body = json!({"subjects_filter": bulkhead_filter(bulkhead)});
     let info: Value = api(client, &format!("STREAM.INFO.{JOBS}"), body)
@@ -333,8 +334,8 @@ async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
     Ok(subjects.into_iter().flatten().filter_map(Value::as_u64).sum())
 }
 
-/// Describes each configured key whose value differs in the existing object. A key that the server omits has its
-/// default value.
+/// Describes each configured key whose value differs in the existing object. If the server omits a key, the key has
+/// its default value.
 fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
     let is_default = |value: &Value| matches!(value, Value::Bool(false)) || value == &json!(0);
     let mut differences = Vec::new();

@@ -165,8 +165,7 @@ fn is_claim(stored: Option<&Stored>) -> bool {
     stored.is_some_and(|stored| matches!(stored.record.phase, Phase::Claimed { .. }))
 }
 
-/// Returns the event that tells an agent that its request timed out, or `None` if the agent does not wait for a
-/// response.
+/// Returns the event for a request that timed out, or `None` if the agent does not wait for a response.
 fn no_answer(request: &Request) -> Option<Event> {
     match request {
         Request::Read => Some(Event::Read(Err(()))),

@@ -20,13 +20,13 @@ pub(crate) struct Queued {
     pub(crate) published: Ms,
     /// Number of deliveries.
     pub(crate) deliveries: u64,
-    /// Time from which the message can be delivered.
+    /// Earliest time at which the message can be delivered.
     pub(crate) available: Ms,
-    /// Number of times that the message will still be delivered after its acknowledgement.
+    /// Number of extra deliveries that remain after the acknowledgement.
     pub(crate) ghosts: u32,
 }
 
-/// The ledger's records of one job.
+/// The ledger's records for one job.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Ledger {
     /// All records of the job, oldest first. The last record is current.
@@ -69,8 +69,8 @@ impl Server {
         self.next_message += 1;
     }
 
-    /// Delivers one of the available messages. This is not always the oldest message, because a real server has several
-    /// replicas and lanes.
+    /// Delivers one of the available messages, which is not always the oldest. A real server also reorders
+    /// messages, because it has several replicas and lanes.
     pub(crate) fn pull(&mut self, now: Ms, random: &mut Random) -> Option<(u64, Queued)> {
         let ready: Vec<u64> = self
             .queue
@@ -93,7 +93,7 @@ impl Server {
         Some((sequence, delivered))
     }
 
-    /// Acknowledges a message, regardless of which delivery the agent is acknowledging. A few messages are delivered
+    /// Acknowledges a message, even if the agent acknowledges an earlier delivery. A few messages are delivered
     /// once more after their acknowledgement.
     pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
         let Some(message) = self.queue.get_mut(&sequence) else { return };
@@ -105,7 +105,7 @@ impl Server {
         }
     }
 
-    /// Postpones the redelivery of a message until `ack_wait` from now.
+    /// Restarts the `ack_wait` timer for the redelivery of a message.
     pub(crate) fn in_progress(&mut self, sequence: u64, now: Ms) {
         if let Some(message) = self.queue.get_mut(&sequence) {
             message.available = now + self.ack_wait;
@@ -144,7 +144,7 @@ impl Server {
         None
     }
 
-    /// Stores the write that was accepted for a job. Returns the new sequence number and the record that was replaced.
+    /// Stores a job's pending write. Returns the new sequence number and the replaced record.
     pub(crate) fn store(&mut self, job: usize) -> Option<(u64, Option<Stored>)> {
         let ledger = &mut self.ledgers[job];
         let (_, record) = ledger.in_process.take()?;

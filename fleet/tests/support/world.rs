@@ -19,7 +19,7 @@ use super::server::{Ms, Server};
 pub(crate) const ACK_WAIT: Ms = 10_000;
 pub(crate) const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
 const HEARTBEAT: Ms = ACK_WAIT / 3;
-/// Maximum length of a short freeze or outage, which must not have any consequences.
+/// Maximum duration of a short freeze or outage. Such an interruption must have no consequences.
 pub(crate) const SHORT: Ms = 1500;
 /// End of the period in which faults occur.
 pub(crate) const FAULTS_UNTIL: Ms = 120_000;
@@ -40,7 +40,7 @@ const EPOCH: Ms = 1_000_000;
 /// Maximum number of events in one history.
 const EVENTS_MAX: u64 = 2_000_000;
 
-/// Number of times that each situation of interest has occurred.
+/// Number of occurrences of each situation of interest.
 #[derive(Debug, Default)]
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
@@ -111,7 +111,7 @@ pub(crate) enum Request {
     Negative(Ms),
 }
 
-/// Identifies one process of an agent. A killed agent continues as a new process.
+/// Identifies one process of an agent. A killed agent restarts as a new process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Holder {
     pub(crate) agent: usize,

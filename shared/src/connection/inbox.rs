@@ -9,7 +9,7 @@ use super::BufferPool;
 use crate::frame::{FrameError, HEADER_BYTES, Header};
 use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
 
-/// Maximum number of bytes buffered for an incomplete small frame: one byte less than the largest small frame.
+/// Size of the largest small frame, in bytes. An incomplete small frame never needs a larger buffer.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
 /// Maximum number of bytes to zero in a payload buffer before a read. Limits how long a read can take.
@@ -55,7 +55,7 @@ impl Scratch {
 pub enum Received {
     /// More bytes may be available. Call [`Inbox::receive`] again before waiting for the socket.
     More,
-    /// All available bytes have been read. A read that returns descriptors is an exception: it ends early, so more
+    /// All available bytes have been read, unless the read returned descriptors. Such a read ends early, so more
     /// bytes may be available.
     Drained,
     /// The peer has closed its side of the connection.
@@ -74,8 +74,8 @@ pub enum Item<'s> {
         /// Payload of the frame.
         payload: &'s [u8],
     },
-    /// A frame with a large payload begins. Call [`Batch::accept`] to store the payload; otherwise the
-    /// payload is discarded as it arrives.
+    /// The beginning of a frame with a large payload. The payload is discarded as it arrives, unless
+    /// [`Batch::accept`] is called.
     Announced {
         /// Header of the frame.
         header: Header,
@@ -135,7 +135,7 @@ impl Large {
         std::mem::replace(&mut self.buffer, buffer)
     }
 
-    /// Stores the part of `bytes` that belongs to the payload. Returns the size of this part in bytes.
+    /// Stores the leading part of `bytes` that belongs to the payload. Returns the size of this part in bytes.
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
         if self.buffer.capacity() < self.filled + count {
@@ -257,7 +257,7 @@ impl Inbox {
         }
     }
 
-    /// Returns the number of frames that have been received. A large frame counts as soon as its metadata has
+    /// Returns the number of frames that have been received. A large frame is counted once its metadata has
     /// arrived.
     pub fn frames_begun(&self) -> u64 {
         self.begun
@@ -269,8 +269,8 @@ impl Inbox {
         Self { partial: bytes, ..Self::default() }
     }
 
-    /// Removes and returns the received bytes that no batch has returned as frames. Must not be called in the middle of
-    /// a large frame.
+    /// Removes and returns received bytes that have not been returned as frames. Must not be called in the middle
+    /// of a large frame.
     pub fn take_partial(&mut self) -> Vec<u8> {
         debug_assert!(!self.is_within_large(), "the state of a large frame cannot be moved");
         std::mem::take(&mut self.partial)

@@ -45,7 +45,7 @@ pub enum Payload<'p> {
     Owned(Vec<u8>),
     /// A buffer that the sender keeps in case the job has to be sent again. A large buffer is sent without copying.
     Shared(Arc<Vec<u8>>),
-    /// The given number of bytes from the beginning of a file. The file must not be shorter.
+    /// The given number of bytes from the beginning of a file. The file must be at least this long.
     File(Arc<OwnedFd>, usize),
 }
 
@@ -152,7 +152,7 @@ impl Outbox {
         self.bytes == 0
     }
 
-    /// Returns the most recently queued `bytes` bytes. Returns `None` unless these bytes are all in the last buffer.
+    /// Returns the last `bytes` queued bytes, or `None` if they are not all in the last buffer.
     pub fn tail_bytes(&self, bytes: usize) -> Option<&[u8]> {
         let tail = self.segments.back()?.bytes()?;
         tail.get(tail.len().checked_sub(bytes)?..)

@@ -2,8 +2,8 @@
 
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum ratio of a pooled buffer's size to the requested size. Low, because the whole buffer counts towards the
-/// memory limit.
+/// Maximum ratio of a pooled buffer's size to the requested size. A larger ratio would waste memory, because the
+/// whole buffer counts towards the memory limit.
 pub(super) const POOL_OVERSIZE_FACTOR_MAX: usize = 2;
 
 /// Maximum total size of the large buffers that a [`BufferPool`] keeps, in bytes.
@@ -43,7 +43,7 @@ impl BufferPool {
             .min_by_key(|&i| self.buffers[i].capacity());
         match fit {
             Some(i) => {
-                let buffer = self.buffers.swap_remove(i);
+                let buffer = self.buffers.remove(i);
                 self.bytes -= buffer.capacity();
                 buffer
             }

@@ -36,7 +36,7 @@ pub struct CrashId {
 const TIME_DIGITS: usize = 18;
 
 impl CrashId {
-    /// Creates the ID of the crash with this number, which occurred at the time `at`.
+    /// Creates the ID of a crash from its time and number.
     pub fn new(at: SystemTime, number: u32) -> Self {
         let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self { at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(0), number }
@@ -55,7 +55,7 @@ impl fmt::Display for CrashId {
     }
 }
 
-/// Error returned if a text is not the ID of a crash report.
+/// Error for text that is not a valid crash report ID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidCrashId;
 
@@ -70,7 +70,7 @@ impl std::error::Error for InvalidCrashId {}
 impl FromStr for CrashId {
     type Err = InvalidCrashId;
 
-    /// Parses an ID. Accepts no variations of the text that `Display` writes.
+    /// Parses an ID. Accepts only the exact text that `Display` writes.
     fn from_str(text: &str) -> Result<Self, InvalidCrashId> {
         let (time, number) = text.split_once('-').ok_or(InvalidCrashId)?;
         if time.len() != TIME_DIGITS || !time.is_ascii() {
@@ -121,7 +121,7 @@ vocabulary! {
         NoHello = "no_hello",
         /// The process did not become ready within the time limit.
         NotReady = "not_ready",
-        /// A job was still running at its deadline. The report shows where the job was; nothing has crashed.
+        /// A job was still running at its deadline. Nothing crashed, but the report shows what the job was doing.
         Deadline = "deadline",
     }
 }
@@ -346,8 +346,8 @@ impl CrashReport {
         }
     }
 
-    /// Returns true if the report is within the limits that the supervisor applies when it writes reports. Must be
-    /// checked for reports that are read from files, because any process could have written them.
+    /// Returns true if the report is within the limits that the supervisor applies when it writes reports. Callers
+    /// must check reports that they read from files, because any process could have written the files.
     pub fn is_valid(&self) -> bool {
         let is_short = |text: &str, max: usize| text.len() <= max && !text.contains('\0');
         let is_valid_job = |job: &CrashJob| {
@@ -373,7 +373,7 @@ vocabulary! {
         NoCrash = "no_crash",
         /// The job crashed again, but with a different cause.
         Different = "different",
-        /// The job crashed again with the cause of the original crash.
+        /// The job crashed again, with the same cause as the original crash.
         Same = "same",
     }
 }

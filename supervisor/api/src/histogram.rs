@@ -21,7 +21,7 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
     /// Number of buckets per doubling of the value.
     const STEPS: usize = 1 << (PRECISION_BITS - 1);
 
-    /// Adds `weight` to the bucket of `value`.
+    /// Adds `weight` to the bucket that contains `value`.
     #[inline]
     pub fn record(&mut self, value: u64, weight: u64) {
         let bucket = Self::bucket_of(value);
@@ -58,8 +58,8 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
         self.max
     }
 
-    /// Returns the quantile `share` (from 0 to 1), rounded up to the precision of the buckets, or 0 if the histogram is
-    /// empty.
+    /// Returns the quantile for `share`, a fraction from 0 to 1. The result is rounded up to the precision of the
+    /// buckets. Returns 0 if the histogram is empty.
     pub fn quantile(&self, share: f64) -> u64 {
         let rank = ((self.total as f64 * share).ceil() as u64).max(1);
         let mut cumulative = 0_u64;

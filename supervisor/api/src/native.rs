@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Maximum number of frames per thread.
 pub const NATIVE_FRAMES_MAX: usize = 64;
 
-/// Maximum total number of frames.
+/// Maximum total number of frames in a document.
 pub const NATIVE_FRAMES_TOTAL_MAX: usize = 256;
 
 /// Maximum number of threads.
@@ -136,8 +136,8 @@ impl NativeCrash {
         size_of::<Self>() + self.threads.iter().map(of_thread).sum::<usize>()
     }
 
-    /// Returns true if all parts of the document are within the limits on size and number. Must be checked for
-    /// documents that come from other processes.
+    /// Returns true if no part of the document exceeds the limits on size and number. Callers must check documents
+    /// that come from other processes.
     pub fn is_valid(&self) -> bool {
         let is_short = |text: &String| text.len() <= TEXT_BYTES_MAX;
         let is_valid_frame = |frame: &NativeFrame| frame.texts().all(is_short);

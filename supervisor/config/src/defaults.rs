@@ -11,9 +11,9 @@ pub const SOCKET_MODE: u32 = 0o600;
 pub const SOCKET_NAME: &str = "jobs.sock";
 /// Default file name of the admin socket, which is in the same folder as the jobs socket.
 pub const ADMIN_NAME: &str = "admin.sock";
-/// Name of the folder for sockets. Its parent is `$XDG_RUNTIME_DIR` or, for root, [`RUNTIME_DIR_OF_ROOT`].
+/// Name of the folder for sockets. The parent folder is `$XDG_RUNTIME_DIR` or, for root, [`RUNTIME_DIR_OF_ROOT`].
 pub const RUNTIME_FOLDER: &str = "bulkhead";
-/// Folder that contains root's folder for sockets.
+/// Parent of the socket folder if the supervisor runs as root.
 pub const RUNTIME_DIR_OF_ROOT: &str = "/run";
 
 /// Mode of the admin socket.
@@ -23,7 +23,7 @@ pub const ADMIN_MODE: u32 = 0o600;
 pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
 /// Mode of the jobs socket's folder if the supervisor creates the folder.
 pub const FOLDER_MODE: u32 = 0o700;
-/// Mode of the jobs socket's folder if users other than the supervisor's user can have access to the socket.
+/// Mode of the jobs socket's folder if other users are allowed to connect to the socket.
 pub const FOLDER_MODE_WITH_ACCESS: u32 = 0o755;
 
 /// Default sandbox profile.
@@ -39,7 +39,7 @@ pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
 /// Longest duration that a configuration file can contain. Small enough that adding a few durations to a clock time
 /// cannot overflow.
 pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
-/// Shortest duration that a configuration file can contain for keys that cannot be zero.
+/// Shortest duration for configuration keys that must not be zero.
 pub const DURATION_MIN: Duration = Duration::from_millis(1);
 /// Largest integer that TOML supports.
 pub const NUMBER_MAX: u64 = i64::MAX as u64;
@@ -69,7 +69,7 @@ pub const SPARES_CEILING: u64 = 64;
 pub const IN_FLIGHT_CEILING: u64 = bulkhead_shared::limits::IN_FLIGHT_CEILING as u64;
 /// Maximum number of queued jobs in a bulkhead.
 pub const QUEUE_CEILING: u64 = 1_000_000;
-/// Maximum number of permits in a bulkhead, which is `processes` × `max_in_flight`.
+/// Maximum number of permits in a bulkhead. The number of permits is `processes` × `max_in_flight`.
 pub const PERMITS_CEILING: u64 = 1_000_000;
 /// Maximum value of a rate limit, in jobs per second. Also the maximum burst size in jobs.
 pub const RATE_CEILING: u64 = 1_000_000_000;

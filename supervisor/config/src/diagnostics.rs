@@ -10,8 +10,8 @@ use serde::Serialize;
 
 use super::sources::{Source, Sources};
 
-/// Maximum number of problems that a report shows. Further problems are only counted; [`ConfigErrors::problems`]
-/// returns all.
+/// Maximum number of problems that a report shows. The report only counts the remaining problems.
+/// [`ConfigErrors::problems`] returns all problems.
 const SHOWN_MAX: usize = 100;
 
 /// Maximum number of characters that a message quotes from a file.
@@ -200,7 +200,7 @@ fn char_start(source: &Source, position: usize) -> usize {
     source.start + start
 }
 
-/// Formats a position as the path of the file, the line and the column.
+/// Formats a position as `path:line:column`.
 pub(super) fn place(sources: &Sources, position: usize) -> String {
     let source = sources.at(position);
     let Position { line, column } = Cursor::new(source).advance_to(char_start(source, position));

@@ -16,7 +16,7 @@ use crate::reader::{Field, Origin, TableReader};
 use crate::table::{NestedTable as _, Table as _};
 use crate::{defaults, key, schema, values};
 
-/// Contents of a whole configuration file. Rules that involve several keys have not been checked yet.
+/// Contents of a configuration file, before the rules that involve several keys are checked.
 pub(crate) struct RawFile {
     pub(crate) supervisor: RawSupervisor,
     /// Keys of each `[[access]]` rule, in file order.
@@ -29,7 +29,7 @@ pub(crate) struct RawFile {
 
 /// Keys of a table in the file, with the name and position of the table.
 pub(crate) struct Raw<K> {
-    /// Name of the bulkhead; empty for other tables.
+    /// Name of the bulkhead. Empty if the table does not belong to a bulkhead.
     pub(crate) name: String,
     /// Position of the table's heading, or the start of the file if the `[supervisor]` table is absent.
     pub(crate) heading: Range<usize>,
@@ -145,7 +145,7 @@ fn name_char(c: char) -> char {
     if matches!(c, 'a'..='z' | '0'..='9' | '.' | '_' | '-') { c } else { '-' }
 }
 
-/// Reports a key in `[bulkhead]` that is not a bulkhead. The author most likely meant the key to apply to all
+/// Reports a key in `[bulkhead]` whose value is not a table. The author most likely meant to set the key for all
 /// bulkheads.
 fn report_not_a_bulkhead(
     name: &Spanned<toml::de::DeString<'_>>,

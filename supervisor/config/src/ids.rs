@@ -4,7 +4,8 @@ use std::fmt;
 
 use serde::Serialize;
 
-/// The range of user IDs in the `worker_uids` key, at most 1,000,000 IDs. `Display` writes the range as in the file.
+/// Range of user IDs from the `worker_uids` key, with at most 1,000,000 IDs. `Display` uses the same format as the
+/// file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct UidRange {
     /// First ID, at least 1.

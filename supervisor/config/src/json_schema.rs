@@ -106,7 +106,7 @@ fn definition(table: &str) -> Value {
     json!({"$ref": format!("#/definitions/{table}")})
 }
 
-/// Returns the schema of an inner table, whose keys are either fixed or chosen by the author of the file.
+/// Returns the schema of an inner table. The names of the table's keys are either fixed or chosen by the user.
 fn inner_table(key: &Key) -> Value {
     match (key.table, key.name) {
         (key::TOP_LEVEL, "bulkhead") => {

@@ -28,13 +28,13 @@ pub struct Key {
     pub name: &'static str,
     /// Kind of the value.
     pub kind: Kind,
-    /// Value that applies if the key is absent, or a description of what the supervisor does in that case.
+    /// Default value, or a description of what the supervisor does if the key is absent.
     pub default: DefaultValue,
-    /// Description of the key for the reference.
+    /// Description of the key for the reference documentation.
     pub about: &'static str,
     /// Valid example value for a key without a default.
     pub(super) example: &'static str,
-    /// Effect of a reload on a running supervisor if the value has changed.
+    /// Effect of a reload that changes the value of this key.
     pub on_reload: OnReload,
 }
 
@@ -64,11 +64,11 @@ pub enum Kind {
         /// True if 1 is allowed. Otherwise the value must be below 1.
         all: bool,
     },
-    /// A number above 0 and up to the given maximum. The number can have a fraction.
+    /// A number above 0 and at most the given maximum. The number can have a fractional part.
     Number(u64),
     /// `true` or `false`.
     Boolean,
-    /// `true`, `false`, or a table with permitted connections.
+    /// `true`, `false`, or a table of permitted connections.
     Network,
     /// A file mode such as `"0600"`.
     Mode,
@@ -76,16 +76,16 @@ pub enum Kind {
     Path,
     /// Any other string.
     Text,
-    /// A word from a list.
+    /// A word from a fixed list.
     Word(&'static [&'static str]),
-    /// An array of words from a list.
+    /// An array of words from a fixed list.
     Words(&'static [&'static str]),
     /// A program and its arguments.
     Program,
-    /// An ordered array of at most this many names.
+    /// An ordered array of names, up to the given number.
     Names(usize),
-    /// An array of at most this many paths. Relative paths are resolved against the folder of the
-    /// configuration file.
+    /// An array of paths, up to the given number. Relative paths are resolved against the folder of the configuration
+    /// file.
     Paths(usize),
     /// A range of user IDs such as `"200000-200999"`.
     Ids,
@@ -97,7 +97,7 @@ pub enum Kind {
     Limit(Resource),
     /// A table.
     Table,
-    /// An array of at most this many tables.
+    /// An array of tables, up to the given number.
     Tables(usize),
 }
 
@@ -113,15 +113,15 @@ pub enum DefaultValue {
     Count(u64),
     /// A fraction.
     Share(f64),
-    /// A number that can have a fraction.
+    /// A number that can have a fractional part.
     Number(f64),
     /// `true` or `false`.
     Boolean(bool),
     /// A file mode, written in octal digits.
     Mode(u32),
-    /// A word from a list.
+    /// A word from a fixed list.
     Word(&'static str),
-    /// A description of the behaviour, for a key that has no default or a computed default.
+    /// A description of the default behaviour. Used if the key has no default value or the default is computed.
     Described(&'static str),
 }
 
@@ -171,12 +171,12 @@ pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
     keys.iter().find(|key| key.table == table && key.name == name).copied()
 }
 
-/// Formats words as a list for a message or the reference.
+/// Formats words as a comma-separated list for a message or the reference documentation.
 pub(super) fn format_list(words: &[&str]) -> String {
     words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ")
 }
 
-/// Returns the heading of a table as written in the file.
+/// Returns the heading of a table, such as `[supervisor]` or `[[access]]`.
 pub(super) fn heading(table: &str) -> String {
     if table == ACCESS { format!("[[{table}]]") } else { format!("[{table}]") }
 }
@@ -187,7 +187,8 @@ impl Key {
         if self.table == TOP_LEVEL { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
-    /// Creates a key whose value is a table. The table itself has no description; only its keys do.
+    /// Creates a key whose value is a table. The key has no description, because the keys inside the table have their
+    /// own.
     pub(super) const fn of_table(table: &'static str, name: &'static str) -> Self {
         let default = DefaultValue::Described("none");
         Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Applies }

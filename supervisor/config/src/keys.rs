@@ -12,7 +12,7 @@ pub(crate) mod rlimits;
 pub(crate) mod supervisor;
 pub(crate) mod tenants;
 
-/// Kinds of values that several keys share.
+/// Value kinds and limits shared by several keys.
 mod kinds {
     use std::time::Duration;
 
@@ -20,7 +20,7 @@ mod kinds {
     use crate::key::Kind;
     use bulkhead_shared::Vocabulary;
 
-    /// Minimum value for durations that can be zero.
+    /// Minimum for durations that are allowed to be zero.
     pub(super) const ANY_DURATION: Duration = Duration::ZERO;
     pub(super) const POSITIVE_DURATION: Duration = defaults::DURATION_MIN;
     /// A fraction above 0 and at most 1.

@@ -299,11 +299,11 @@ fn who_can_change(found: &Metadata) -> Option<String> {
 
 /// A file whose contents are not valid UTF-8.
 struct InvalidText {
-    /// Offset of the first byte that is not UTF-8.
+    /// Offset of the first byte that is not valid UTF-8.
     at: usize,
     byte: u8,
-    /// Text of the file, with invalid UTF-8 replaced. Everything before `at` is unchanged, so positions in that part
-    /// are correct.
+    /// File contents with invalid UTF-8 replaced. The text before `at` is unchanged, so positions before `at` are
+    /// correct.
     lossy: String,
 }
 

@@ -56,7 +56,7 @@ fn runs(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| found.is_file()) && may(path, Access::EXEC_OK).is_ok()
 }
 
-/// Checks access with the effective user ID, as the kernel does when a file is opened.
+/// Checks access to a path with the effective user ID. The kernel also uses this ID when a file is opened.
 fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
     accessat(CWD, path, access, AtFlags::EACCESS)
 }

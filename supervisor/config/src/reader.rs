@@ -74,8 +74,8 @@ impl<T> Field<T> {
 /// is invalid.
 pub(super) type PresentKey = (&'static str, Option<Range<usize>>);
 
-/// The strings in an array, each with its position. The array contains a program and its arguments, or a list of names,
-/// words or paths.
+/// Strings in an array, each with its position. The array is a program with its arguments, or a list of names, words
+/// or paths.
 pub(super) type Arguments = Vec<Given<String>>;
 
 /// Environment variables of a program, by name. The strings are either the variables' values or the paths of files that
@@ -85,7 +85,7 @@ pub(super) type Environment = BTreeMap<String, Given<String>>;
 /// Reader for a single table. `schema` is the table's name in the schema, such as `bulkhead.NAME.restart`, and `title`
 /// is its name in the file, such as `bulkhead.thumbnail.restart`.
 pub(super) struct TableReader<'t, 'p> {
-    /// All keys in the schema.
+    /// Keys of all tables in the schema.
     keys: &'static [Key],
     schema: &'static str,
     title: String,
@@ -93,7 +93,7 @@ pub(super) struct TableReader<'t, 'p> {
     prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
-    /// Known keys of this table that appear to be misspelled in the file.
+    /// Keys of this table that appear under a misspelled name in the file.
     misspelt: Vec<&'static str>,
     problems: &'p mut Problems,
 }
@@ -230,7 +230,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.problems.report(span, error.message, error.help);
     }
 
-    /// Reads a value with the function `read`, and reports any error.
+    /// Passes the value of the key `name` to `read`, and reports any error.
     pub(super) fn read_value<T>(
         &mut self,
         name: &str,
@@ -239,8 +239,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.read_partly(name, |_, key, value| read(key, value.get_ref()).map(Some))
     }
 
-    /// Reads a value with the function `read`, which reports invalid parts and skips them. `read` returns `None` if no
-    /// valid part remains.
+    /// Passes the value of the key `name` to `read`, which reports invalid parts and skips them. `read` returns
+    /// `None` if no valid part remains.
     fn read_partly<T>(
         &mut self,
         name: &str,
@@ -319,7 +319,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Returns an inner table in which the author of the file chooses the names of the keys.
+    /// Returns an inner table whose key names are chosen by the user. Reports an error if the value is not a table.
     pub(super) fn bare_table(&mut self, name: &str) -> Option<&'t DeTable<'t>> {
         let (key, value) = self.key_with_value(name)?;
         if let DeValue::Table(table) = value.get_ref() {

@@ -37,7 +37,7 @@ const POOLED_MIN: u64 = 512 * 1024;
 /// Maximum number of names to list in a message.
 const LISTED_MAX: usize = 10;
 
-/// Checks the rules that involve several keys or the system, and collects the problems.
+/// Checker for rules that involve several keys or the operating system. Collects the problems.
 pub(super) struct Checker<'c> {
     pub(super) sources: &'c Sources,
     pub(super) process_env: &'c ProcessEnv,
@@ -63,7 +63,7 @@ impl<'c> Checker<'c> {
         Config { path, fragments, supervisor, access, bulkheads }
     }
 
-    /// Returns the folder against which to resolve relative paths that occur at this position in the configuration.
+    /// Returns the folder for resolving relative paths at this position in the configuration.
     fn folder(&self, span: &Range<usize>) -> &'c Path {
         &self.sources.at(span.start).folder
     }
@@ -335,13 +335,13 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Returns the value, or `None` after reporting an error at `position`.
+    /// Returns the value in `found`. If `found` is an error, reports the error at `position` and returns `None`.
     fn ok_or_report<T>(&mut self, position: &Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }
 
-    /// Returns the help for an unknown bulkhead name. Suggests the most similar of `names` or, if none is similar,
-    /// lists all of them.
+    /// Returns the help text for an unknown bulkhead name. Suggests the most similar name in `names`. If no name is
+    /// similar, lists all names, unless there are too many.
     fn suggest_name(name: &str, names: &[&str], which: &str) -> String {
         match nearest(name, names.iter().copied()) {
             Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
@@ -392,7 +392,7 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Reports an error if the value of `lower` exceeds that of `upper`. `literal` formats a value as TOML.
+    /// Reports an error if `lower` is greater than `upper`. `literal` formats a value as TOML.
     fn ordered<T: PartialOrd>(
         &mut self,
         lower: (&str, &Resolved<T>),
@@ -529,7 +529,7 @@ impl Permits {
     }
 }
 
-/// Returns the last part of a dotted name, which is the name of the key in the file.
+/// Returns the key name, which is the last part of a dotted path.
 fn key_name(label: &str) -> &str {
     label.rsplit('.').next().unwrap_or(label)
 }

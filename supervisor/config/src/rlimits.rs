@@ -27,7 +27,7 @@ fn serialize_limit<S: Serializer>(limit: &Option<u64>, serializer: S) -> Result<
     }
 }
 
-/// Value in the configuration file for a resource without a limit.
+/// Word for "no limit" in the configuration file.
 pub(super) const UNLIMITED: &str = "unlimited";
 
 /// Unit of a resource limit.

@@ -197,8 +197,7 @@ impl Lines {
         }
     }
 
-    /// Adds comments about the user that the workers run as, and about where `/tmp` is kept and when its size is
-    /// checked.
+    /// Adds comments about the workers' user ID, and about the location and size check of `/tmp`.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
             self.comment(worker_user(sandbox, self.ids));
@@ -213,8 +212,8 @@ impl Lines {
         }
     }
 
-    /// Adds comments with the resource limits that the sandbox sets. They are not written as `rlimits`, because they
-    /// depend on the profile.
+    /// Adds comments that show the resource limits set by the sandbox. These limits are not written as `rlimits`,
+    /// because they depend on the profile.
     fn sandbox_rlimits(&mut self, bulkhead: &BulkheadConfig) {
         for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {
             let limit = limit.unwrap_or(u64::MAX);
@@ -322,7 +321,7 @@ impl Write for Vec<(String, PathBuf)> {
     }
 }
 
-/// Tenant tables are omitted here, because `Lines::tenant` writes each one as a separate table.
+/// Omits tenant tables, because `Lines::tenant` writes each tenant as a separate table.
 impl Write for BTreeMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
         None
@@ -346,8 +345,8 @@ impl Write for TenantsConfig {
     }
 }
 
-/// Writes the sandbox settings as an inline table. With the `none` profile, all other keys are omitted, because they
-/// would have no effect.
+/// Writes the sandbox settings as an inline table. With the `none` profile, writes only the profile, because all
+/// other keys would have no effect.
 impl Write for SandboxConfig {
     fn written(&self, _: Kind) -> Option<Written> {
         let Self { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = self;

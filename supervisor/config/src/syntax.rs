@@ -36,8 +36,8 @@ fn plain(message: &str) -> &str {
     message.split_once(", expected ").map_or(message, |(what, _)| what)
 }
 
-/// Returns the help for a line written as `key: value` instead of `key = value`. `before` and `after` are the text on
-/// either side of the colon.
+/// Returns the help text for a line written as `key: value` instead of `key = value`. `before` and `after` are the
+/// text on either side of the colon.
 fn colon_help(before: &str, after: &str) -> String {
     let is_of_key = |c: char| c.is_ascii_alphanumeric() || "_-.\"".contains(c);
     let line = before.rsplit('\n').next().unwrap_or_default().trim_end();

@@ -28,7 +28,7 @@ pub(crate) trait Value: Clone {
     }
 }
 
-/// A type that a key's default value can have.
+/// A type of value that a key can have as its default.
 pub(crate) trait Scalar {
     fn default_value(&self, kind: Kind) -> DefaultValue;
 }
@@ -122,7 +122,7 @@ pub(crate) trait Table: Sized {
     fn merge(self, defaults: &Self) -> Self;
 }
 
-/// A table in which each value can be validated without looking at the other values.
+/// A table whose values can be validated independently of each other.
 pub(crate) trait ByRows {
     type Checked;
 
@@ -138,12 +138,12 @@ pub(crate) trait ByRows {
     }
 }
 
-/// A table inside another table, or several such tables whose names are chosen by the author of the file.
+/// A table inside another table, or a group of such tables with user-defined names.
 pub(crate) trait NestedTable: Sized {
     /// Returns the keys of the inner table; see [`Table::keys`].
     fn nested_keys() -> Vec<Key>;
 
-    /// Reads the inner table `name`. The inner table can be absent, and so can the table that would contain it.
+    /// Reads the inner table `name`. Both the inner table and the table that contains it can be absent.
     fn read_nested(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
 
     /// Merges the inner table with the one in `[defaults]`; see [`Table::merge`].
@@ -223,7 +223,7 @@ pub(crate) fn as_table_option<T: Section, S: Serializer>(
     }
 }
 
-/// Serializes a value of an enum in `policy` as the corresponding word.
+/// Serializes an enum value as the word that stands for the value in the configuration file.
 pub(crate) fn as_word<T: Vocabulary, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(value.name())
 }

@@ -46,7 +46,7 @@ impl Deref for LabelledKey {
     }
 }
 
-/// Returns help that shows how to write the key and a value, such as `` write `key = value` ``.
+/// Returns a help text that shows how to write the key and a value, such as `` write `key = value` ``.
 fn write_help(key: &LabelledKey, value: &str) -> String {
     format!("write `{} = {value}`", key.name)
 }
@@ -80,8 +80,8 @@ pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Returns the help for a string that should be an array of arguments. The supervisor does not split strings, because
-/// it does not use a shell.
+/// Returns the help text for a string that should be an array of arguments. The supervisor does not split strings,
+/// because it does not use a shell.
 pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
@@ -128,7 +128,8 @@ pub(super) fn duration(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Du
     Ok(duration)
 }
 
-/// Returns the help for a duration that is out of range. For `queue_timeout`, explains what to write instead of zero.
+/// Returns the help text for a duration that is out of range. For `queue_timeout`, explains what to write instead of
+/// zero.
 fn out_of_range_help(key: &LabelledKey) -> String {
     match key.name {
         "queue_timeout" => {

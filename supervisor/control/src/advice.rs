@@ -24,7 +24,7 @@ pub(crate) const SUFFICIENT_TIME: Duration = Duration::from_secs(600);
 /// Minimum number of observed jobs before any advice is given.
 pub(crate) const PROVISIONAL_JOBS: u64 = 100;
 
-/// Minimum observation time before a lower value is proposed.
+/// Minimum observation time before the advice proposes a lower value.
 pub(crate) const LOWER_AFTER: Duration = Duration::from_secs(3600);
 
 /// Current settings of the bulkhead. If tenants are isolated, each number applies to a single tenant.

@@ -88,7 +88,7 @@ use reload::Reloads;
 /// Interval between memory checks of workers for which `recycle.rss` is set.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Interval between checks for suppressed events whose number has not been reported yet.
+/// Interval between checks for suppressed events that have not been reported yet.
 const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Pause between batches when reaping orphans.
@@ -105,13 +105,14 @@ const TAIL_READ_YIELDS_MAX: u32 = 64;
 /// more.
 const EVENT_TAIL_BYTES: usize = 2 * 1024;
 
-/// Whether the supervisor runs in a process of its own or in an application's process.
+/// Mode in which the supervisor runs: in its own process or embedded in an application.
 pub enum RunMode {
-    /// The supervisor runs in a process of its own. It handles signals, notifies the service manager and has sockets.
+    /// The supervisor runs in its own process. It handles signals, notifies the service manager and has sockets.
     Standalone {
         /// The bound admin socket.
         admin: UnixListener,
-        /// The jobs socket and the admin socket. The control plane checks periodically that their files still exist.
+        /// The jobs socket and the admin socket. The control plane periodically checks that the socket files still
+        /// exist.
         sockets: Arc<Sockets>,
     },
     /// The supervisor runs in an application's process. It handles no signals, does not notify the service manager, and
@@ -121,7 +122,7 @@ pub enum RunMode {
 
 /// Arguments for starting the control plane.
 pub struct Options {
-    /// Whether the supervisor runs in a process of its own or in an application's process.
+    /// Mode in which the supervisor runs: in its own process or embedded in an application.
     pub mode: RunMode,
     /// Sender of commands to the data plane.
     pub commands: CommandSender,
@@ -143,7 +144,7 @@ pub struct Options {
     pub http: Option<(TcpListener, Token)>,
     /// The bound TCP socket for jobs, if `jobs_http` is configured.
     pub jobs_http: Option<TcpListener>,
-    /// For each listening socket, whether the service manager owns it.
+    /// Flags that show which listening sockets belong to the service manager.
     pub inherited: InheritedSockets,
     /// Monitor for the essential threads. If one of them exits early, the supervisor shuts down.
     pub threads: ThreadMonitor,
@@ -173,11 +174,11 @@ pub(crate) struct Control {
     reloads: Reloads,
     readiness: readiness::Readiness,
     sockets: sockets::SocketFiles,
-    /// For each listening socket, whether the service manager owns it.
+    /// Flags that show which listening sockets belong to the service manager.
     inherited: InheritedSockets,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
-    /// True if the supervisor runs in the process of an application.
+    /// True if the supervisor is embedded in an application.
     is_embedded: bool,
     /// Permits that limit the number of concurrent streams.
     streams: Arc<Semaphore>,
@@ -186,8 +187,8 @@ pub(crate) struct Control {
     handover: Handover,
     /// Cache of processes that are known not to be descendants of the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
-    /// Marker to which every unfinished HTTP request for a job holds a reference. The reference count shows whether
-    /// there are such requests.
+    /// Marker that each unfinished HTTP job request references. The reference count shows whether any job request is
+    /// unfinished.
     job_requests: Arc<()>,
     /// Permits that limit the number of concurrent jobs submitted over the admin API.
     jobs: Arc<Semaphore>,
@@ -207,7 +208,7 @@ pub(crate) struct Control {
 pub struct ControlThread(JoinHandle<()>);
 
 impl ControlThread {
-    /// Waits until the control plane has shut down, which happens after the notice channel has closed.
+    /// Waits until the control plane has shut down. The shutdown begins when the notice channel closes.
     pub fn join(self) {
         // A panic in the thread has already been reported.
         let _ = self.0.join();
@@ -332,7 +333,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
 type Local = (tokio::net::UnixListener, u32);
 type Tcp = (tokio::net::TcpListener, tcp::RequestCheck);
 
-/// The listeners. Each has a queue of connections that the main thread serves.
+/// Listeners of the admin API, each with a queue of connections for the main thread.
 struct Serving {
     local: (Option<Local>, Dispatcher<UnixStream>, Queue<UnixStream>),
     tcp: Option<(Tcp, Dispatcher<TcpStream>, Queue<TcpStream>)>,
@@ -449,8 +450,8 @@ impl Control {
         }
     }
 
-    /// Runs a task repeatedly, at a fixed interval, until the control plane shuts down. If the task is running at that
-    /// time, it is completed.
+    /// Runs a task at a fixed interval until the control plane shuts down. A run that is in progress at shutdown is
+    /// completed.
     async fn every<T: Future<Output = ()>>(
         self: Arc<Self>,
         interval: Duration,
@@ -506,7 +507,7 @@ impl Control {
         }
     }
 
-    /// Returns true if the response to any job is still incomplete.
+    /// Returns true if any job request over HTTP is still unfinished.
     fn has_job_requests(&self) -> bool {
         Arc::strong_count(&self.job_requests) > 1
     }
@@ -543,7 +544,7 @@ impl Control {
         Some(snapshots)
     }
 
-    /// Requests a snapshot of the part of a bulkhead that belongs to one tenant. Adds the resource usage from `/proc`.
+    /// Requests a snapshot of one tenant's part of a bulkhead. Adds the workers' resource usage from `/proc`.
     async fn tenant_snapshot(
         &self,
         bulkhead: &str,
@@ -591,7 +592,7 @@ fn add_usage(snapshot: &mut Snapshot) {
     }
 }
 
-/// Periodically emits events that report how many events were suppressed, until the control plane shuts down.
+/// Periodically reports the number of suppressed events, until the control plane shuts down.
 async fn report_suppressed(control: Arc<Control>) {
     control.every(SUPPRESSED_INTERVAL, |control| async move { control.events.report_suppressed() }).await;
 }

@@ -28,14 +28,14 @@ pub struct BoundSocket {
     path: PathBuf,
     mode: u32,
     folder_mode: u32,
-    /// Device and inode of the socket file, used to check that the path still refers to this socket.
+    /// Device and inode of the socket file. Used to check whether the path still refers to this socket.
     identity: (u64, u64),
     listener: Option<UnixListener>,
     lock: File,
-    /// True if this supervisor serves the socket. False before taking over from another supervisor and after handing
-    /// over to one.
+    /// True while this supervisor serves the socket. False before it takes over from a predecessor and after it
+    /// hands over to a successor.
     is_owner: bool,
-    /// True if the service manager has bound the socket.
+    /// True if the service manager bound the socket.
     is_inherited: bool,
 }
 
@@ -64,8 +64,8 @@ impl InheritedSockets {
         ]
     }
 
-    /// Creates the flags from the names of the sockets that the service manager has bound. During an upgrade, these
-    /// names come from the previous supervisor.
+    /// Creates the flags from the names of the sockets that the service manager bound. During an upgrade, the
+    /// previous supervisor provides these names.
     pub fn from_names(names: &[String]) -> Self {
         let mut sockets = Self::default();
         for (name, is_inherited) in sockets.each() {
@@ -74,16 +74,16 @@ impl InheritedSockets {
         sockets
     }
 
-    /// Returns the names of the sockets that the service manager has bound. During an upgrade, these names are sent to
-    /// the successor.
+    /// Returns the names of the sockets that the service manager bound. During an upgrade, these names are sent
+    /// to the successor.
     pub fn names(mut self) -> Vec<String> {
         let names = self.each().into_iter().filter(|(_, is_inherited)| **is_inherited);
         names.map(|(name, _)| name.to_owned()).collect()
     }
 }
 
-/// The jobs socket and the admin socket. Shared so that their files can be checked while other threads use the
-/// listeners.
+/// The jobs socket and the admin socket. Each has a mutex so that its file can be checked while other threads
+/// use the listeners.
 #[derive(Debug)]
 pub struct Sockets {
     /// Socket for clients that submit jobs.
@@ -92,7 +92,7 @@ pub struct Sockets {
     pub admin: Mutex<BoundSocket>,
 }
 
-/// Error for a socket that cannot be bound. The text continues a sentence that begins with "failed to".
+/// Error for a socket that cannot be bound. The message is worded to follow "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("listen on {}: {problem}", path.display())]
 pub struct BindError {
@@ -147,13 +147,13 @@ impl BoundSocket {
         self.is_owner
     }
 
-    /// Returns a duplicate of the lock that can be handed to another supervisor.
+    /// Returns a duplicate of the lock's descriptor for another supervisor.
     pub fn lock_descriptor(&self) -> io::Result<OwnedFd> {
         Ok(self.lock.try_clone()?.into())
     }
 
-    /// Uses a socket that the service manager bound at `path`. The service manager is responsible for the file and its
-    /// mode.
+    /// Adopts a socket that the service manager bound at `path`. The service manager is responsible for the file
+    /// and its mode.
     pub fn inherit(path: &Path, listener: UnixListener) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         let bound = listener.local_addr().map_err(|error| fail(error.to_string()))?;
@@ -277,8 +277,8 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     Ok(listener)
 }
 
-/// Makes a listener refuse descriptors sent by clients. Accepted connections inherit this option. On kernels without
-/// the option, the data plane's `descriptors` module handles received descriptors.
+/// Makes a listener refuse descriptors sent by clients. Accepted connections inherit this option. If the kernel
+/// does not support the option, the data plane's `descriptors` module handles received descriptors.
 fn set_refusal(listener: &UnixListener) -> Result<(), String> {
     match refuse_descriptors(listener) {
         Err(error) if error != Errno::NOPROTOOPT => {
@@ -436,8 +436,8 @@ mod tests {
         assert!(!bound.exists() && bound.recreate().is_err());
     }
 
-    /// The test also checks that a second supervisor cannot use the socket, and that the file is not recreated if it is
-    /// removed.
+    /// The test also checks that a second supervisor cannot use the socket, and that a removed socket file is
+    /// not recreated.
     #[test]
     fn inherited_socket_keeps_its_file() {
         let folder = tempfile::tempdir().unwrap();

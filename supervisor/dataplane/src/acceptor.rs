@@ -14,11 +14,11 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Minimum delay in accepting connections that is reported as an event.
+/// Shortest delay in accepting connections that is reported as an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reciprocal of the maximum share of a processor's time that can be spent on accepting connections.
+/// Reciprocal of the maximum share of one processor's time to spend on accepting connections.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
@@ -29,8 +29,8 @@ pub(super) struct Acceptor {
     /// True if the listener is not registered with the event loop. The listener is deregistered while the time budget
     /// is used up, so that new connections do not wake the data plane.
     is_deregistered: bool,
-    /// True if accepting a connection has failed. Accepting must be retried, because the event loop reports
-    /// waiting connections only once.
+    /// True if accepting a connection failed and must be retried. The event loop reports waiting connections
+    /// only once.
     needs_retry: bool,
     budget: TimeBudget,
     /// Time at which the current delay began, or `None` if no connection is delayed.
@@ -94,7 +94,7 @@ impl Acceptor {
         self.needs_retry
     }
 
-    /// Returns the earliest time at which a connection can be accepted, or `None` if no connection is
+    /// Returns the earliest time at which a waiting connection can be accepted, or `None` if no connection is
     /// waiting.
     pub(super) fn accept_at(&self) -> Option<Time> {
         self.is_pending.then(|| self.budget.resume_at())

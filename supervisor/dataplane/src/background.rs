@@ -33,16 +33,16 @@ const KEEPER_START_MAX: Duration = Duration::from_secs(10);
 const KEEPER_RETRY_PAUSE: Duration = Duration::from_millis(10);
 
 enum Task {
-    /// Kills all processes that a lost keeper left behind.
+    /// Kills all processes left behind by a lost keeper.
     SweepKeeper {
         lost: Box<Keeper>,
     },
-    /// Starts the next keeper after a pause, using the `launcher` of the keeper that was lost.
+    /// Starts a new keeper after a pause, using the lost keeper's launcher.
     StartKeeper {
         pause: Duration,
         launcher: KeeperLauncher,
     },
-    /// Records how long each thread of a worker has waited for a processor so far.
+    /// Records how long each thread of a worker has waited for a processor.
     Watch(Arc<Watch>),
     /// Checks whether a thread of the worker has spent at least half of the time since `Watch` waiting for a processor.
     Look {
@@ -68,7 +68,7 @@ pub(super) enum Done {
     FilesFreed,
 }
 
-/// Handle with which the data plane sends tasks to the background threads and receives the results.
+/// Handle for sending tasks to the background threads and receiving the results.
 pub(super) struct Background {
     tasks: Sender<Task>,
     files: Sender<Task>,
@@ -102,7 +102,7 @@ impl Background {
         let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
 
-    /// Kills all processes that a lost keeper left behind and starts the next keeper. The results are
+    /// Kills all processes left behind by a lost keeper, and then starts a new keeper. The results arrive as
     /// [`Done::KeeperSwept`] and [`Done::Keeper`].
     pub(super) fn replace_keeper(&mut self, lost: Box<Keeper>, pause: Duration) {
         let launcher = lost.launcher();
@@ -140,7 +140,7 @@ impl Background {
         self.send(Task::FreeFiles(files));
     }
 
-    /// Returns the result of the next completed task, or `None` if there is none.
+    /// Returns the result of a completed task, or `None` if no result is available.
     pub(super) fn done(&mut self) -> Option<Done> {
         let done = self.done.try_recv().ok()?;
         self.waiting -= usize::from(!matches!(done, Done::FilesMade { .. } | Done::FilesFreed));

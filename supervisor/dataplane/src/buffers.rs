@@ -21,7 +21,7 @@ pub(super) struct Buffers {
 }
 
 impl Buffers {
-    /// Boxes a record, reusing the memory of a finished job's record if one is available.
+    /// Boxes a record. Reuses the memory of a finished job's record if possible.
     pub(super) fn record(&mut self, record: JobData) -> Box<JobData> {
         match self.records.pop() {
             Some(mut kept) => {

@@ -36,7 +36,7 @@ use super::JobData;
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab, owns_slab};
 use tenants::TenantState;
 
-/// An event, together with the compartment to which it applies.
+/// An event and the compartment to which it applies.
 pub(super) type CompartmentEvent = (CompartmentIndex, Event<Box<JobData>>);
 
 /// All bulkheads, by index and by name.
@@ -46,11 +46,11 @@ pub(super) struct Bulkheads {
     by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
     /// Bulkheads that were removed from the configuration but still have jobs or workers.
     leaving: Vec<BulkheadIndex>,
-    /// Bulkheads with isolated tenants in which workers might have to be taken from one tenant and given to another.
+    /// Bulkheads that might need to reassign workers between isolated tenants.
     needing_update: Vec<BulkheadIndex>,
     /// Sorted names of the tenants with separate metrics.
     labels: Arc<[String]>,
-    /// True if some jobs were sent to a fallback and have not been reported in an event.
+    /// True if an event must still report jobs that were sent to a fallback.
     has_unreported_fallbacks: bool,
     effects: VecDeque<Effect>,
 }
@@ -61,16 +61,14 @@ owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     presence: Presence,
-    /// Program that new workers are started with.
+    /// Program to start new workers with.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
     pub(super) heartbeat: Duration,
-    /// Names of this bulkhead's fallbacks, in the order in which they are tried. Names of missing bulkheads are
-    /// skipped.
+    /// Names of the fallback bulkheads, in the order in which they are tried. Missing bulkheads are skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
-    /// For each fallback, the time of the last event about the fallback and the number of jobs sent to the fallback
-    /// since then.
+    /// For each fallback, the time of its last event and the number of jobs sent to it since then.
     fallback_events: HashMap<Arc<str>, (Option<Time>, u64)>,
     pub(super) has_retries: bool,
     has_poison_detection: bool,
@@ -78,8 +76,8 @@ pub(super) struct BulkheadEntry {
     /// Outcomes of the jobs that ended in the last minute.
     service: Window,
     pub(super) counters: BulkheadCounters,
-    /// Metric series that could have had a nonzero value at an earlier scrape. They continue to be exported even if
-    /// their values can no longer change.
+    /// Metric series that might have been nonzero at an earlier scrape. These series are exported even if their
+    /// values can no longer change.
     possible: PossibleSeries,
     /// True if the configuration sets `pressure` for this bulkhead. Pressure limits require a queue.
     has_own_pressure: bool,
@@ -140,7 +138,7 @@ struct Isolated {
     needs_update: bool,
 }
 
-/// A policy state machine together with its workers.
+/// A policy state machine and its workers.
 pub(super) struct Compartment {
     pub(super) bulkhead: BulkheadIndex,
     /// Tenant of the compartment, or `None` if several tenants share it.
@@ -150,13 +148,13 @@ pub(super) struct Compartment {
     pub(super) policy: Bulkhead<Box<JobData>>,
     /// Links to workers, indexed by the worker's position in policy's table.
     links: Vec<Option<LinkIndex>>,
-    /// True if an event has been applied since the timer was last set.
+    /// True if an event was applied after the timer was last set.
     is_touched: bool,
     /// Job latency. Measured only if the compartment belongs to a single tenant.
     latency: Latency,
-    /// Load of the compartment at the last measurement.
+    /// Most recently measured load.
     load: Load,
-    /// The state that [`Isolated`] records for this compartment.
+    /// State of this compartment as recorded in [`Isolated`].
     tenant_state: TenantState,
     /// True if `Isolated::tripped` contains this compartment.
     is_listed_tripped: bool,
@@ -199,8 +197,8 @@ impl Compartment {
         self.links[place] = Some(link);
     }
 
-    /// Removes the link stored at a worker's position in policy's table, unless the position already contains a
-    /// different link.
+    /// Removes a worker's link. Does nothing if a different link is stored at the worker's position in policy's
+    /// table.
     pub(super) fn clear_link(&mut self, worker: WorkerId, link: LinkIndex) {
         if self.link_at(worker) == Some(link) {
             self.links[worker.place as usize] = None;
@@ -236,7 +234,8 @@ impl Bulkheads {
         self.by_name.get(name).copied()
     }
 
-    /// Returns the same result as [`Self::find`], but faster if `name` is the name of the bulkhead `recent`.
+    /// Returns the same result as [`Self::find`]. This function is faster if `recent` is the bulkhead with this
+    /// name.
     #[inline]
     pub(super) fn find_recent(&self, recent: Option<BulkheadIndex>, name: &str) -> Option<BulkheadIndex> {
         let is_again = |index: &BulkheadIndex| {

@@ -10,8 +10,8 @@ use bulkhead_plane::command::Command;
 /// Maximum total weight of the commands handled per iteration (see `Command::weight`).
 const WEIGHT_PER_ITERATION_MAX: usize = 16;
 
-/// Maximum number of commands taken from the channel per iteration. Limits commands that have no weight because their
-/// senders are no longer waiting for a reply.
+/// Maximum number of commands taken from the channel per iteration. A separate limit is needed because a command
+/// has no weight if its sender no longer waits for a reply.
 const COMMANDS_PER_ITERATION_MAX: usize = 1024;
 
 pub(super) struct CommandQueue {
@@ -39,8 +39,8 @@ impl CommandQueue {
         self.has_commands
     }
 
-    /// Returns the number of stop requests received since the last call. Only the first two stop requests have an
-    /// effect.
+    /// Returns the number of stop requests received since the last call, but at most two. Further stop requests
+    /// have no effect.
     pub(super) fn take_stops(&self) -> u32 {
         self.stops.swap(0, Ordering::SeqCst).min(2)
     }
@@ -66,7 +66,7 @@ impl CommandQueue {
         None
     }
 
-    /// Returns the next command regardless of the maximum per iteration. Used in the last iteration.
+    /// Returns the next command, even if the maximum per iteration is reached. Used in the last iteration.
     pub(super) fn next_unlimited(&mut self) -> Option<Command> {
         self.receiver.try_recv().ok()
     }

@@ -28,7 +28,7 @@ use super::JobData;
 use super::slab::BulkheadIndex;
 use start_failures::StartFailures;
 
-/// Maximum number of crash reports that a bulkhead can send in a burst. After that, it can send one report per second.
+/// Maximum burst of crash reports per bulkhead. After a burst, the limit is one report per second.
 const REPORT_BURST_MAX: u32 = 10;
 
 /// Minimum interval between events about crashes without a report.
@@ -39,22 +39,22 @@ pub(super) struct Crashes {
     reports: u32,
     /// Permits for storing crash reports. Each report holds a permit until it has been stored.
     permits: Arc<Semaphore>,
-    /// Crash state of each bulkhead in which there has been a crash.
+    /// Crash state of each bulkhead that has had a crash.
     by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
-    /// Number of crashes without a report that have not yet been included in an event.
+    /// Total number of crashes that have neither a report nor an event yet.
     skipped: u64,
-    /// PID of the process whose death is being handled, and ID of the crash report. Events about this death contain the
-    /// ID.
+    /// PID of the process whose death is being handled, and the ID of its crash report. Events about the death
+    /// include the ID.
     last_report: Option<(u32, CrashId)>,
-    /// ID, operation and tenant of the last job that crashed or exceeded its deadline. Kept because the next event
-    /// might be about this job.
+    /// ID, operation and tenant of the last job that crashed or exceeded its deadline. The next event might be
+    /// about this job.
     last_failed: Option<(JobId, Box<str>, Box<str>)>,
 }
 
 #[derive(Default)]
 struct BulkheadCrashes {
     limit: ReportLimit,
-    /// Causes of death of workers that died before they became ready.
+    /// Failures of workers that died before they became ready.
     start_failures: StartFailures,
 }
 
@@ -79,7 +79,7 @@ struct ReportLimit {
     left: u32,
     /// Time at which the bucket was last refilled.
     filled_to: Time,
-    /// Number of crashes without a report that have not yet been included in an event.
+    /// Number of crashes that have neither a report nor an event yet.
     skipped: u64,
     reported_at: Option<Time>,
 }
@@ -101,7 +101,7 @@ impl ReportLimit {
         has_some
     }
 
-    /// If an event about crashes without a report is due, returns the number of such crashes.
+    /// Returns the number of crashes without a report if an event about them is due.
     fn take_unreported(&mut self, now: Time) -> Option<u64> {
         let is_due = self.reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
         if self.skipped == 0 || !is_due {
@@ -120,20 +120,20 @@ pub(super) struct CrashContext {
     culprit: Option<usize>,
     usage: Option<Usage>,
     stderr_tail: Option<String>,
-    /// Reason why there is no backtrace, if a signal killed the process but there is no crash record.
+    /// Reason why there is no backtrace. Set if a signal killed the process but there is no crash record.
     native: Option<NativeCrash>,
     record: Option<CrashRecord>,
-    /// The threads' stacks, if the worker wrote them as text.
+    /// Stacks of the worker's threads, if the worker wrote them as text.
     runtime_stack: Option<String>,
 }
 
-/// Stacks of a worker or program that did not finish in time, or the reason why there are none.
+/// Stacks of a hung worker or program, or the reason why no stacks were recorded.
 pub(super) struct Hang {
-    /// The threads' stacks, as recorded by the keeper.
+    /// Stacks of all threads, as recorded by the keeper.
     record: Option<CrashRecord>,
-    /// Reason why the keeper could not record the threads' stacks.
+    /// Reason why the keeper could not record the stacks.
     native: Option<NativeCrash>,
-    /// The threads' stacks, if the worker wrote them as text.
+    /// Stacks of the worker's threads, if the worker wrote them as text.
     runtime_stack: Option<String>,
 }
 
@@ -205,7 +205,7 @@ impl CrashContext {
         }
     }
 
-    /// Returns the circumstances of a program's death. `message` is the worker's description of the death.
+    /// Returns the crash context of a program that died. `message` is the worker's description of the death.
     pub(super) fn of_program(death: Death, cause: Cause, message: &str) -> Self {
         const WHY: &str = "an `exec` program has no library that records crashes";
         let output = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
@@ -321,13 +321,14 @@ impl Crashes {
         Some(ReportSlot { id: CrashId::new(at, self.reports), at, count: 1, permit })
     }
 
-    /// Returns the ID of the crash report to mention in events about the death of process `pid`.
+    /// Returns the ID of the crash report about process `pid` if the death of this process is being handled.
     pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
         let (dead, id) = self.last_report?;
         (pid == Some(dead)).then_some(id)
     }
 
-    /// Returns the crash report about the death that ended this job. Valid only while that death is being handled.
+    /// Returns the ID of the crash report about the death that ended a job. Valid only while that death is being
+    /// handled.
     pub(super) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
         self.report_about(answer.worker_pid.filter(|_| has_crashed))
@@ -340,13 +341,13 @@ impl Crashes {
 
     // Jobs.
 
-    /// Remembers the operation and the tenant of a job that crashed or exceeded its deadline.
+    /// Records the operation and the tenant of a job that crashed or exceeded its deadline.
     pub(super) fn record_failed_job(&mut self, answer: &JobOutcome<Box<JobData>>) {
         let names = |job| (job, answer.record.operation.clone(), answer.record.tenant.clone());
         self.last_failed = answer.job.map(names);
     }
 
-    /// Returns the operation and the tenant of `job` if it was the last job to fail.
+    /// Returns the operation and the tenant of `job` if this job was the last job to fail.
     pub(super) fn names_of(&self, job: JobId) -> Option<(String, String)> {
         let (_, operation, tenant) = self.last_failed.as_ref().filter(|(id, ..)| *id == job)?;
         Some((operation.to_string(), tenant.to_string()))
@@ -354,13 +355,13 @@ impl Crashes {
 
     // Crashes without a report.
 
-    /// Returns true if there are crashes without a report that have not yet been included in an event.
+    /// Returns true if some crashes have neither a report nor an event yet.
     pub(super) fn needs_checks(&self) -> bool {
         self.skipped > 0
     }
 
-    /// Returns the bulkheads for which an event is due, each with the number of crashes without a report since the last
-    /// event.
+    /// Returns the bulkheads for which an event about crashes without a report is due, each with the number of
+    /// such crashes since the last event.
     pub(super) fn take_skipped(&mut self, now: Time) -> Vec<(BulkheadIndex, u64)> {
         let mut due = Vec::new();
         for (&bulkhead, crashes) in &mut self.by_bulkhead {
@@ -381,7 +382,8 @@ impl Crashes {
     }
 }
 
-/// Describes a dead worker's jobs. Includes payloads up to a maximum total size.
+/// Returns a crash report's entries for a dead worker's jobs. The total size of the included payloads is
+/// limited.
 pub(super) fn crash_jobs(policy: &mut Bulkhead<Box<JobData>>, jobs: &[HeldJob]) -> Vec<CrashJob> {
     let mut room = PAYLOADS_BYTES_MAX;
     jobs.iter()
@@ -401,12 +403,13 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Describes a job that is still running at its deadline.
+/// Returns a crash report's entry for a job that is still running at its deadline.
 pub(super) fn late_job(job: &HeldJob, record: &JobData) -> CrashJob {
     crash_job(job, Some(record), &mut { PAYLOADS_BYTES_MAX })
 }
 
-/// Describes a job that a dead worker had. Includes the payload if it is no larger than `room`.
+/// Returns a crash report's entry for a job that a worker held. Includes the payload if it fits, and subtracts
+/// its size from `room`.
 fn crash_job(held: &HeldJob, record: Option<&JobData>, room: &mut usize) -> CrashJob {
     let text = |text: Option<&str>| text.unwrap_or_default().to_owned();
     let payload = record.and_then(JobData::payload).filter(|bytes| {

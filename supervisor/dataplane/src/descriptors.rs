@@ -28,8 +28,8 @@ const MESSAGE_DESCRIPTORS_MAX: usize = 253;
 /// Maximum number of received descriptors waiting to be closed.
 const HELD_MAX: usize = 2 * MESSAGE_DESCRIPTORS_MAX;
 
-/// Number of closing threads. If closing a descriptor blocks, only one thread is occupied. Other descriptors are
-/// delayed only when all threads are blocked.
+/// Number of threads that close descriptors. A close operation that blocks occupies only one thread. Other
+/// descriptors are delayed only when all threads are blocked.
 const CLOSERS: usize = 4;
 
 /// Error that [`Intake::receive`] returns if descriptors were sent along with the bytes.
@@ -38,7 +38,7 @@ pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 /// Error message for a peer that sent descriptors.
 pub(crate) const NOT_TAKEN: &str = "the peer sent descriptors, which this socket does not accept";
 
-/// Returns the number of descriptors that this process must keep free so that it can receive descriptors from peers.
+/// Returns the number of descriptors that this process must keep free for descriptors received from peers.
 pub fn reserve() -> u64 {
     if kernel_refuses() { 0 } else { HELD_MAX as u64 }
 }
@@ -53,7 +53,7 @@ fn kernel_refuses() -> bool {
     })
 }
 
-/// Method used to read from sockets and to close them, depending on whether the kernel can refuse descriptors.
+/// Method of reading from sockets and closing them. Depends on whether the kernel can refuse descriptors.
 pub(crate) enum Intake {
     /// The kernel refuses descriptors.
     Refusing,
@@ -67,7 +67,8 @@ impl Intake {
         Ok(if kernel_refuses() { Self::Refusing } else { Self::Closing(Closers::start()?) })
     }
 
-    /// Prepares the supervisor's end of a socket pair for [`Self::receive`]. Not needed for accepted sockets.
+    /// Prepares the supervisor's end of a socket pair for [`Self::receive`]. Accepted sockets need no
+    /// preparation.
     pub(crate) fn prepare(&self, socket: &impl AsFd) -> io::Result<()> {
         match self {
             Self::Refusing => Ok(refuse_descriptors(socket)?),
@@ -108,7 +109,7 @@ impl Intake {
     }
 }
 
-/// Number of descriptors, and number of sockets, that are waiting to be closed.
+/// Number of descriptors and number of sockets that are waiting to be closed.
 #[derive(Default)]
 struct Backlog {
     descriptors: AtomicUsize,
@@ -255,7 +256,7 @@ mod tests {
         sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
     }
 
-    /// Returns a [`Closers`] and the receiving end of its channel. No closing threads are started, so the test can
+    /// Returns a [`Closers`] and the receiving end of its channel. Starts no closing threads, so the test can
     /// inspect the channel.
     fn closers() -> (Closers, Receiver<Unwanted>) {
         let (unwanted, coming) = channel();

@@ -16,7 +16,7 @@ pub(super) struct FallbackState {
     /// Bulkhead and compartment to which the client submitted the job. The outcome is counted there.
     entry: (BulkheadIndex, CompartmentIndex),
     chain: Arc<[Arc<str>]>,
-    /// Position in `chain` of the bulkhead to try next.
+    /// Index in `chain` of the next bulkhead to try.
     next: usize,
     received: Time,
     limit: Duration,
@@ -25,13 +25,13 @@ pub(super) struct FallbackState {
     priority: Priority,
     idempotent: bool,
     cost: u32,
-    /// Combined result of the job's attempts in earlier bulkheads, or `None` if the job is still in its first bulkhead.
+    /// Combined result from earlier bulkheads, or `None` if the job is still in its first bulkhead.
     earlier: Option<EarlierResult>,
 }
 
-/// Combined result of a job's attempts in earlier bulkheads, before the job was passed on to the current one.
+/// Combined result of a job's attempts in all bulkheads that passed the job on.
 struct EarlierResult {
-    /// The first outcome, which the client gets if no fallback produces a better one.
+    /// Outcome in the first bulkhead. The client receives this outcome if no fallback produces a better one.
     first: Outcome,
     attempts: u32,
     ran: Duration,
@@ -112,8 +112,8 @@ impl FallbackState {
         &self.chain[position]
     }
 
-    /// Returns the cost that must be charged to the first bulkhead's rate limit before the job is passed on. Returns
-    /// `None` if nothing must be charged.
+    /// Returns the job's cost if the first bulkhead's rate limit must be charged before the job is passed on.
+    /// Returns `None` if there is nothing to charge.
     pub(super) fn due_cost(&self, answer: &JobOutcome<Box<JobData>>) -> Option<u32> {
         let is_early = matches!(
             &answer.verdict,
@@ -147,7 +147,7 @@ impl FallbackState {
         self.idempotent && (has_retries || self.next < self.chain.len())
     }
 
-    /// Returns the submission with which the job is passed on to a fallback. `left` is the time until the deadline.
+    /// Returns the submission that passes the job on to a fallback. `left` is the time until the deadline.
     pub(super) fn submission(&self, left: Duration, record: Box<JobData>) -> Submission<Box<JobData>> {
         Submission {
             deadline: Some(left),
@@ -162,8 +162,8 @@ impl FallbackState {
         }
     }
 
-    /// Combines the last outcome with the results from earlier bulkheads by adding up attempts and times. Returns
-    /// `None` if the job was never passed on.
+    /// Combines the latest outcome with the results from earlier bulkheads. Attempts and times are added up.
+    /// Returns `None` if the job was never passed on.
     pub(super) fn combine(&self, now: Time, outcome: &Outcome) -> Option<Outcome> {
         let earlier = self.earlier.as_ref()?;
         let has_crashed = matches!(earlier.first.verdict, Verdict::Crashed { .. });

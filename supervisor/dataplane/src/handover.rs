@@ -18,22 +18,23 @@ use super::slab::CompartmentIndex;
 /// revoked, so that only leases in use by jobs are left when the wait ends.
 const LEASES_TIMEOUT: Duration = Duration::from_secs(6);
 
-/// Maximum number of messages in the transfer socket's outbox. At this limit, no more connections are passed on.
+/// Maximum number of messages in the transfer socket's outbox. No more connections are passed on while the
+/// outbox is full.
 const OUTBOX_MAX: usize = 64;
 
-/// Number of permits that a compartment needs, and number of jobs that are waiting for one of these permits.
+/// Number of permits that a compartment needs, and number of jobs waiting for one of these permits.
 pub(super) type Needs = (u32, u32);
 
 #[derive(Default)]
 pub(super) struct Handover {
     phase: Phase,
-    /// Number of permits that each compartment needs, as last reported to the successor. The number never increases.
+    /// Needs of each compartment, as last reported to the successor. These numbers never increase.
     held: BTreeMap<CompartmentIndex, Needs>,
     /// Compartments in which the predecessor still needs permits.
     predecessor: BTreeSet<CompartmentIndex>,
     /// Socket to the other supervisor's data plane.
     pub(super) transfer: Option<Transfer>,
-    /// Permissions of each token, which are applied to connections that the predecessor passes on.
+    /// Permissions of each token. Applied to connections that the predecessor passes on.
     pub(super) tokens: Vec<TokenGrant>,
     /// Number of upgrades that have been started.
     pub(super) attempts: u64,
@@ -54,17 +55,16 @@ enum Phase {
     Preparing,
     /// Waits for clients to return their leases.
     Switching { since: Time, transfer: OwnedFd, reply: oneshot::Sender<SwitchState> },
-    /// The successor is about to take over. The data plane does not read from clients.
+    /// The successor is about to take over. The data plane does not read from clients in this phase.
     Switched,
     /// The successor serves clients. If the successor fails, this supervisor serves clients again.
     Released,
-    /// The successor has taken over for good, and this supervisor exits after its last job.
+    /// The successor has taken over permanently. This supervisor exits after its last job.
     Leaving,
 }
 
 impl Handover {
-    /// Returns true if an upgrade is under way. Until the upgrade ends, operator commands are refused and no files are
-    /// lent.
+    /// Returns true during an upgrade, when operator commands are refused and no memory files are lent.
     pub(super) fn is_under_way(&self) -> bool {
         !matches!(self.phase, Phase::None)
     }
@@ -79,7 +79,7 @@ impl Handover {
         matches!(self.phase, Phase::Switched)
     }
 
-    /// Returns true if new requests and idle connections belong to the successor.
+    /// Returns true if the successor is responsible for new requests and idle connections.
     pub(super) fn is_released(&self) -> bool {
         matches!(self.phase, Phase::Released | Phase::Leaving)
     }
@@ -145,14 +145,13 @@ impl Handover {
         }
     }
 
-    /// Ends an upgrade that has failed. The caller must then remove the caps that limit the number of permits in each
-    /// compartment.
+    /// Ends a failed upgrade. The caller must then remove the caps on the number of permits in each compartment.
     pub(super) fn take_back(&mut self) {
         self.phase = Phase::None;
         self.held.clear();
     }
 
-    /// Records how many permits a compartment needs at the moment when the successor takes over.
+    /// Records the number of permits that a compartment needs when the successor takes over.
     pub(super) fn hold(&mut self, compartment: CompartmentIndex, needs: Needs) {
         self.held.insert(compartment, needs);
     }
@@ -162,8 +161,8 @@ impl Handover {
         self.held.keys().copied().collect()
     }
 
-    /// Updates the number of permits that a compartment needs. If the number has decreased, returns the new numbers,
-    /// which must be reported to the successor.
+    /// Updates the recorded needs of a compartment. If the needs have decreased, returns the new values to
+    /// report to the successor.
     pub(super) fn update(&mut self, compartment: CompartmentIndex, needs: Needs) -> Option<Needs> {
         let known = self.held.get_mut(&compartment)?;
         let permits = known.0.min(needs.0 + needs.1);

@@ -3,8 +3,8 @@
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::limits::truncate;
 
-/// Checks that the supervisor supports one of the protocol versions announced by a peer. If not, returns an error
-/// message that ends with `help`.
+/// Checks that the supervisor supports one of the peer's protocol versions. If not, returns an error message
+/// that ends with `help`.
 pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String> {
     let Hello { version_min, version_max, .. } = *hello;
     if (version_min..=version_max).contains(&PROTOCOL_VERSION) {

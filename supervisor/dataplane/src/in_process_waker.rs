@@ -13,7 +13,7 @@ use super::slab::SessionId;
 struct ReadySet {
     /// Sessions whose clients have signaled activity on their connections.
     sessions: Vec<SessionId>,
-    /// Thread or task to wake. `None` while the data plane is awake, because the data plane checks `sessions` before it
+    /// Thread or task to wake. `None` while the data plane is awake. The data plane checks `sessions` before it
     /// goes to sleep.
     parked: Option<Parked>,
 }
@@ -24,13 +24,13 @@ enum Parked {
     Task(Waker),
 }
 
-/// Receiver of signals from in-process clients.
+/// Receiver of activity signals from in-process clients.
 pub(super) struct InProcessWaker {
     ready: Arc<Mutex<ReadySet>>,
     waker: Arc<mio::Waker>,
     /// True if an in-process client has ever connected.
     is_used: bool,
-    /// Buffer into which the contents of `ReadySet::sessions` are moved, kept so that its memory is reused.
+    /// Reusable buffer that receives the contents of `ReadySet::sessions`.
     buffer: Vec<SessionId>,
 }
 
@@ -72,8 +72,8 @@ impl InProcessWaker {
         Self { ready: Arc::default(), waker, is_used: false, buffer: Vec::new() }
     }
 
-    /// Registers a waker for a client's connection. If the client has already written to the connection or closed it,
-    /// the waker signals activity immediately.
+    /// Registers a waker for a client's connection. The waker signals immediately if the client has already
+    /// written to the connection or closed it.
     pub(super) fn register_session(&mut self, session: SessionId, end: &in_process::Endpoint) {
         self.is_used = true;
         end.watch(&Waker::from(Arc::new(SessionWaker { session, ready: self.ready.clone() })));
@@ -91,8 +91,8 @@ impl InProcessWaker {
         ready.sessions.is_empty()
     }
 
-    /// Returns `Ready` if a client has signaled activity. Otherwise, the next signal wakes the task to which `context`
-    /// belongs.
+    /// Returns `Ready` if a client has signaled activity. Otherwise, the next signal wakes the task that owns
+    /// `context`.
     pub(super) fn poll_ready(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut ready = lock(&self.ready);
         if !ready.sessions.is_empty() {

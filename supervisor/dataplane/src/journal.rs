@@ -51,8 +51,8 @@ impl JobJournal for JournalClaims {
 const WORD_BYTES: usize = size_of::<u64>();
 
 impl Journal {
-    /// Creates a journal large enough for everything that a worker with these [capabilities](capability) can write.
-    /// Parts of the file that were never written use no memory.
+    /// Creates a journal with enough space for a worker with these [capabilities](capability). Unwritten parts
+    /// of the file use no memory.
     pub(super) fn make(capabilities: u64) -> io::Result<Self> {
         let has_crash_record = capabilities & capability::CRASH_RECORDS != 0;
         let has_stack_text = capabilities & capability::STACK_TEXT != 0;
@@ -88,7 +88,7 @@ impl Journal {
         Box::new(JournalClaims(self.words.clone()))
     }
 
-    /// Returns the file if it has room for a crash record.
+    /// Returns the journal file if it has space for a crash record.
     pub(super) fn into_crash_record(self) -> Option<OwnedFd> {
         self.has_crash_record.then_some(self.file)
     }

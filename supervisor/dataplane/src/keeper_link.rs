@@ -18,8 +18,8 @@ const PONG_TIMEOUT: Duration = Duration::from_secs(10);
 /// Age below which a keeper's death counts as early.
 const LIFETIME_MIN: Duration = Duration::from_secs(10);
 
-/// Delay before a new keeper starts after three consecutive early deaths. Doubles with each further early death, up to
-/// sixteen times this value.
+/// Delay before a new keeper starts after three consecutive early deaths. Doubles with each further early death,
+/// up to sixteen times the initial delay.
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
@@ -28,16 +28,15 @@ pub(super) struct KeeperLink {
     since: Time,
     /// Number of consecutive keepers that have died early.
     early_deaths: u32,
-    /// Time at which the data plane requested a reply, or `None` if no reply is outstanding.
+    /// Time of the ping whose reply is outstanding, or `None` if no reply is outstanding.
     pinged_at: Option<Time>,
-    /// Reports from the keeper that will be handled later.
+    /// Reports from the keeper that are deferred until later.
     deferred_reports: VecDeque<Report>,
-    /// Workers that must be started but for which no order has been sent to the keeper.
+    /// Workers to start for which the keeper has not received an order yet.
     worker_orders: VecDeque<WorkerOrder>,
 }
 
-/// A worker that must be started. An order is sent to the keeper once a keeper is running and the iteration has time
-/// left.
+/// A worker to start. The order is sent when a keeper is running and the current iteration has time left.
 pub(super) struct WorkerOrder {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
@@ -76,8 +75,8 @@ impl KeeperLink {
 
     // Orders.
 
-    /// Reaps orphans that have exited (see [`Keeper::reap_orphans`]). Does nothing while the keeper is being replaced,
-    /// because the replacement reaps all orphans.
+    /// Reaps orphans that have exited (see [`Keeper::reap_orphans`]). Does nothing while the keeper is being
+    /// replaced, because the replacement procedure reaps all orphans.
     pub(super) fn reap_orphans(&mut self) -> bool {
         self.serving().is_ok_and(|keeper| keeper.reap_orphans())
     }
@@ -113,8 +112,8 @@ impl KeeperLink {
         }
     }
 
-    /// Pings the keeper after an important order. The timeout for the reply starts now, unless the reply to an earlier
-    /// ping is still outstanding.
+    /// Pings the keeper after an important order. Starts the timeout for the reply, unless the reply to an
+    /// earlier ping is still outstanding.
     pub(super) fn ping(&mut self, now: Time) {
         if self.pinged_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
             self.pinged_at = Some(now);
@@ -162,8 +161,8 @@ impl KeeperLink {
 
     // Replacement.
 
-    /// Starts to replace a lost keeper. If several keepers in a row have died early, the new keeper starts after a
-    /// delay.
+    /// Starts replacing a lost keeper. The new keeper starts after a delay if several consecutive keepers died
+    /// early.
     pub(super) fn replace(&mut self, now: Time, background: &mut Background) {
         let is_again = now.since(self.since) < LIFETIME_MIN;
         self.early_deaths = if is_again { self.early_deaths + 1 } else { 0 };
@@ -185,7 +184,7 @@ impl KeeperLink {
     }
 }
 
-/// Returns the delay before the next keeper is started after `early_deaths` keepers in a row have died early.
+/// Returns the delay before the next keeper starts, given the number of consecutive keepers that died early.
 fn pause_after(early_deaths: u32) -> Duration {
     match early_deaths.checked_sub(3) {
         Some(doublings) => RESTART_PAUSE * (1 << doublings.min(4)),

@@ -38,7 +38,7 @@ const FILE_BYTES_MIN: u64 = 256 * 1024;
 /// Time after which a lease that no job uses is recalled.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// Maximum time for a client to return a recalled lease or to confirm an offer.
+/// Maximum time that a client has to return a recalled lease or to confirm an offer.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of revoked leases remembered per client. A client might still use such a lease until it has processed
@@ -68,7 +68,7 @@ pub(super) enum Effect {
         client: SessionId,
         lease: u64,
     },
-    /// Counts a frame that a well-behaved client would not send.
+    /// Counts a frame that a well-behaved client would never send.
     CountMisuse {
         client: SessionId,
     },
@@ -94,13 +94,13 @@ pub(super) struct Loan {
     pub(super) files: Arc<Files>,
 }
 
-/// Result of sending files to a client or worker.
+/// Result of an attempt to send files to a client or worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sent {
     Yes,
-    /// The files were not sent, because the socket is full or too many descriptors are in transit.
+    /// The files were not sent because the socket was full or too many descriptors were in transit.
     NotNow,
-    /// Files can never be sent to this client or worker.
+    /// This client or worker can never receive files.
     Never,
 }
 
@@ -127,7 +127,7 @@ struct Lease {
     request: u64,
     bulkhead: Arc<str>,
     tenant: Box<str>,
-    /// Size of each of the two files, in bytes.
+    /// Size in bytes of each of the lease's two files.
     bytes: u64,
     state: State,
     is_busy: bool,
@@ -160,7 +160,7 @@ impl State {
     }
 }
 
-/// Whether a lease's files are lent to a worker. The worker is identified by its spawn number.
+/// State of the loan of a lease's files to a worker. The worker is identified by its spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LoanState {
     None,
@@ -190,7 +190,7 @@ struct Borrower {
 #[derive(PartialEq, Eq)]
 enum BorrowerState {
     CanBorrow,
-    /// The worker has not confirmed its latest loan.
+    /// The worker has not confirmed the latest loan yet.
     Unconfirmed,
     /// Sending files to the worker failed.
     Unreachable,
@@ -203,11 +203,11 @@ pub(super) struct LeasedPayload {
     bytes: usize,
     /// Worker that received the payload, either as a reference to the file or as bytes.
     worker: Option<u64>,
-    /// True if the worker received a reference to the file instead of the bytes.
+    /// True if the worker received a reference to the file. False if the worker received the payload's bytes.
     is_by_name: bool,
-    /// Size of the result in bytes if it is in the result file; otherwise, `None`.
+    /// Size of the result in the result file, in bytes. `None` if the file does not contain the result.
     result_bytes: Option<u64>,
-    /// True if the job can be retried. If so, its payload counts as waiting data even while a worker has the job.
+    /// True if the job can be retried. The payload then counts as waiting data even while a worker has the job.
     is_kept: bool,
 }
 
@@ -253,11 +253,11 @@ pub(super) struct Leases {
     /// Maximum number of files that this process can have open.
     open_files_max: u64,
     last_number: u64,
-    /// The predecessor's highest lease number. Clients might still use leases with numbers up to this one.
+    /// Highest lease number used by the predecessor. Clients might still use leases with numbers up to this one.
     last_number_before: u64,
-    /// True if leases are granted. False during an upgrade, so that clients return all their leases.
+    /// True if leases are granted. False during an upgrade, when clients must return all their leases.
     is_lending: bool,
-    /// Total size of all live files, in bytes. Includes files of ended leases if a job still uses the files.
+    /// Total size of all live files, in bytes. Includes files of ended leases that a job still uses.
     bytes: u64,
     /// Number of leases that are included in `bytes`.
     live: u64,
@@ -443,8 +443,8 @@ impl Leases {
 
     // Memory.
 
-    /// Returns true if there is enough memory for `more` bytes of additional files. If not, recalls idle leases to make
-    /// room for a later request.
+    /// Returns true if `more` bytes of additional files fit into the memory budget. If not, recalls idle leases
+    /// to make room for a later request.
     fn make_room(&mut self, now: Time, more: u64, budget: Budget) -> bool {
         let most = budget.room();
         if more > most {
@@ -544,8 +544,8 @@ impl Leases {
         }
     }
 
-    /// Handles the result of sending an offer. If the offer could not be sent, rejects the lease request and continues
-    /// with the next lease.
+    /// Handles the result of sending an offer. If sending failed, rejects the lease request and continues with
+    /// the next lease.
     pub(super) fn offer_sent(&mut self, now: Time, offer: Offer, sent: Sent) {
         let Offer { client, request, named, files, .. } = offer;
         match self.by_number.get_mut(&named.lease) {
@@ -565,7 +565,7 @@ impl Leases {
 
     // End of leases.
 
-    /// Recalls a lease from its client. From then on, the lease's files are not lent to any other worker.
+    /// Recalls a lease from its client. After the recall, the lease's files are not lent to any other worker.
     fn recall(&mut self, now: Time, number: u64) {
         let Some(lease) = self.by_number.get_mut(&number) else { return };
         let (State::Held(files) | State::Offered(files)) = &lease.state else { return };
@@ -585,7 +585,7 @@ impl Leases {
         }
     }
 
-    /// Ends a lease. If a job is using the lease's files, they are freed when the job ends.
+    /// Ends a lease. Files in use by a job are freed when the job ends.
     fn end(&mut self, number: u64) {
         let Some(lease) = self.by_number.remove(&number) else { return };
         self.end_loan(lease.loan, number, lease.bytes);
@@ -604,7 +604,7 @@ impl Leases {
         }
     }
 
-    /// Recalls all leases for a bulkhead that now needs payload digests.
+    /// Recalls a bulkhead's leases because the bulkhead now needs payload digests.
     pub(super) fn recall_for_bulkhead(&mut self, now: Time, bulkhead: &str) {
         let numbers = self.matching(|lease| *lease.bulkhead == *bulkhead);
         numbers.into_iter().for_each(|number| self.recall(now, number));
@@ -674,7 +674,7 @@ impl Leases {
         true
     }
 
-    /// Recalls the leases whose files were lent to a worker that has died, because these files must not be lent to
+    /// Recalls the leases whose files were lent to a worker that has died. These files must not be lent to
     /// another worker.
     pub(super) fn worker_gone(&mut self, now: Time, worker: u64) {
         self.borrowers.remove(&worker);
@@ -727,7 +727,7 @@ impl Leases {
         Ok(())
     }
 
-    /// Marks a lease as used by a job that has already been validated. Returns the payload, and the worker that has the
+    /// Marks a lease as used by a validated job. Returns the payload, and the worker that has borrowed the
     /// lease's files, if any.
     pub(super) fn begin_job(&mut self, named: LeaseRef) -> Option<(Box<LeasedPayload>, Option<u64>)> {
         let lease = self.by_number.get_mut(&named.lease)?;

@@ -108,7 +108,7 @@ use wiring::samples::SampleSubject;
 /// Maximum number of socket events handled per iteration.
 const EVENTS_PER_ITERATION_MAX: usize = 1024;
 
-/// Interval between periodic checks, such as the check for stalled peers. The checks run only while some part of the
+/// Interval between periodic checks, such as the check for stalled peers. Checks run only while some part of the
 /// data plane needs them.
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -125,7 +125,7 @@ const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Intere
 const CLIENT_CAPABILITIES: u64 =
     capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN;
 
-/// Typical size of a job frame's header and metadata in bytes, not including names.
+/// Typical size in bytes of a job frame's header and metadata, not including names.
 const FRAME_BYTES: usize = 128;
 
 /// Error message for a peer that sent out-of-band data.
@@ -141,7 +141,7 @@ pub(crate) struct JobData {
     trace: Option<Box<Trace>>,
     payload_bytes: usize,
     priority: Priority,
-    /// Label of the job's tenant in metrics.
+    /// Metrics label of the job's tenant.
     label: u32,
     held: HeldPayload,
     /// Position of the job's frame on the worker's link.
@@ -168,12 +168,12 @@ impl JobData {
     }
 }
 
-/// Returns the number of bytes that a job occupies on a link. `own` is the total size of the job's payload and names.
+/// Returns the size of a job on a link, in bytes. `own` is the total size of the job's payload and names.
 fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
 
-/// Payload of a job, as held by the data plane while the job is unfinished.
+/// Payload of an unfinished job, as held by the data plane.
 #[derive(Default)]
 struct HeldPayload {
     /// Payload of a job that is waiting. If the job can be retried, a large payload is kept until the job ends. Counts
@@ -181,10 +181,10 @@ struct HeldPayload {
     payload: Option<Vec<u8>>,
     /// Copy of a small payload, kept while a worker has the job.
     copy: Option<Box<[u8]>>,
-    /// The payload's location in a memory file, if the payload is in one.
+    /// Location of the payload, if the payload is in a memory file.
     file: Option<Box<LeasedPayload>>,
-    /// True if the payload might have to be sent again. Always true for small payloads, because a worker can die before
-    /// it has read the job.
+    /// True if the payload might have to be sent again. Always true for small payloads, because a worker can die
+    /// before reading the job.
     is_resendable: bool,
 }
 
@@ -235,13 +235,13 @@ pub struct DataPlane {
     // The event loop.
     poll: Poll,
     events: Events,
-    /// True if the last poll returned the maximum number of events, so that more might be pending.
+    /// True if the last poll returned the maximum number of events. More events might then be pending.
     has_more_events: bool,
     origin: Instant,
     now: Time,
-    /// Time of the next periodic checks, or `None` if no part needs checks.
+    /// Time of the next periodic checks, or `None` if no part of the data plane needs checks.
     check_at: Option<Time>,
-    /// Next deadline, as computed by the last [`DataPlane::finish_iteration`].
+    /// Next deadline, as computed by the most recent call to [`DataPlane::finish_iteration`].
     due: Option<Time>,
     limits: DataPlaneLimits,
     is_stopping: bool,
@@ -304,7 +304,7 @@ impl Endpoint {
     }
 }
 
-/// Payload that arrived with the current event.
+/// Payload that arrived with the event being handled.
 enum Incoming<'p> {
     None,
     Borrowed(&'p [u8]),
@@ -361,7 +361,7 @@ pub struct Components {
 }
 
 impl DataPlane {
-    /// Creates a data plane without any workers, and a handle for sending commands to it.
+    /// Creates a data plane without workers. Also returns a handle for sending commands to the data plane.
     pub fn new(components: Components) -> io::Result<(Self, CommandSender)> {
         let Components {
             config,
@@ -494,8 +494,8 @@ impl DataPlane {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits at most `wait_time` for events, and applies them. Returns an error from `epoll_wait(2)`, or an error if
-    /// the keeper can be neither reached nor replaced.
+    /// Waits up to `wait_time` for events and handles them. Returns an error if `epoll_wait(2)` fails, or if the
+    /// keeper can be neither reached nor replaced.
     pub fn run_iteration(&mut self, wait_time: Option<Duration>) -> io::Result<()> {
         let may_wait = wait_time != Some(Duration::ZERO) && self.in_process_waker.prepare_sleep();
         let wait_time = if may_wait { wait_time } else { Some(Duration::ZERO) };
@@ -617,8 +617,8 @@ impl DataPlane {
         }
     }
 
-    /// Ends a connection on which out-of-band bytes arrived. Such bytes are not ordered relative to other bytes, and
-    /// the kernel reports them only once.
+    /// Ends a connection on which out-of-band bytes arrived. The kernel reports such bytes only once and does
+    /// not preserve their order relative to other bytes.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
@@ -762,8 +762,8 @@ impl DataPlane {
         job
     }
 
-    /// Keeps the payload of a job that was accepted but not dispatched, unless the payload is in a memory
-    /// file.
+    /// Keeps the payload of a job that was accepted but not yet dispatched, and charges its memory. A payload in a
+    /// memory file is only charged.
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let policy = &mut self.compartments[index].policy;
         if policy.record_mut(job).is_some_and(|record| record.held.file.is_some()) {
@@ -1024,7 +1024,7 @@ impl DataPlane {
         let _ = reply.send(result);
     }
 
-    /// Counts the jobs that the HTTP server has rejected, so that they are included in the statistics read next.
+    /// Counts the jobs rejected by the HTTP server, so that the next statistics include them.
     fn count_http_rejections(&mut self) {
         for ((name, priority, reason), count) in self.counters.rejected_jobs.take() {
             let Some(bulkhead) = self.bulkheads.find(&name) else { continue };

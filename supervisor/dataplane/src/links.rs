@@ -46,14 +46,13 @@ pub(super) struct Link {
     pub(super) socket: UnixStream,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
-    /// Tracks which bytes the worker has read. Evaluated after the worker's death.
+    /// Tracks how many bytes the worker has read. Evaluated after the worker's death.
     pub(super) read_position: ReadPosition,
     /// Loans of memory files that the worker might not have received yet.
     pub(super) unread: ReceiverLoans,
-    /// Journal shared with the worker. After the worker's death, the journal is read to find replies that the worker
-    /// has not sent.
+    /// Journal shared with the worker. After the worker's death, unsent replies are read from the journal.
     pub(super) journal: Option<Journal>,
-    /// Stacks that were recorded because the worker did not respond, for inclusion in the worker's crash report.
+    /// Stacks recorded because the worker did not respond. Included in the worker's crash report.
     hang: Option<Hang>,
     process: Process,
     end: EndCause,
@@ -84,14 +83,14 @@ pub(super) type Output = (OwnedFd, OwnedFd);
 struct Running {
     pid: u32,
     pidfd: OwnedFd,
-    /// Confinement of the process, as read back from the kernel.
+    /// Confinement of the process, as reported by the kernel.
     observed: Observed,
-    /// Observation of the worker's processor time, if the worker is silent and is being observed.
+    /// Observation of a silent worker's processor time, or `None` if the worker is not being observed.
     watch: Option<Arc<Watch>>,
-    /// Read ends of the worker's output, until they are passed to the control plane.
+    /// Read ends of the worker's output, or `None` if they were passed to the control plane.
     output: Option<Output>,
-    /// Forbidden system calls made by programs that the worker started. Each entry contains the PID and the number of
-    /// the system call.
+    /// Forbidden system calls made by programs that the worker started. Each entry contains a PID and a system
+    /// call number.
     violations: VecDeque<(u32, u32)>,
 }
 
@@ -112,7 +111,7 @@ enum EndCause {
     None,
     /// The worker is being killed because its temporary folder is too large.
     TmpFull,
-    /// The process has exited. Its death is reported to policy once all of the worker's programs have exited.
+    /// The process has exited. The death is reported to policy once all of the worker's programs have exited.
     Dead { death: Death, usage: Usage },
 }
 
@@ -123,7 +122,7 @@ enum Phase {
         unknown_replies: u32,
         oversized: Option<Oversized>,
     },
-    /// The worker violated the protocol. Any further frames from it are ignored.
+    /// The worker violated the protocol. Further frames from the worker are ignored.
     ProtocolViolated,
 }
 
@@ -248,13 +247,13 @@ impl Link {
         }
     }
 
-    /// Returns the worker's confinement, as read back from the kernel.
+    /// Returns the worker's confinement, as reported by the kernel.
     pub(super) fn confinement(&self) -> Option<Confinement> {
         Some(self.ordered.program.sandbox().describe(&self.running()?.observed))
     }
 
-    /// Removes and returns the worker's output, together with the worker's PID. Returns `None` if the output was
-    /// already passed to the control plane.
+    /// Removes and returns the worker's PID and output. Returns `None` if the output was already passed to the
+    /// control plane.
     pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
         let running = self.running_mut()?;
         Some((running.pid, running.output.take()?))
@@ -288,7 +287,7 @@ impl Link {
         Some(*pid)
     }
 
-    /// Removes and returns the forbidden system call that was recorded for a process.
+    /// Removes and returns the forbidden system call recorded for a process.
     pub(super) fn take_violation(&mut self, process: Option<u32>) -> Option<u32> {
         let violations = &mut self.running_mut()?.violations;
         let at = violations.iter().position(|(violator, _)| Some(*violator) == process)?;
@@ -317,13 +316,13 @@ impl Link {
         matches!(self.end, EndCause::TmpFull)
     }
 
-    /// Stores the cause of the worker's death and the worker's resource usage, to be reported to policy later.
+    /// Stores the cause of the worker's death and the worker's resource usage. They are reported to policy
+    /// later.
     pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Removes and returns the cause of the worker's death and the worker's resource usage, if they were stored to be
-    /// reported later.
+    /// Removes and returns the stored cause of the worker's death and the worker's resource usage, if any.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),
@@ -367,7 +366,7 @@ impl Link {
         matches!(self.phase, Phase::Welcomed { .. })
     }
 
-    /// Returns true if the worker has violated the protocol. Its frames are then ignored.
+    /// Returns true if the worker has violated the protocol. All further frames from the worker are ignored.
     pub(super) fn has_violated_protocol(&self) -> bool {
         matches!(self.phase, Phase::ProtocolViolated)
     }
@@ -439,7 +438,7 @@ impl Link {
         matches!(self.phase, Phase::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Removes and returns the oversized result. Called once the result has arrived completely.
+    /// Removes and returns the oversized result. Called after the complete result has arrived.
     pub(super) fn take_oversized(&mut self) -> Option<Oversized> {
         match &mut self.phase {
             Phase::Welcomed { oversized, .. } => oversized.take(),
@@ -448,7 +447,7 @@ impl Link {
     }
 }
 
-/// All links, by index and by spawn number, and work deferred to the end of the iteration.
+/// All links by index and by spawn number, together with work that is deferred to the end of the iteration.
 #[derive(Default)]
 pub(super) struct Links {
     slab: Slab<LinkIndex, Link>,
@@ -458,15 +457,15 @@ pub(super) struct Links {
     spawned: u64,
     /// Pool of UIDs, or `None` if workers have no separate UIDs.
     ids: Option<Arc<IdAllocator>>,
-    /// Dead workers whose descendants are being reaped, by spawn number. Each entry ends with the worker's separate
-    /// UID, if it has one.
+    /// Dead workers whose descendants are being reaped, by spawn number. The last field is the worker's separate
+    /// UID, if any.
     reaping: HashMap<u64, (CompartmentIndex, WorkerId, Option<u32>)>,
     /// Links of dead workers. A link's descriptors are closed only after the clients have received the outcomes of the
     /// worker's jobs.
     closed: Vec<Link>,
-    /// Links with more input than the data plane reads per iteration.
+    /// Links with more input than the data plane reads in one iteration.
     unfinished_reads: Vec<LinkIndex>,
-    /// Time at which the next paused link must be read again.
+    /// Earliest time at which a paused link must be read again.
     resume_at: Option<Time>,
     /// Workers that could not be started, because the request to the keeper could not be sent. The policy module
     /// learns of these failures at the end of the iteration.
@@ -476,9 +475,9 @@ pub(super) struct Links {
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
     /// Links with output to write.
     dirty: VecDeque<LinkIndex>,
-    /// True if some link might have been closed by a worker that has not been reported dead.
+    /// True if a link might have been closed by a worker whose death has not been reported.
     has_closed: bool,
-    /// True if some worker's output could not be passed to the control plane because the channel was full.
+    /// True if a worker's output could not be passed to the control plane because the channel was full.
     has_outputs: bool,
 }
 
@@ -512,7 +511,7 @@ impl Links {
         self.by_spawn.get(&spawn).copied()
     }
 
-    /// Returns the link of the worker whose PID is among `pids`.
+    /// Returns the link of a worker with one of the given PIDs.
     pub(super) fn of_process(&self, pids: &[u32]) -> Option<&Link> {
         self.slab.values().find(|link| link.pid().is_some_and(|pid| pids.contains(&pid)))
     }
@@ -533,7 +532,7 @@ impl Links {
         index
     }
 
-    /// Removes a dead worker's link. The worker's UID is not returned to the pool yet.
+    /// Removes a dead worker's link. Does not return the worker's UID to the pool.
     pub(super) fn remove(&mut self, spawn: u64) -> Option<(LinkIndex, Link)> {
         let index = self.by_spawn.remove(&spawn)?;
         let Some(link) = self.slab.retire(index) else {
@@ -553,7 +552,7 @@ impl Links {
         self.closed.clear();
     }
 
-    /// Returns the spawn numbers of all workers, starting with those for which `is_first` returns true.
+    /// Returns the spawn numbers of all workers. Workers for which `is_first` returns true come first.
     pub(super) fn spawns(&self, is_first: impl Fn(&Link) -> bool) -> Vec<u64> {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable_by_key(|spawn| (!self.of_spawn(*spawn).is_some_and(&is_first), *spawn));
@@ -577,7 +576,7 @@ impl Links {
         self.reaping.insert(link.spawn(), (link.compartment(), link.worker(), link.ordered.id.take()));
     }
 
-    /// Returns the dead worker whose descendants have been reaped, and releases the worker's UID to the pool.
+    /// Ends the reaping of a dead worker's descendants. Returns the worker, and releases its UID to the pool.
     pub(super) fn end_reaping(&mut self, spawn: u64) -> Option<(CompartmentIndex, WorkerId)> {
         let (compartment, worker, id) = self.reaping.remove(&spawn)?;
         self.give_back(id);
@@ -663,7 +662,7 @@ impl Links {
         std::mem::take(&mut self.unfinished_reads)
     }
 
-    /// Returns the time at which the next paused link must be read again.
+    /// Returns the earliest time at which a paused link must be read again.
     pub(super) fn resume_at(&self) -> Option<Time> {
         self.resume_at
     }
@@ -696,7 +695,7 @@ impl Links {
         self.has_closed = true;
     }
 
-    /// Returns true if there are links or worker outputs to check.
+    /// Returns true if closed links or waiting worker outputs must be checked.
     pub(super) fn needs_checks(&self) -> bool {
         self.has_closed || self.has_outputs
     }

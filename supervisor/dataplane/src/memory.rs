@@ -28,11 +28,10 @@ pub(super) const JOB_BYTES: usize =
 const REQUEST_BYTES: usize =
     2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
-/// Overhead of a tenant with jobs, in bytes: a copy of the tenant's name, the tenant's counters, and the tenant's entry
-/// in the fair queue.
+/// Overhead of a tenant with jobs, in bytes. Covers the tenant's name, counters and entry in the fair queue.
 const TENANT_BYTES: usize = 512;
 
-/// Number used instead of a connection number for payloads that arrive over HTTP. No session has this number.
+/// Connection number for payloads that arrive over HTTP. No session has this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
 /// Maximum number of entries in a list of waiting jobs beyond twice the number of jobs that are actually waiting. At
@@ -47,7 +46,7 @@ pub(super) struct Charge {
     is_waiting: bool,
 }
 
-/// Size and holder, as last counted, of memory that is not charged to a job, such as an incomplete frame.
+/// Most recently counted size and holder of memory that is not charged to a job, such as an incomplete frame.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Counted {
     holder: Holder,
@@ -74,11 +73,11 @@ impl Counted {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// Payload bytes in a spool. The fields are the index of the spool and the number of bytes.
+    /// Payload bytes in a spool: the index of the spool and the number of bytes.
     Spool(usize, usize),
-    /// The incomplete frame that is arriving on this connection.
+    /// The incomplete frame arriving on this connection.
     Frame(Holder),
-    /// The newest waiting job in the lowest priority class, among the jobs submitted over one connection to one
+    /// The newest waiting job with the lowest priority, among the jobs submitted over one connection to one
     /// bulkhead.
     Job(Holder),
 }
@@ -88,13 +87,14 @@ pub(super) enum Eviction {
 pub(super) enum ChargeKind {
     /// The job is waiting with its payload.
     Waiting,
-    /// A worker has the job, but the payload is kept in case it must be sent to another worker.
+    /// A worker has the job, but the payload is kept because it might have to be sent to another worker.
     Kept,
     /// The job is prefetched, and is charged like a waiting job.
     Prefetched,
 }
 
-/// Waiting jobs submitted over one connection to one bulkhead, newest last. Entries can be outdated.
+/// Waiting jobs submitted over one connection to one bulkhead, ordered from oldest to newest. Entries can be
+/// outdated.
 #[derive(Default)]
 struct Waiting {
     /// The compartment and ID of each waiting job, in one stack per priority class.
@@ -105,9 +105,9 @@ struct Waiting {
 pub(super) struct Memory {
     shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder that is charged for bytes that were sent to workers and not yet read.
+    /// Holder that is charged for bytes sent to workers but not yet read.
     workers: Holder,
-    /// Holder that is charged for the jobs that the supervisor itself submits (replays).
+    /// Holder that is charged for jobs submitted by the supervisor itself (replays).
     own: Holder,
     /// Payloads of unknown length arriving over HTTP, by user or token.
     spools: Vec<Spool>,
@@ -147,12 +147,12 @@ impl Memory {
         spools.push(Spool { counters, holder, counted: 0 });
     }
 
-    /// Returns the total size of the memory held in the data plane, in bytes.
+    /// Returns the amount of memory held in the data plane, in bytes.
     pub(super) fn held(&self) -> usize {
         self.shares.held() - self.spools.iter().map(|spool| spool.counted).sum::<usize>()
     }
 
-    /// Returns the total size of the memory held in the data plane and by payloads arriving over HTTP, in bytes.
+    /// Returns the amount of memory held in the data plane and by payloads arriving over HTTP, in bytes.
     pub(super) fn held_in_all(&self) -> usize {
         self.shares.held()
     }
@@ -258,8 +258,8 @@ impl Memory {
         holder
     }
 
-    /// Adds a job to its holder's list of waiting jobs. `is_waiting` returns true if an earlier job in the
-    /// list is still waiting.
+    /// Adds a job to its holder's list of waiting jobs. `is_waiting` tells whether an earlier job in the list is
+    /// still waiting.
     pub(super) fn list_waiting(
         &mut self,
         (holder, priority): (Holder, Priority),
@@ -299,8 +299,8 @@ impl Memory {
 
     // Eviction.
 
-    /// Chooses memory to free if more than `most` bytes are held. `wants` contains the connection and the bulkhead for
-    /// which memory is needed.
+    /// Chooses memory to free if more than `most` bytes are held. `wants` contains the connection and the
+    /// bulkhead that need the memory.
     pub(super) fn next_eviction(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,
@@ -327,7 +327,7 @@ impl Memory {
 }
 
 impl Charge {
-    /// Returns true if the job is waiting and its memory is charged to this holder.
+    /// Returns true if this charge is for a waiting job and is charged to the given holder.
     pub(super) fn is_of_waiting(&self, holder: Holder) -> bool {
         self.is_waiting && self.holder == holder
     }
@@ -351,7 +351,7 @@ impl JobData {
         JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.payload_bytes()
     }
 
-    /// Returns the size of the payload in memory or in a file, in bytes.
+    /// Returns the size of the payload in bytes, whether it is in memory or in a file.
     fn payload_bytes(&self) -> usize {
         self.held.bytes() + self.held.file.as_ref().map_or(0, |file| file.bytes())
     }

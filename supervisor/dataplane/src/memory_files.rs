@@ -15,7 +15,7 @@ use bulkhead_shared::memory_files::FILES_PER_LEASE;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// UID that no process uses. Becomes the owner of the files if the supervisor is allowed to change file owners.
+/// UID that no process uses. If the supervisor can change file owners, this UID becomes the owner of the files.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
 
 /// A memory file with one descriptor for writing and one for reading.
@@ -49,7 +49,7 @@ pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd
     Ok(file)
 }
 
-/// The two files of a lease. Both have the same size.
+/// The two files of a lease, which have the same size.
 pub(super) struct Files {
     payload: File,
     result: File,
@@ -57,7 +57,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Creates the files and allocates the memory of the payload file. The allocation is slow.
+    /// Creates both files and allocates the payload file's memory, which is slow.
     pub(super) fn make(bytes: u64) -> rustix::io::Result<Self> {
         let files = Self { payload: File::make(bytes)?, result: File::make(bytes)?, bytes };
         rustix::fs::fallocate(&files.payload.written, FallocateFlags::empty(), 0, bytes)?;

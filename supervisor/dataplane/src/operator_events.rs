@@ -57,7 +57,7 @@ pub(super) fn job_cancelled_event(view: &JobView<'_, Box<JobData>>) -> EventKind
     }
 }
 
-/// Returns the exit status or the signal with which a process died.
+/// Returns the exit status of a process, or the signal that killed it.
 fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
         Death::Exit(code) => (Some(code), None),
@@ -67,8 +67,8 @@ fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     }
 }
 
-/// Converts an operator event from policy. `job_names` contains the operation and tenant of the job that the event is
-/// about, if any.
+/// Converts an operator event from policy. If the event is about a job, `job_names` contains the job's operation
+/// and tenant.
 pub(super) fn describe(note: OperatorEvent, job_names: Option<(String, String)>) -> (Severity, EventKind) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = job_names.unzip();

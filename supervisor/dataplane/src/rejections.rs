@@ -12,21 +12,20 @@ use bulkhead_shared::RejectReason;
 
 use super::slab::BulkheadIndex;
 
-/// Minimum interval between events about the same user or about the same bulkhead's workers.
+/// Minimum interval between events about the same group of clients.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Number of separately reported users and bulkheads above which all further users are reported as one group.
+/// Number of separately reported groups at which all further users are reported as one group.
 const SUBJECTS_MAX: usize = 64;
 
 /// Group of clients whose rejections are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Subject {
-    /// All of a user's processes, reported together because a user can start any number of processes.
+    /// All processes of a user. They are reported together because a user can start any number of processes.
     User(u32),
     /// The workers of a bulkhead. `None` if the bulkhead is unknown.
     Worker(Option<BulkheadIndex>),
-    /// Catch-all group for users that are not reported separately because of [`SUBJECTS_MAX`], and for clients whose
-    /// identity is unknown.
+    /// Clients with an unknown identity, and users that are not reported separately because of [`SUBJECTS_MAX`].
     Others,
 }
 
@@ -108,7 +107,7 @@ impl RejectionReports {
     }
 }
 
-/// Event about one or more rejections. Contains the bulkhead if the clients were workers.
+/// Event about one or more rejections. Includes the bulkhead if the rejected clients were workers.
 pub(super) type RejectionEvent = (Option<BulkheadIndex>, Severity, EventKind);
 
 impl Subject {

@@ -37,7 +37,7 @@ enum Stage {
     Ending,
 }
 
-/// Next step of a replay. Each step must be performed in the compartment that was created for the replay.
+/// Next step of a replay, to be performed in the replay's own compartment.
 pub(super) enum Step {
     Submit(CompartmentIndex, ReplayRequest),
     Stop(CompartmentIndex),
@@ -51,7 +51,7 @@ impl Replays {
         if self.0.len() < REPLAYS_MAX { Ok(()) } else { Err(ReplayError::Busy) }
     }
 
-    /// Adds a replay that runs in a new compartment. The result is sent to `done`.
+    /// Adds a replay in a new compartment. The result is sent to `done`.
     pub(super) fn add(
         &mut self,
         compartment: CompartmentIndex,
@@ -152,8 +152,8 @@ impl Replay {
     }
 }
 
-/// Returns limits for a single worker that runs a single job. The timeouts are unchanged, and the job cannot be
-/// rejected.
+/// Returns limits for a single worker that runs a single job. Timeouts are unchanged. These limits never cause
+/// the job to be rejected.
 pub(super) fn limits_for_one(limits: &Limits) -> Limits {
     let mut limits = limits.clone();
     limits.processes = 1;

@@ -13,7 +13,8 @@ use bulkhead_policy::OperatorEvent;
 pub(super) struct Reporter {
     notices: NoticeSender,
     counters: Arc<SharedCounters>,
-    /// True while events about individual compartments are suppressed, because a command applies to the whole bulkhead.
+    /// True while events about individual compartments are suppressed. They are suppressed when a command
+    /// applies to the whole bulkhead.
     is_quiet: bool,
 }
 

@@ -13,8 +13,8 @@ use bulkhead_shared::JobId;
 
 use super::slab::BulkheadIndex;
 
-/// Maximum time by which the sampling of a worker's stacks can delay the cancellation of a job or the killing of the
-/// worker.
+/// Maximum time for sampling a worker's stacks. Sampling can delay the cancellation of a job or the killing of
+/// the worker.
 pub(super) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Minimum interval between samples of workers in the same bulkhead.
@@ -27,7 +27,7 @@ pub(super) enum HeldAction {
     Kill,
 }
 
-/// A sample that is being taken. `subject` is context for the caller.
+/// A sample in progress. `subject` is context for the caller.
 struct Running<S> {
     due: Time,
     subject: S,
@@ -49,8 +49,8 @@ impl<S> Samples<S> {
         Self { running: HashMap::new(), last: HashMap::new(), report: None }
     }
 
-    /// Returns true if the worker can be sampled now. In that case, no other worker in the bulkhead can be sampled for
-    /// one second.
+    /// Returns true if the worker can be sampled now. If so, further samples in the same bulkhead are refused
+    /// for one second.
     pub(super) fn admit(&mut self, now: Time, bulkhead: BulkheadIndex, spawn: u64) -> bool {
         let is_early = self.last.get(&bulkhead).is_some_and(|last| now < *last + INTERVAL);
         if is_early || self.running.contains_key(&spawn) {
@@ -75,8 +75,8 @@ impl<S> Samples<S> {
         true
     }
 
-    /// Ends a sample. Returns the context that was passed for the sample and the delayed actions, or `None` if the
-    /// sample has already ended.
+    /// Ends a sample. Returns the sample's context and delayed actions, or `None` if the sample has already
+    /// ended.
     pub(super) fn finish(&mut self, spawn: u64) -> Option<(S, Vec<HeldAction>)> {
         self.running.remove(&spawn).map(|running| (running.subject, running.held))
     }
@@ -92,8 +92,8 @@ impl<S> Samples<S> {
         self.running.values().map(|running| running.due).min()
     }
 
-    /// Sets the crash report about the late job whose outcome is being sent, or `None` if there is no report about the
-    /// job.
+    /// Sets the crash report about the late job whose outcome is being sent. `None` means that there is no
+    /// report about the job.
     pub(super) fn set_report(&mut self, report: Option<CrashId>) {
         self.report = report;
     }

@@ -39,27 +39,27 @@ use fair_queue::{FairQueue, QUANTUM_BYTES, QueueState, read_cost};
 /// Maximum time to wait for a client's HELLO.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time for the arrival of a whole frame, counted from its first byte.
+/// Maximum time for a complete frame to arrive, counted from its first byte.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time for which a client can leave its pending output unread.
+/// Maximum time that a client can leave pending output unread.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Size of a client's send backlog, in bytes, above which the data plane stops reading from the client.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
-/// Maximum number of jobs listed in GOAWAY. A client with more jobs is sent GOAWAY later, when enough of its jobs have
+/// Maximum number of jobs listed in GOAWAY. If a client has more jobs, GOAWAY is sent after enough of them have
 /// ended.
 const GOAWAY_JOBS_MAX: usize = 4096;
 
-/// Maximum time for which a client without jobs can keep its connection open after GOAWAY.
+/// Maximum time that a client without jobs can keep its connection open after GOAWAY.
 const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time that a client without jobs has to read its last outcomes after an upgrade. The old supervisor exits
 /// only after its last connection has been closed.
 const LAST_READ_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Reciprocal of the share of processor time available for reading from low-priority clients.
+/// Reciprocal of the maximum share of one processor's time to spend on reading from low-priority clients.
 const LOW_PRIORITY_PART: i64 = 16;
 
 /// Maximum number of unfinished jobs per client.
@@ -78,7 +78,8 @@ pub(super) struct Session {
     pub(super) outbox: Outbox,
     /// Holder that is charged for the client's memory.
     pub(super) holder: Holder,
-    /// Bulkhead for which a large frame is being received or, if none is being received, the bulkhead of the last job.
+    /// Bulkhead of the large frame that is being received. If no large frame is being received, the bulkhead
+    /// of the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
     /// Memory files lent to the client in messages that the client may not have read yet.
     pub(super) unread: ReceiverLoans,
@@ -96,25 +97,25 @@ pub(super) struct Session {
     frames_begun: u64,
     unread_since: Option<Time>,
     is_dirty: bool,
-    /// True if the data plane does not read from the client because the client's send backlog is too large.
+    /// True if reading from the client is paused because the client's send backlog is too large.
     is_paused: bool,
-    /// Permit held by a client accepted by the control plane. Such a client does not count as a client of the jobs
-    /// socket.
+    /// Permit held by a client that the control plane accepted. The client then does not count as a client of
+    /// the jobs socket.
     permit: Option<OwnedSemaphorePermit>,
-    /// True if the inbox begins with a request that this supervisor leaves to its successor. The data plane then stops
-    /// reading from the client.
+    /// True if the inbox begins with a request that belongs to the successor. The data plane then stops reading
+    /// from the client.
     pub(super) is_held_back: bool,
     /// True if the client supports GOAWAY.
     takes_goaway: bool,
     /// True if GOAWAY was sent. Further requests are dropped.
     pub(super) is_going_away: bool,
-    /// Time since which the client has had no jobs. Set only if another supervisor has taken over but the connection
-    /// cannot be moved to that supervisor.
+    /// Time at which the client was first found to have no jobs. Set only after GOAWAY, or if another supervisor has
+    /// taken over but cannot take over this connection.
     left_over_since: Option<Time>,
     /// Number of SUBMIT frames handled so far, including those of rejected jobs.
     submits: u64,
     owner: Owner,
-    /// Time of the last input or output.
+    /// Time of the most recent input or output.
     active_at: Time,
 }
 
@@ -128,7 +129,7 @@ pub(super) enum Phase {
     Closing,
 }
 
-/// Protocol violation that ends the session: the reason code, and the message that is sent to the client.
+/// Protocol violation that ends the session. Contains the reason code and the message for the client.
 pub(super) struct Violation(pub(super) RejectReason, pub(super) String);
 
 /// Identity and permissions of a client.
@@ -148,8 +149,8 @@ impl Client {
         Self { peer: None, grant, owner, permit: Some(permit) }
     }
 
-    /// Returns the identity of a client that was accepted by the control plane of the previous supervisor, which
-    /// enforces the limit on such connections.
+    /// Returns the identity of a client that the previous supervisor's control plane accepted. The previous
+    /// supervisor enforces the limit on such connections.
     pub(super) fn passed_on(client: HttpClient) -> Self {
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().ok();
         let (grant, owner) = identity_of(client);
@@ -165,7 +166,7 @@ fn identity_of(client: HttpClient) -> (Grant, Owner) {
 }
 
 impl Session {
-    /// Returns the state of the connection, to be passed on to another supervisor.
+    /// Returns the connection's state for another supervisor.
     pub(super) fn state(&self) -> SessionState {
         let client = match (self.owner, &self.permit) {
             (Owner::Token(id), _) => SessionClient::Token { id },
@@ -199,7 +200,7 @@ impl Session {
         }
     }
 
-    /// Extends the timeouts by the length of a pause of the supervisor, because the client could not make any progress
+    /// Extends the timeouts by the length of a pause of the supervisor. The client could not make progress
     /// during the pause.
     fn extend_timeouts(&mut self, late: Duration, now: Time) {
         let hello_since = match &mut self.phase {
@@ -264,7 +265,7 @@ impl Session {
     }
 }
 
-/// All sessions by index, the queues of clients to read from, and totals.
+/// All sessions by index, queues of clients to read from, and totals.
 pub(super) struct Sessions {
     slab: Slab<SessionIndex, Session>,
     /// Epoch of the newest session. Each session has a unique epoch.
@@ -280,7 +281,7 @@ pub(super) struct Sessions {
     unread_bytes: usize,
     /// Sessions with output to write.
     dirty: VecDeque<SessionIndex>,
-    /// True if a session might have a running timeout.
+    /// True if a timeout might be running for some session.
     needs_checks: bool,
 }
 
@@ -290,10 +291,10 @@ owns_slab!(Sessions, SessionIndex, Session);
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum AfterFlush {
     Keep,
-    /// All output for a rejected client has been sent, so its connection must be shut down.
+    /// The rejected client has been sent all its output. Its connection must be shut down.
     Finish,
-    /// A client has too much unread output, so its session must be closed. This is not necessarily the session whose
-    /// output was written.
+    /// A client has too much unread output, and its session must be closed. This can be a different session from
+    /// the one whose output was written.
     CloseBehind(SessionIndex),
 }
 
@@ -482,17 +483,17 @@ impl Sessions {
         }
     }
 
-    /// Returns true if there is input from a client without low priority.
+    /// Returns true if a client with normal priority has input.
     pub(super) fn has_input(&self) -> bool {
         !self.fair_queue.is_empty()
     }
 
-    /// Returns true if a low-priority client has input and there is time budget left for reading it.
+    /// Returns true if a low-priority client has input and the time budget allows reading it.
     pub(super) fn can_read_low_priority(&mut self, now: Time) -> bool {
         !self.low_priority.is_empty() && self.low_priority_budget.has_time(now)
     }
 
-    /// Returns the time at which low-priority clients can be read again.
+    /// Returns the time at which reading from low-priority clients can resume.
     pub(super) fn low_priority_at(&self) -> Option<Time> {
         (!self.low_priority.is_empty()).then(|| self.low_priority_budget.resume_at())
     }
@@ -502,8 +503,8 @@ impl Sessions {
         self.low_priority_budget.charge(began);
     }
 
-    /// Begins a read from the next client in one of the queues. Returns the client and the maximum number of
-    /// bytes to read.
+    /// Begins a read from the next client in a queue. Returns the client and the maximum number of bytes to
+    /// read.
     pub(super) fn begin_read(&mut self, is_low_priority: bool) -> Option<(SessionIndex, usize)> {
         let slab = &mut self.slab;
         let begin =
@@ -553,7 +554,7 @@ impl Sessions {
         }
     }
 
-    /// Handles a signal from an in-process client that has read from the connection, written to it, or closed it.
+    /// Handles an in-process client's signal that it has read from, written to, or closed the connection.
     pub(super) fn in_process_signalled(&mut self, id: SessionId) {
         let Some(session) = self.of_mut(id) else { return };
         let ClientEndpoint::InProcess(end) = &session.end else { return };
@@ -751,7 +752,7 @@ impl Sessions {
 
     // Timeouts.
 
-    /// Returns true if a session might have a running timeout.
+    /// Returns true if a timeout might be running for some session.
     pub(super) fn needs_checks(&self) -> bool {
         self.needs_checks
     }

@@ -17,14 +17,14 @@ pub(super) struct Holder(u32);
 
 const ROOT: Holder = Holder(0);
 
-/// A memory holder at the top level of the tree.
+/// A holder at the top level of the tree of memory holders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
-    /// All clients of this user.
+    /// All clients of a user.
     User(u32),
-    /// Jobs submitted over HTTP with the token that has this number.
+    /// Jobs submitted over HTTP with a token, identified by its number.
     Token(u32),
-    /// Frames that were sent to workers and not yet read. The memory of these frames cannot be freed.
+    /// Frames sent to workers but not yet read. This memory cannot be freed.
     Workers,
 }
 
@@ -42,10 +42,10 @@ pub(super) enum Kind {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// An incomplete frame. The holder is the connection on which the frame is arriving, or the bulkhead that the frame
-    /// is charged to.
+    /// An incomplete frame. The holder is the connection on which the frame is arriving, or the bulkhead charged
+    /// for the frame.
     Frame(Holder),
-    /// The newest waiting job in the lowest priority class, among the jobs submitted over one connection to one
+    /// The newest waiting job with the lowest priority, among the jobs submitted over one connection to one
     /// bulkhead.
     Job(Holder),
 }
@@ -73,7 +73,7 @@ struct Node {
     children: HashMap<u64, Holder, RandomState>,
     /// Number of child nodes that hold memory.
     active: usize,
-    /// Child nodes that hold memory, ordered by the amount. Maintained only while memory is short.
+    /// Child nodes that hold memory, ordered by the amount held. Maintained only while memory is scarce.
     order: BTreeSet<(usize, Holder)>,
     /// True if the node must be kept even if it holds no memory.
     is_open: bool,
@@ -185,7 +185,8 @@ impl Shares {
         if parent == ROOT { most } else { self.bytes(parent).all.min(most) }
     }
 
-    /// Returns the connection that a holder belongs to. Returns the holder itself if it is a connection.
+    /// Returns the connection to which a holder belongs. If the holder is a connection itself, returns the
+    /// holder.
     pub(super) fn connection(&self, holder: Holder) -> Holder {
         let parent = self.nodes[holder.0 as usize].parent;
         if self.nodes[parent.0 as usize].parent == ROOT { holder } else { parent }

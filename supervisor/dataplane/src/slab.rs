@@ -33,7 +33,7 @@ macro_rules! indices {
     )*};
 }
 
-/// Implements `Deref` so that a type dereferences to the table in its `slab` field.
+/// Implements `Deref` from a type to the table in its `slab` field.
 macro_rules! owns_slab {
     ($owner:ty, $index:ty, $entry:ty) => {
         impl std::ops::Deref for $owner {
@@ -74,13 +74,13 @@ pub(super) struct SessionId {
     pub(super) epoch: u64,
 }
 
-/// Table of values that are accessed by index. The index of a removed value is reused, either immediately or after
+/// Table of values accessed by index. The index of a removed value is reused, either immediately or after
 /// [`Slab::recycle`] is called.
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,
     free: Vec<I>,
-    /// Indices that become free only at the end of the iteration, because events for the previous values might still be
-    /// pending until then.
+    /// Indices that become free at the end of the iteration. Until then, events for the removed values might
+    /// still be pending.
     freed: Vec<I>,
     index: PhantomData<I>,
 }

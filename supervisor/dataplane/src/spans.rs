@@ -60,8 +60,8 @@ pub(super) struct Spans {
     counters: Arc<SharedCounters>,
 }
 
-/// Generator of span IDs (SplitMix64). Starts in a random state, so that other participants in a trace are unlikely to
-/// use the same IDs.
+/// Generator of span IDs (SplitMix64). Starts in a random state to avoid collisions with IDs from other
+/// participants in a trace.
 struct SpanIds(u64);
 
 impl SpanIds {
@@ -131,7 +131,8 @@ impl Spans {
         Some(span)
     }
 
-    /// Sends the span of a finished job. Moves the names out of the job's record, which no longer needs them.
+    /// Sends the span of a finished job. Moves the names out of the job's record because the record no longer
+    /// needs them.
     pub(super) fn send(&self, now: Time, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
         let Some(sender) = &self.sender else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };

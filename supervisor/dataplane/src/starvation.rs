@@ -13,7 +13,7 @@ const THREADS_MAX: usize = 256;
 /// Number of checks for silent workers per heartbeat interval.
 const CHECKS_PER_HEARTBEAT: u128 = 4;
 
-/// Scheduling statistics of a worker's threads, recorded when the worker became silent.
+/// Scheduling statistics of a worker's threads, recorded when the worker fell silent.
 pub(super) struct Watch {
     pid: u32,
     begun: OnceLock<SchedStats>,
@@ -48,7 +48,7 @@ impl Watch {
         Self { pid, begun: OnceLock::new() }
     }
 
-    /// Records the current statistics for a later comparison.
+    /// Records the current statistics for later comparison.
     pub(super) fn begin(&self) {
         self.begun.get_or_init(|| SchedStats::of(self.pid));
     }
@@ -75,8 +75,8 @@ impl SchedStats {
 }
 
 impl Thread {
-    /// Returns how long the thread was ready but not running between two records, `before` and `self`. `passed` is the
-    /// time between them.
+    /// Returns how long the thread was ready but not running between the records `before` and `self`. `passed`
+    /// is the time between these records.
     fn waited_since(&self, before: &Self, passed: Duration) -> Duration {
         let since = |now: u64, before: u64| Duration::from_nanos(now.saturating_sub(before));
         let waited = since(self.waited_ns, before.waited_ns);
@@ -88,7 +88,8 @@ impl Thread {
     }
 }
 
-/// Returns the statistics of all threads of a process, by thread ID. Empty if the kernel does not provide any.
+/// Returns the statistics of all threads of a process, by thread ID. The map is empty if the kernel does not
+/// provide statistics.
 fn threads(pid: u32) -> HashMap<u32, Thread> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let stats = |entry: std::fs::DirEntry| {
@@ -152,7 +153,8 @@ mod tests {
         assert!(!watch.is_starved(), "there are no earlier statistics to compare with");
     }
 
-    /// In this test, `ran_s` and `waited_s` are the seconds that the thread ran and waited within a ten-second window.
+    /// In this test, `ran_s` and `waited_s` are the number of seconds that the thread ran and waited within ten
+    /// seconds.
     #[test]
     fn thread_that_is_ready_but_rarely_runs_is_starved() {
         let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {

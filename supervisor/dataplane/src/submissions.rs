@@ -28,7 +28,7 @@ pub(super) fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
     Traceparent::parse(text)
 }
 
-/// Checks that a submission is well-formed. Returns the submission's extensions, or the reason for rejecting the job.
+/// Checks that a submission is well-formed. Returns its extensions, or the reason for rejecting the job.
 pub(super) fn check_form(
     submit: &Submit<'_>,
     extensions: &Extensions<'_>,

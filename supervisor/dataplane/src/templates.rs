@@ -25,12 +25,13 @@ const SIGNAL_DEATHS_MAX: u32 = 20;
 #[derive(Default)]
 pub(super) struct Templates {
     by_spawn: HashMap<u64, Template>,
-    /// Templates that can fork workers, by compartment.
+    /// Spawn numbers of the templates that can fork workers, by compartment.
     current: HashMap<CompartmentIndex, u64>,
     /// UIDs of templates that have exited but still have descendants, by spawn number.
     leaving: HashMap<u64, u32>,
     effects: VecDeque<Effect>,
-    /// True if a template might be starting, or if a template's output might not have been passed to the control plane.
+    /// True if a template might be starting, or if a template's output might still have to be passed to the
+    /// control plane.
     needs_checks: bool,
 }
 
@@ -48,11 +49,12 @@ struct Template {
 
 /// Data about a template that the keeper has been ordered to start.
 pub(super) struct TemplateOrder {
-    /// Compartment that the template belongs to. If the compartment is removed before the template exits, the template
-    /// does not fork any more workers.
+    /// Compartment to which the template belongs. The template forks no workers after the compartment has been
+    /// removed.
     pub(super) compartment: CompartmentIndex,
     pub(super) bulkhead: Arc<str>,
-    /// Maximum time for the template to become ready, and the most by which the template can extend this time at once.
+    /// Maximum time for the template to become ready. Also the maximum length of each extension that the template
+    /// requests.
     pub(super) ready: Duration,
     pub(super) program: Arc<Program>,
     /// The template's separate UID, or `None` if templates have no separate UIDs.
@@ -107,7 +109,7 @@ impl Templates {
 
     // Forking.
 
-    /// Requests a template from which a worker for this program can be forked.
+    /// Requests a template that can fork a worker for this program.
     pub(super) fn fork(
         &mut self,
         compartment: CompartmentIndex,
@@ -136,8 +138,8 @@ impl Templates {
         self.needs_checks = true;
     }
 
-    /// Ends a compartment's template. Workers that were forked from it continue to run. Returns the workers that were
-    /// waiting for the template.
+    /// Ends a compartment's template. Workers forked from the template continue to run. Returns the workers that
+    /// were waiting for the template.
     pub(super) fn end(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
         let Some(spawn) = self.current.remove(&compartment) else { return Vec::new() };
         self.effects.push_back(Effect::Kill(spawn));
@@ -145,7 +147,7 @@ impl Templates {
         template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
     }
 
-    /// Ends the template of a compartment, and requeues the workers that were waiting for the template.
+    /// Ends a compartment's template and requeues the workers that were waiting for the template.
     pub(super) fn replace(&mut self, compartment: CompartmentIndex) {
         let waiting = self.end(compartment);
         self.order_workers(compartment, waiting);
@@ -209,13 +211,13 @@ impl Templates {
         true
     }
 
-    /// Handles the report that a template and all its descendants are gone.
+    /// Handles a report that a template and all its descendants are gone.
     pub(super) fn reaped(&mut self, spawn: u64) {
         let id = self.leaving.remove(&spawn);
         self.effects.extend(id.map(Effect::ReleaseId));
     }
 
-    /// Handles the loss of the keeper, with which all templates have died.
+    /// Handles the loss of the keeper. All templates died with the keeper.
     pub(super) fn keeper_lost(&mut self) {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable();
@@ -246,7 +248,7 @@ impl Templates {
         }
     }
 
-    /// Ends a template because its temporary folder is too large. `bytes` is the folder's size, not including the
+    /// Kills a template if its temporary folder is too large. `bytes` is the folder's size, not including the
     /// folders of the template's workers.
     pub(super) fn check_temporary_folder(&mut self, spawn: u64, bytes: u64) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
@@ -298,7 +300,7 @@ impl Templates {
         self.effects.extend(late.into_iter().map(Effect::Kill));
     }
 
-    /// Removes and returns the output of each template that has started, unless the output was already passed to the
+    /// Removes and returns the output of each started template. Omits output that was already passed to the
     /// control plane.
     pub(super) fn take_outputs(&mut self) -> Vec<(u64, WorkerOutput)> {
         let outputs = self.by_spawn.iter_mut().filter_map(|(&spawn, template)| {
@@ -357,7 +359,8 @@ mod tests {
         Arc::new(Program::new(&config.bulkheads[0], None, &support))
     }
 
-    /// Returns a fixture in which template 10 has been starting since `now` and a worker is waiting for it.
+    /// Returns a fixture in which template 10 has been starting since `now` and one worker is waiting for the
+    /// template.
     fn starting(now: Time) -> (Templates, Arc<Program>) {
         let (mut templates, program) = (Templates::default(), program());
         assert_eq!(templates.fork(compartment(), &program, (worker(1), 0)), Fork::NoTemplate);

@@ -11,25 +11,26 @@ use bulkhead_policy::Time;
 /// work can be delayed by this amount of time.
 const BALANCE_NS_MAX: i64 = 250_000;
 
-/// Maximum time charged for one piece of work. If more time has passed, the thread was most likely interrupted.
+/// Maximum time charged for one piece of work. A longer measured time most likely means that the thread was
+/// preempted.
 const CHARGE_MAX: Duration = Duration::from_millis(1);
 
 /// Time budget for one kind of work.
 pub(super) struct TimeBudget {
-    /// Reciprocal of the share of a processor's time that the work can use.
+    /// The budget is one processor's time divided by this number.
     divisor: i64,
-    /// Remaining time, in nanoseconds. While it is negative, the work must pause.
+    /// Remaining time, in nanoseconds. The work must pause unless this is positive.
     remaining_ns: i64,
     filled_at: Time,
 }
 
 impl TimeBudget {
-    /// Creates a budget that allows the work to use one part in `divisor` of a processor's time.
+    /// Creates a budget of `1 / divisor` of one processor's time.
     pub(super) const fn one_in(divisor: i64) -> Self {
         Self { divisor, remaining_ns: BALANCE_NS_MAX, filled_at: Time::ZERO }
     }
 
-    /// Refills the budget. Returns true if there is time left.
+    /// Refills the budget. Returns true if any time is left.
     pub(super) fn has_time(&mut self, now: Time) -> bool {
         let passed = i64::try_from(now.since(self.filled_at).as_nanos()).unwrap_or(i64::MAX);
         self.remaining_ns = (self.remaining_ns.saturating_add(passed / self.divisor)).min(BALANCE_NS_MAX);

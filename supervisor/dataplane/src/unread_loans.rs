@@ -13,11 +13,11 @@ use bulkhead_linux::unread;
 /// Maximum number of loans that a single receiver can leave unread.
 const UNREAD_MAX: u8 = 4;
 
-/// Number of loans of memory files that a receiver might not have read yet.
+/// Number of memory-file loans that a receiver might not have read yet.
 #[derive(Debug, Default)]
 pub(super) struct ReceiverLoans(u8);
 
-/// Counts the loans of memory files that receivers might not have read yet.
+/// Counts the memory-file loans that receivers might not have read yet.
 #[derive(Debug)]
 pub(super) struct UnreadLoans {
     unread: usize,
@@ -27,7 +27,7 @@ pub(super) struct UnreadLoans {
 }
 
 impl UnreadLoans {
-    /// Creates a record that allows at most `most` unread loans in total.
+    /// Creates a counter that allows at most `most` unread loans in total.
     pub(super) fn new(most: usize) -> Self {
         Self { unread: 0, most, closed: Vec::new() }
     }
@@ -46,12 +46,12 @@ impl UnreadLoans {
         self.unread += 1;
     }
 
-    /// Stops counting the loans of a receiver whose connection was passed on to another process.
+    /// Stops counting the loans of a receiver whose connection was handed over to another process.
     pub(super) fn forget(&mut self, receiver: &mut ReceiverLoans) {
         self.unread -= usize::from(std::mem::take(receiver).0);
     }
 
-    /// Prepares to close a connection. Loans that the receiver has not read still count as in transit.
+    /// Prepares to close a connection. Loans that the receiver has not read continue to count as unread.
     pub(super) fn close(&mut self, socket: impl AsFd, receiver: &mut ReceiverLoans) {
         let left = std::mem::take(receiver);
         if left.0 == 0 {

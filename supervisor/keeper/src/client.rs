@@ -30,7 +30,7 @@ use crate::{SubordinateIds, wait};
 /// The keeper executes an order within about a millisecond.
 const PENDING_ORDERS_MAX: usize = 1024;
 
-/// Maximum time to wait for the keeper to exit. Slightly longer than the keeper's own time limit for killing
+/// Maximum time to wait for the keeper to exit. This is slightly longer than the keeper's own time limit for killing
 /// all workers.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(65);
 
@@ -40,7 +40,8 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum number of orphans reaped in one call.
 const ORPHANS_PER_CALL_MAX: usize = 64;
 
-/// Returns a hint for the operator about a worker whose start failed at `step`, or an empty string if there is no hint.
+/// Returns advice for the operator about a worker whose start failed at `step`, or an empty string if there is no
+/// advice.
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         "exec" if error.kind() == io::ErrorKind::ArgumentListTooLong => {
@@ -74,7 +75,7 @@ pub struct Keeper {
     without_pidfd: HashSet<u64>,
     /// Subordinate user IDs for workers. If this keeper is lost, the IDs are sent to the next keeper.
     ids: Option<Arc<SubordinateIds>>,
-    /// Descriptor that this keeper, and any keeper that replaces it, keeps open until it exits.
+    /// Descriptor that the keeper keeps open until it exits. A replacement keeper receives it too.
     lifeline: Option<Arc<OwnedFd>>,
 }
 
@@ -82,7 +83,7 @@ pub struct Keeper {
 enum KeeperProcess {
     /// The keeper is a child of this process.
     Child(Child),
-    /// A process that was started by a guard and is not a child of this process.
+    /// The keeper was started by a guard and is not a child of this process.
     Detached(DetachedKeeper),
 }
 
@@ -179,8 +180,8 @@ impl Keeper {
         Ok(())
     }
 
-    /// Sends the keeper a descriptor, which the keeper keeps open until it has killed all workers and exits.
-    /// Replacement keepers receive the descriptor as well.
+    /// Sends the keeper a descriptor that stays open until the keeper has killed all workers and exits. Replacement
+    /// keepers receive the descriptor as well.
     pub fn send_lifeline(&mut self, lifeline: Arc<OwnedFd>) -> io::Result<()> {
         self.send_order(Order::Lifeline.encode()?, vec![lifeline.try_clone()?])?;
         self.lifeline = Some(lifeline);
@@ -340,7 +341,7 @@ impl Keeper {
         }
     }
 
-    /// Waits for the next report. Returns `None` if no report arrives before the deadline. Fails like
+    /// Waits for the next report. Returns `None` if no report arrives before the deadline. Returns the same errors as
     /// [`Keeper::receive`].
     pub fn wait(&mut self, deadline: Instant) -> io::Result<Option<Report>> {
         loop {
@@ -389,7 +390,7 @@ impl Keeper {
         })
     }
 
-    /// Kills a worker whose pidfd is missing, because the worker's exit could not be detected without the pidfd.
+    /// Kills a worker whose pidfd is missing. Without the pidfd, the worker's exit could not be detected.
     fn kill_without_pidfd(&mut self, worker: u64) -> io::Result<Report> {
         self.without_pidfd.insert(worker);
         self.kill(worker)?;

@@ -30,7 +30,7 @@ impl LayerSupport {
     }
 }
 
-/// Tries all layers of confinement. Usually takes a few milliseconds. A trial that blocks is stopped after a few
+/// Tries all layers of confinement, which usually takes a few milliseconds. A blocked trial is stopped after a few
 /// seconds.
 pub fn probe() -> Vec<LayerSupport> {
     let mut layers = landlock::probe();
@@ -96,8 +96,8 @@ fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
     )
 }
 
-/// Environment variable that contains a comma-separated list of layers to treat as missing. Used to test a
-/// configuration for machines that support fewer layers.
+/// Environment variable with a comma-separated list of layers to treat as missing. Used to test configurations for
+/// machines that support fewer layers.
 pub(crate) const DISABLED_LAYERS: &str = "BULKHEAD_WITHOUT";
 
 fn disable(layers: &mut [LayerSupport], disabled: &str) {

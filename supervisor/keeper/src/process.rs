@@ -56,12 +56,12 @@ use crate::wait;
 /// then add at most its last three reports.
 const PENDING_REPORTS_MAX: usize = 1024;
 
-/// Maximum number of deferred fork orders, each of which holds three descriptors. Once this limit is reached, the
+/// Maximum number of deferred fork orders. Each of them holds three descriptors. When this limit is reached, the
 /// keeper accepts no further orders.
 const DEFERRED_FORKS_MAX: usize = 256;
 
-/// Maximum time for killing all processes before the keeper exits. After this time, the keeper exits even if
-/// some processes are left.
+/// Maximum time for killing all processes before the keeper exits. The keeper then exits even if some processes are
+/// left.
 const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum number of events handled per iteration of the loop. Further events are handled in the next
@@ -165,14 +165,15 @@ struct Child {
     status: Option<OwnedFd>,
     /// State of the template, if this child is a template.
     template: Option<Template>,
-    /// The PID namespace that a template shares with its workers, if this child is a template that has one.
+    /// The PID namespace that a template shares with its workers. `None` unless this child is a template with such a
+    /// namespace.
     namespace: Option<TemplateNamespace>,
-    /// The worker's place in its template's PID namespace, if this child is a worker in such a namespace.
+    /// The worker's place in its template's PID namespace. `None` unless this child is a worker in such a namespace.
     member: Option<NamespaceMember>,
 }
 
 impl Child {
-    /// Creates a child with no optional parts, such as a worker that was forked by a template.
+    /// Creates a child without any optional parts.
     fn new(
         worker: u64,
         pid: u32,
@@ -264,13 +265,13 @@ enum Stage {
 struct EventLoop {
     poll: Poll,
     socket: OwnedFd,
-    /// The guard and the application. The keeper exits when either of them exits.
+    /// The guard and the application. When either of them exits, the keeper exits too.
     watched: Option<WatchedProcesses>,
     sigchld: SignalFd,
     forker: Forker,
     /// User namespace with the subordinate IDs. `None` if the supervisor has not sent one.
     subordinate_namespace: Option<Arc<OwnedFd>>,
-    /// Descriptor that stays open until this process exits. A process that holds the other end can thus notice the
+    /// Descriptor that stays open until this process exits. A process that holds the other end is notified of the
     /// exit.
     lifeline: Option<OwnedFd>,
     children: HashMap<u32, Child>,

@@ -22,7 +22,7 @@ use nix::unistd::Pid;
 /// Maximum time that sampling one worker may take.
 pub(crate) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(15);
 
-/// Maximum number of threads to sample, and maximum number of processes to which these threads can belong.
+/// Maximum number of threads and maximum number of processes to sample.
 const THREADS_MAX: usize = 64;
 const PROCESSES_MAX: usize = 16;
 
@@ -39,11 +39,11 @@ const PROC_FILE_BYTES_MAX: u64 = 1 << 20;
 /// stack pointer.
 const RED_ZONE_BYTES: u64 = 128;
 
-/// Interval between checks for stopped threads, and interval between checks for text from the worker.
+/// Intervals between checks for stopped threads, and between checks for text from the worker.
 const STOP_INTERVAL: Duration = Duration::from_micros(50);
 const TEXT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Offset of the first record in the file. The records are preceded by their total size.
+/// Offset of the first record in the file. The total size of the records is stored before it.
 const RECORDS_OFFSET: usize = size_of::<u64>();
 
 /// A worker to sample, and the files to which its stacks are written.
@@ -54,11 +54,12 @@ pub(crate) struct SampleRequest {
     pub(crate) job: Option<String>,
     /// File for the records.
     pub(crate) file: OwnedFd,
-    /// File to which the worker writes the stacks of its threads as text if it receives the [`STACK_SIGNAL`].
+    /// File for the stacks as text. The worker writes the stacks of its threads to this file when it receives the
+    /// [`STACK_SIGNAL`].
     pub(crate) text: Option<OwnedFd>,
 }
 
-/// Process ID, with the start time that distinguishes the process from later processes with the same ID.
+/// Process ID and start time of a process. Later processes with the same ID have a different start time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ProcessStart {
     id: u32,
@@ -96,7 +97,7 @@ impl SampleRequest {
         result
     }
 
-    /// Returns the processes to sample, the most important first.
+    /// Returns the processes to sample, starting with the most important one.
     fn processes(&self) -> Vec<ProcessStart> {
         let descendants = descendants(self.process.id);
         let descendants: Vec<_> = descendants.into_iter().filter_map(ProcessStart::of).collect();
@@ -350,7 +351,7 @@ fn threads_of(process: u32) -> Vec<u32> {
     threads
 }
 
-/// Returns a header that contains the information in `/proc` about a thread.
+/// Returns a header with the information about a thread from `/proc`.
 fn describe(process: u32, id: u32) -> Header {
     let folder = format!("/proc/{process}/task/{id}");
     let read = |name: &str| read_limited(&format!("{folder}/{name}")).unwrap_or_default();

@@ -88,7 +88,7 @@ impl SubordinateIds {
         Ok(Self { first, last, namespace })
     }
 
-    /// Takes over the IDs and the user namespace from the guard, which created the namespace.
+    /// Takes over the IDs and the user namespace that the guard has created.
     pub(crate) fn from_guard((first, last): (u32, u32), namespace: OwnedFd) -> Self {
         Self { first, last, namespace }
     }
@@ -99,8 +99,8 @@ impl SubordinateIds {
     }
 }
 
-/// Parses the text of a file such as `/etc/subuid`. Returns the ranges that the file assigns to a user, who is
-/// identified by name or number.
+/// Parses the text of a file such as `/etc/subuid`. Returns the ranges that the file assigns to the user. A line can
+/// identify the user by name or by number.
 fn parse_ranges(text: &str, name: Option<&str>, uid: u32) -> Vec<IdRange> {
     let range = |line: &str| {
         let mut fields = line.trim().split(':');

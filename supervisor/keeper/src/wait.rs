@@ -13,7 +13,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::protocol::{Exit, Usage};
 
-/// Interval between scans of all processes on the machine while the descendants of this process are being killed.
+/// Interval between scans of all processes on the machine while this process's descendants are being killed.
 const SCAN_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Pause between checks for dead processes.
@@ -22,13 +22,13 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Result of waiting for a child.
 #[derive(Debug)]
 pub(crate) enum Waited {
-    /// There is no child with the requested PID, or no child at all.
+    /// The requested child does not exist, or there are no children at all.
     NoChild,
     /// There are children, but none of them has exited or stopped.
     NoChange,
     /// A child has exited, and its PID can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
-    /// A child has stopped because it asked to be traced by its parent. Only hostile programs ask for this.
+    /// A child has stopped because it asked its parent to trace it. Only hostile programs do this.
     Stopped { pid: u32 },
 }
 
@@ -80,7 +80,7 @@ pub(crate) fn exits_within(process: &Child, timeout: Duration) -> io::Result<boo
     wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, timeout)
 }
 
-/// Sends SIGKILL to a child that has not been waited for, so that the PID still belongs to the child.
+/// Sends SIGKILL to a child that has not been reaped. The PID of such a child cannot belong to another process.
 pub(crate) fn kill_child(pid: u32) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
         // Fails only if the child is already dead or has changed its user. The keeper can do nothing else in

@@ -14,13 +14,13 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Maximum time to wait for a condition to become true. Normally, this takes far less time.
+/// Maximum time to wait for a condition. Conditions normally become true much sooner.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Maximum time for a fork bomb to grow. On a busy machine, it grows slowly.
+/// Maximum time for a fork bomb to grow. On a busy machine, a fork bomb grows slowly.
 const BOMB_TIMEOUT: Duration = Duration::from_secs(360);
 
-/// Number of seconds after which a test case that hangs is killed. Longer than all timeouts of a case.
+/// Time in seconds after which a hung test case is killed. This is longer than all timeouts within a case.
 const CASE_SECONDS_MAX: u32 = 3600;
 
 // The kernel's resource numbers, whose types differ between C libraries.
@@ -71,8 +71,8 @@ fn main() {
     println!("\ntest result: ok. {} passed; 0 failed", chosen.len());
 }
 
-/// Limits the time of a test case. SIGALRM then kills this program, and the keeper kills its workers and exits. A thread
-/// that watches the time is impossible, because the keeper must start before the process has a second thread.
+/// Limits the time of a test case. SIGALRM then kills this program, and the keeper kills its workers and exits. A
+/// thread that watches the time is impossible, because the keeper must start before the process has a second thread.
 #[expect(unsafe_code, reason = "alarm(2) has no safe wrapper here")]
 fn limit_run_time() {
     // SAFETY: accesses no memory.
@@ -84,7 +84,7 @@ struct Fixture {
     workers: u64,
 }
 
-/// A worker, with the test's ends of the link and of the pipe for standard output.
+/// A worker, together with the test's ends of the link and of the standard output pipe.
 struct Worker {
     number: u64,
     link: UnixStream,

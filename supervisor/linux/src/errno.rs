@@ -12,7 +12,7 @@ pub fn last() -> Errno {
     Errno::from_raw_os_error(unsafe { *libc::__errno_location() })
 }
 
-/// Converts the return value of a system call that returns -1 on error.
+/// Converts the return value of a system call to a result. The call must return -1 on error.
 #[inline]
 pub fn check(result: impl Into<i64>) -> rustix::io::Result<()> {
     if result.into() == -1 { Err(last()) } else { Ok(()) }

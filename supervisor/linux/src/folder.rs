@@ -118,7 +118,7 @@ fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Returns the names of at most `NAMES_MAX` entries. After removing these entries, the caller must call this function
+/// Returns the names of at most `NAMES_MAX` entries. The caller must remove these entries and call this function
 /// again until no entries are left.
 fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?

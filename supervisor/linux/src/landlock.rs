@@ -8,8 +8,8 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels do not
-/// know all fields, but accept unknown fields that are zero.
+/// `struct landlock_ruleset_attr`, which lists the rights that a ruleset denies unless a rule grants them. Kernels
+/// accept fields that they do not know if these are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HandledAccess {
@@ -17,12 +17,12 @@ pub struct HandledAccess {
     pub files: u64,
     /// Rights for TCP sockets.
     pub network: u64,
-    /// Scopes, which deny access to processes and sockets outside the sandbox.
+    /// Scopes that deny access to processes and sockets outside the sandbox.
     pub scopes: u64,
 }
 
 /// Returns the kernel's Landlock version. Fails with `NOSYS` if the kernel was built without Landlock, and with
-/// `OPNOTSUPP` if it is switched off.
+/// `OPNOTSUPP` if Landlock is disabled.
 pub fn abi_version() -> Result<u32> {
     const VERSION: libc::c_uint = 1;
     let nothing = std::ptr::null::<libc::c_void>();

@@ -15,14 +15,15 @@ use crate::errno;
 /// Maximum size of an environment variable's value that is read from a file, in bytes.
 pub const VARIABLE_BYTES_MAX: usize = 64 * 1024;
 
-/// Mode bits that must not be set on a secret file: write permission for the group, and any permission for others.
+/// Mode bits that must not be set on a secret file. These are write permission for the group, and all permissions for
+/// others.
 const NOT_FOR_OTHERS: u32 = 0o027;
 
 /// Content of a secret file. The memory is erased when the value is dropped.
 pub type Secret = Zeroizing<Vec<u8>>;
 
-/// Reason why a secret file is rejected. `Display` completes a sentence that begins with the path, and never reveals
-/// the content of the file.
+/// Reason for rejecting a secret file. `Display` completes a sentence that begins with the path. It never reveals the
+/// content of the file.
 #[derive(Debug)]
 pub enum SecretFileError {
     /// The file cannot be opened or read.

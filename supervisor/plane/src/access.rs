@@ -16,7 +16,7 @@ use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 pub struct Access {
     /// The supervisor's UID.
     own_uid: u32,
-    /// True if tokens are configured. Their rules can reject jobs submitted over HTTP.
+    /// True if tokens are configured. A token's rules can reject jobs submitted over HTTP.
     has_tokens: bool,
     /// Access rules, in the order in which they appear in the file. They also apply to root and the supervisor's user.
     /// If there are no rules, only these two users have access, without any restrictions.
@@ -26,7 +26,7 @@ pub struct Access {
     unrelated: Arc<UnrelatedProcesses>,
 }
 
-/// A rule in `[[access]]`. Bulkheads are identified by name, because a reload can add and remove bulkheads.
+/// An access rule (`[[access]]`). Stores the names of bulkheads, because a reload can add and remove bulkheads.
 #[derive(Debug)]
 pub struct AccessRule {
     who: Who,
@@ -36,9 +36,9 @@ pub struct AccessRule {
 
 /// Permissions of one client.
 pub enum Grant {
-    /// The client can use all bulkheads and all tenants.
+    /// The client can submit jobs to every bulkhead on behalf of every tenant.
     Unrestricted,
-    /// The client can do everything that is allowed by at least one of these rules.
+    /// A job is allowed if at least one of these rules allows it.
     Rules(Arc<[Arc<AccessRule>]>),
 }
 
@@ -61,7 +61,7 @@ pub enum HttpClient {
 /// Permissions of a token.
 #[derive(Clone, Debug)]
 pub struct TokenGrant {
-    /// Number that identifies the token.
+    /// ID of the token.
     pub id: u32,
     pub role: Role,
     /// Rules for the token holder's jobs. Each job must be allowed by at least one rule.
@@ -93,7 +93,7 @@ impl Tokens {
         self.0.iter().map(|(_, grant)| grant.clone()).collect()
     }
 
-    /// Returns true if a token with this number exists.
+    /// Returns true if a token with this ID exists.
     pub fn has(&self, id: u32) -> bool {
         self.0.iter().any(|(_, grant)| grant.id == id)
     }
@@ -118,8 +118,8 @@ impl Access {
         }
     }
 
-    /// Replaces the cache of processes known not to be descendants of the supervisor. Used by a reload, so that the new
-    /// permissions keep the cached entries.
+    /// Replaces the cache of processes known not to be descendants of the supervisor. Called during a reload to
+    /// preserve the cached entries.
     pub fn with_unrelated(self, unrelated: Arc<UnrelatedProcesses>) -> Self {
         Self { unrelated, ..self }
     }
@@ -133,12 +133,12 @@ impl Access {
         self.has_tokens || !self.rules.is_empty()
     }
 
-    /// Returns true if the peer runs as the supervisor's user, as do workers that have no separate user.
+    /// Returns true if the peer runs as the supervisor's user. A worker without a separate user also runs as this user.
     pub fn is_own_user(&self, peer: Peer) -> bool {
         peer.uid == self.own_uid
     }
 
-    /// Rejects the peer if it is a worker or a descendant of one.
+    /// Rejects the peer if it is a worker or a descendant of a worker.
     pub fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), ClientRejection> {
         peer_check::check_descent(socket, peer, &self.unrelated)
     }

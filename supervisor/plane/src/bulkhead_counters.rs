@@ -40,16 +40,16 @@ pub struct BulkheadCounters {
     pub rejected: [[u64; REJECT_REASONS]; PRIORITIES],
     /// Number of crashed jobs, by reason code.
     pub crashed: [u64; CRASH_REASONS],
-    /// Counters for each tenant label, followed by an entry for all tenants without a label.
+    /// Counters for each tenant label. The last entry covers all tenants without a label.
     pub tenants: Vec<TenantCounters>,
-    /// Outcomes of the jobs that were passed on to each fallback. The counts of a fallback are kept even if a reload
+    /// Outcome counts for the jobs passed on to each fallback. A fallback's counts are kept even if a reload
     /// removes the fallback.
     pub fallback: Vec<FallbackCounters>,
-    /// Number of this bulkhead's jobs that are currently in a fallback. Once such a job has an outcome, the outcome is
-    /// counted for this bulkhead.
+    /// Number of this bulkhead's jobs that are currently in a fallback. Each job's outcome will be counted for
+    /// this bulkhead.
     pub elsewhere: u64,
-    /// Number of jobs that other bulkheads have passed on to this bulkhead as their fallback. Their outcomes are
-    /// counted for the other bulkheads.
+    /// Number of jobs passed on to this bulkhead by bulkheads that use it as a fallback. Each job's outcome is
+    /// counted for the original bulkhead.
     pub guests: u64,
     /// Number of retries of jobs whose workers died.
     pub retries: u64,
@@ -86,7 +86,7 @@ impl BulkheadCounters {
         Self { tenants: vec![TenantCounters::default(); labels + 1], ..Self::default() }
     }
 
-    /// Adds counters for the fallbacks in `targets` that have none yet.
+    /// Adds counters for each fallback in `targets` that does not have counters yet.
     pub fn add_fallbacks(&mut self, targets: &[Arc<str>]) {
         for target in targets {
             if self.fallback.iter().all(|known| known.target != *target) {
@@ -167,8 +167,8 @@ pub const BOUNDS: [(u64, &str); 21] = [
 /// provide percentiles for the last one to two minutes, its counts never decrease.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Histogram {
-    /// Number of values in each bucket of [`BOUNDS`], excluding values in lower buckets, followed by the number of
-    /// values above the last bound.
+    /// Number of values in each bucket, not including lower buckets. The last entry counts the values above the
+    /// last bound in [`BOUNDS`].
     pub buckets: [u64; BOUNDS.len() + 1],
     pub sum_ns: u128,
 }

@@ -42,9 +42,9 @@ pub struct WorkerProcess {
     pub bulkhead: Arc<str>,
     pub pid: u32,
     pub generation: u32,
-    /// Number of jobs that the worker has completed.
+    /// Number of accepted jobs that have ended in the worker's bulkhead.
     pub answered: u64,
-    /// True if the bulkhead has jobs in flight.
+    /// True if the worker's bulkhead or isolated tenant has jobs in flight.
     pub is_busy: bool,
 }
 
@@ -55,7 +55,7 @@ pub enum Command {
     Listen(std::os::unix::net::UnixListener),
     /// Perform a step of an upgrade.
     Handover(Box<HandoverCommand>),
-    /// Return the state of one bulkhead or, if `None`, of all bulkheads.
+    /// Return a snapshot of one bulkhead. If `bulkhead` is `None`, return snapshots of all bulkheads.
     Snapshot {
         bulkhead: Option<String>,
         /// Channel for the reply, a list of snapshots. The list is empty if the bulkhead does not exist.
@@ -104,10 +104,10 @@ pub enum Command {
         bulkhead: String,
         tenant: String,
         change: TenantChange,
-        /// Channel for the reply: all limits set for this tenant after the change, or an error.
+        /// Channel for the reply: the tenant's own limits after the change, or an error.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
-    /// Return the observed demand for a bulkhead, from which advice is computed.
+    /// Return the observed demand for a bulkhead, which is used to compute sizing advice.
     Observe {
         bulkhead: String,
         /// Channel for the reply: the observation, or `None` if there is no such bulkhead.
@@ -124,15 +124,15 @@ pub enum Command {
         /// Resident set size in bytes.
         rss_bytes: u64,
     },
-    /// Report the size of a worker's temporary folder. Sent only if the size exceeds the lowest size limit of all
-    /// bulkheads.
+    /// Report the size of a worker's temporary folder. Sent only if the size exceeds the lowest limit that is
+    /// configured for any bulkhead.
     ReportTemporaryFolder {
         /// The worker's spawn number.
         worker: u64,
         /// Disk usage of the folder, in bytes.
         bytes: u64,
-        /// Disk usage of the folder in bytes, without those subfolders whose names mark them as forked workers'
-        /// folders.
+        /// Disk usage of the folder in bytes, excluding the folders of forked workers, which are identified by
+        /// their names.
         bytes_without_forked: u64,
         /// Spawn number of the template whose folder contains this folder, if any. The data plane ignores the report if
         /// the worker was forked from a different template, because any worker can create a folder named like another
@@ -144,8 +144,8 @@ pub enum Command {
         request: ReplayRequest,
         /// Channel for the reply: `Ok` when the replay has begun, or the reason why it cannot begin.
         accepted: oneshot::Sender<Result<(), ReplayError>>,
-        /// Channel for the result, which is sent after the worker has exited. Dropped if the supervisor stops before
-        /// then.
+        /// Channel for the result, which is sent after the worker has exited. The channel is closed without a
+        /// result if the supervisor stops first.
         done: oneshot::Sender<ReplayResult>,
     },
     /// Serve a connection that the control plane opened for an HTTP client. The control plane has already checked the
@@ -153,13 +153,13 @@ pub enum Command {
     AddClient {
         /// The data plane's end of the connection.
         socket: UnixStream,
-        /// Permit that counts towards the maximum number of connections opened by the control plane. Released when the
-        /// data plane closes the connection.
+        /// Permit that limits the number of connections opened by the control plane. Released when the data plane
+        /// closes the connection.
         permit: OwnedSemaphorePermit,
         /// Sender of the jobs.
         client: HttpClient,
     },
-    /// Start tracking the total size of the payloads of unknown length that the control plane is receiving for a token.
+    /// Start tracking the memory used by a token's incoming payloads whose length is not known in advance.
     AddSpool {
         /// The token's number.
         token: u32,
@@ -174,7 +174,7 @@ pub enum Command {
     ReportRejection {
         /// The rejected client and the reason for the rejection.
         rejection: ClientRejection,
-        /// Permit that limits the number of reports that the data plane has not yet processed.
+        /// Permit that limits the number of reports waiting for the data plane.
         _permit: OwnedSemaphorePermit,
     },
     /// Apply a new version of the configuration.
@@ -199,8 +199,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Returns true if the command can be skipped because its only effect is a reply that the sender is no longer
-    /// waiting for.
+    /// Returns true if the command can be skipped because the sender has stopped waiting for the reply.
     pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
@@ -241,7 +240,7 @@ pub struct JobsRequest {
     pub limit: usize,
 }
 
-/// Upper limit for the number of jobs that a request can list.
+/// Maximum number of jobs that one request can list.
 pub const JOBS_LISTED_MAX: usize = 1000;
 
 /// An operator's action on a bulkhead.
@@ -327,7 +326,7 @@ fn place_of(holder: &Option<String>) -> String {
     }
 }
 
-/// A job from a crash report, to be run again.
+/// A request to rerun a job from a crash report.
 #[derive(Debug)]
 pub struct ReplayRequest {
     /// Name of the bulkhead in which the crash occurred.
@@ -386,8 +385,7 @@ pub struct CommandSender {
 }
 
 impl CommandSender {
-    /// Creates a sender for the `commands` channel. Each command also triggers `waker`, because the data plane sleeps
-    /// while it has nothing to do.
+    /// Creates a sender for the `commands` channel. Sending a command also wakes the data plane through `waker`.
     pub fn new(commands: SyncSender<Command>, waker: Arc<mio::Waker>) -> Self {
         Self { commands, waker, stop_requests: Arc::default() }
     }
@@ -453,21 +451,21 @@ pub enum DroppableNotice {
     },
 }
 
-/// An event that has no sequence number yet.
+/// An operator event that has not been assigned a sequence number yet.
 #[derive(Clone, Debug)]
 pub struct Event {
     pub at: SystemTime,
     pub severity: Severity,
-    /// Kind of the event, with its fields.
+    /// Kind of event, with the fields specific to that kind.
     pub kind: EventKind,
     pub bulkhead: Option<Arc<str>>,
     /// Name of the isolated tenant that the event is about, if any.
     pub tenant: Option<Arc<str>>,
     /// ID of the crash report that belongs to the event, if any.
     pub report: Option<CrashId>,
-    /// Last output of the process on standard error, if the event is about the death of a process.
+    /// Last output that the dead process wrote to standard error, if the event reports the death of a process.
     pub stderr_tail: Option<String>,
-    /// Number of events of the same kind suppressed since the previous event of this kind.
+    /// Number of events of this kind that were suppressed since the last event of this kind was reported.
     pub suppressed: Option<u64>,
 }
 

@@ -33,10 +33,10 @@ pub struct SandboxSupport {
 enum IdSource {
     /// The UIDs come from this allocator.
     Host(Arc<IdAllocator>),
-    /// No UIDs are available, for the given reason. Workers run as the supervisor's user.
+    /// No separate UIDs are available, so workers run as the supervisor's user. The string is the reason.
     Shared(String),
-    /// No UIDs are available, for the given reason, and the supervisor runs as root. Workers do not start, because they
-    /// would run as root.
+    /// No separate UIDs are available, and the supervisor runs as root. Workers do not start, because they would
+    /// run as root. The string is the reason.
     Refused(String),
 }
 
@@ -112,7 +112,7 @@ impl SandboxSupport {
         self.subordinate.clone()
     }
 
-    /// Returns the allocator of the workers' UIDs, or `None` if workers have no separate UIDs.
+    /// Returns the allocator for the workers' UIDs, or `None` if workers have no separate UIDs.
     pub fn ids(&self) -> Option<Arc<IdAllocator>> {
         match &self.ids {
             IdSource::Host(ids) => Some(ids.clone()),
@@ -203,14 +203,14 @@ pub struct Sandbox {
     tcp_ports: Vec<u16>,
     allow: Vec<String>,
     deny: Vec<String>,
-    /// Unavailable layers of the profile, and unavailable parts of layers. The configuration allows workers to start
-    /// without them.
+    /// Names of the profile's layers, and of parts of layers, that are not available on this machine. The
+    /// configuration allows workers to start without them.
     missing: Vec<&'static str>,
     /// Warnings for operators about weaknesses in the confinement. Each warning is a sentence.
     warnings: Vec<String>,
     /// Encoded restrictions that an SDK-based worker applies to itself before its first job.
     seal: Option<Vec<u8>>,
-    /// Reason why a worker must not run several programs at once, or `None` if this is allowed.
+    /// Reason why a worker must not run several programs at once, or `None` if there is no such restriction.
     why_single_program: Option<String>,
     /// Maximum size of a worker's temporary folder or file system, in bytes.
     temporary_bytes: u64,
@@ -288,7 +288,8 @@ impl Sandbox {
         self.programs.iter().map(PathBuf::from).collect()
     }
 
-    /// Returns the reason why a worker must not run several programs at once, or `None` if this is allowed.
+    /// Returns the reason why a worker must not run several programs at once, or `None` if there is no such
+    /// restriction.
     pub fn why_single_program(&self) -> Option<&str> {
         self.why_single_program.as_deref()
     }
@@ -303,7 +304,7 @@ impl Sandbox {
         &self.warnings
     }
 
-    /// Returns true if the kernel limits the number of processes of each worker separately.
+    /// Returns true if the kernel enforces a separate process limit for each worker.
     pub fn limits_process_count(&self) -> bool {
         self.profile != Profile::None && !self.missing.contains(&PROCESS_COUNT)
     }
@@ -316,8 +317,8 @@ impl Sandbox {
         self.seal.as_deref()
     }
 
-    /// Returns the maximum size of a worker's temporary folder, in bytes. Returns `None` if there is no such folder, or
-    /// if the kernel enforces the size.
+    /// Returns the maximum size of a worker's temporary folder, in bytes. Returns `None` if there is no folder or
+    /// if the kernel enforces the limit.
     pub fn temporary_bytes(&self) -> Option<u64> {
         let is_bounded = self.layers.temporary == TemporaryFiles::Folder && self.profile != Profile::None;
         is_bounded.then_some(self.temporary_bytes)
@@ -328,8 +329,8 @@ impl Sandbox {
         self.layers.seccomp != Seccomp::Off
     }
 
-    /// Returns the confinement to request from the keeper for one worker. `id` is the worker's UID if each worker has a
-    /// separate one.
+    /// Returns the confinement to request from the keeper for one worker. `id` is the worker's UID if each worker
+    /// has a separate UID.
     pub fn order(&self, id: Option<u32>) -> Confinement<'_> {
         if self.profile == Profile::None {
             return Confinement { layers: self.layers, ..Confinement::default() };
@@ -374,7 +375,7 @@ impl Sandbox {
     }
 }
 
-/// Entry that is added to `missing` if the number of processes is not limited separately for each worker.
+/// Entry added to `missing` if the kernel does not enforce a separate process limit for each worker.
 const PROCESS_COUNT: &str = "nproc";
 
 /// Returns true if RLIMIT_NPROC or a cgroup limits the number of processes of each worker. The kernel counts
@@ -389,7 +390,8 @@ fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
     has_group || identity == WorkerIdentity::Each || layers.namespaces.user && !is_root
 }
 
-/// Parts of Landlock that older kernels do not support, each with the name that `missing` uses for it.
+/// Landlock features that older kernels do not support. Each entry contains the name of a feature and the name
+/// used for it in `missing`.
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
@@ -424,7 +426,7 @@ fn warnings(
     warnings
 }
 
-/// Returns the network access to request from the keeper, and the ports to which workers can connect over TCP.
+/// Returns the network access to request from the keeper, and the TCP ports that workers can connect to.
 fn network_access(network: &Network) -> (NetworkAccess, Vec<u16>) {
     match network {
         Network::None => (NetworkAccess::None, Vec::new()),
@@ -476,14 +478,14 @@ fn runs_several_at_once(bulkhead: &BulkheadConfig) -> bool {
     tenant_limits.chain([bulkhead.max_in_flight]).any(|max| max > 1)
 }
 
-/// Selects the layers for one bulkhead and records which of them are not available.
+/// Selects the sandbox layers for one bulkhead and records the layers that are not available.
 struct LayerResolver<'g> {
     support: &'g SandboxSupport,
     allowed: &'g [Layer],
     missing: Vec<Layer>,
     /// Required layers that are not available, and the reason for each.
     missing_required: Vec<(Layer, String)>,
-    /// Reason why no user is available for the workers to run as, or `None` if there is one.
+    /// Reason why workers must not be started, even with `best_effort`. `None` if there is no such reason.
     refused: Option<String>,
 }
 

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bulkhead_shared::limits::BULKHEAD_NAME_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Maximum number of distinct keys in [`RejectedJobs`] between two reads. Each bulkhead needs a few keys, but clients
-/// can send any number of unknown names.
+/// Maximum number of distinct keys counted between two reads of [`RejectedJobs`]. The number is limited because
+/// clients can send any number of unknown bulkhead names.
 const REJECTED_KEYS_MAX: usize = 16 * 1024;
 
 /// Counters shared by the data plane and the control plane.
@@ -24,8 +24,8 @@ pub struct SharedCounters {
     pub clients: AtomicU64,
     /// Total size of payloads waiting in the data plane, in bytes.
     pub buffered: AtomicUsize,
-    /// Total size of the payloads of unknown length that the control plane is receiving, in bytes. Counts towards
-    /// `max_buffered`. Written by the control plane.
+    /// Memory used by payloads of unknown length that the control plane is still receiving, in bytes. Counts
+    /// towards `max_buffered`. Written by the control plane.
     pub spooled: AtomicUsize,
     /// Part of `spooled` that is charged to the supervisor's own user.
     pub own_spool: Arc<SpoolCounters>,
@@ -34,8 +34,8 @@ pub struct SharedCounters {
     /// True once the data plane has stopped and has sent an outcome for every job that it received. Any other job was
     /// not started and gets no outcome. Stays false if the data plane fails.
     pub has_answered_all: AtomicBool,
-    /// Number of bytes that payloads of unknown length from one user or token can always occupy, regardless of how much
-    /// memory others use.
+    /// Number of bytes guaranteed to each user or token for payloads of unknown length, regardless of how much
+    /// memory other clients use.
     pub spool_share: AtomicUsize,
     /// The keeper's PID.
     pub keeper_pid: AtomicU32,
@@ -43,20 +43,19 @@ pub struct SharedCounters {
     pub rejected_jobs: RejectedJobs,
 }
 
-/// Payloads of unknown length that the control plane is receiving for one user or token.
+/// Memory used by one user's or token's payloads of unknown length while the control plane receives them.
 #[derive(Debug, Default)]
 pub struct SpoolCounters {
-    /// Total size of the payloads, in bytes.
+    /// Memory used by the payloads, in bytes.
     pub held: AtomicUsize,
-    /// Number of bytes of received payloads that the control plane must free because the data plane needs the memory
-    /// for other clients.
+    /// Number of bytes that the control plane must free because the data plane needs the memory for other clients.
     pub bytes_to_free: AtomicUsize,
     /// Notified when `bytes_to_free` grows.
     pub free_requested: tokio::sync::Notify,
 }
 
-/// Number of rejected jobs, by bulkhead, priority and reason. The data plane takes these counts before it replies to a
-/// request for counters.
+/// Number of rejected jobs, by bulkhead, priority and reason. The data plane collects these counts before it
+/// replies to a request for counters.
 #[derive(Debug, Default)]
 pub struct RejectedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
 
@@ -74,8 +73,8 @@ impl RejectedJobs {
         }
     }
 
-    /// Removes and returns the counts without blocking. Returns nothing if another thread holds the lock. In that case,
-    /// a later call returns the counts.
+    /// Removes and returns all counts. If another thread holds the lock, returns an empty map and leaves the
+    /// counts for a later call.
     pub fn take(&self) -> HashMap<(String, Priority, RejectReason), u64> {
         self.0.try_lock().map(|mut counts| std::mem::take(&mut *counts)).unwrap_or_default()
     }

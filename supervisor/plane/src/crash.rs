@@ -12,7 +12,7 @@ use bulkhead_shared::crash_record::RECORDED_SIGNALS;
 
 use crate::program::Program;
 
-/// Stacks recorded from a worker's threads, for a symbolizer to read.
+/// Stack traces of a worker's threads, recorded in a file for a symbolizer.
 pub struct CrashRecord {
     /// File that contains the recorded stacks; see [`bulkhead_shared::crash_record`].
     pub file: OwnedFd,
@@ -25,7 +25,7 @@ pub struct CrashRecord {
 /// File format of a [`CrashRecord`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordKind {
-    /// A worker's memory file, with the crash record written by the worker.
+    /// A memory file in which the worker recorded its own crash.
     Crash {
         /// Number of the signal that killed the worker.
         signal: i32,
@@ -40,7 +40,7 @@ impl fmt::Debug for CrashRecord {
     }
 }
 
-/// Returns the number of the signal that killed a process, if workers write a crash record for this signal.
+/// Returns the signal number if the process was killed by a signal for which workers write a crash record.
 pub fn recorded_signal(ending: &Ending) -> Option<i32> {
     match ending {
         Ending { death: Death::Signal(signal), killed: None } if RECORDED_SIGNALS.contains(signal) => {

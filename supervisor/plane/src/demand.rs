@@ -9,13 +9,13 @@ use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
-/// Load of a compartment (a bulkhead or an isolated tenant). The load has not changed since the time `since`.
+/// Load of a compartment, which is a bulkhead or an isolated tenant. The load has not changed since the time `since`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Load {
     since: Time,
     in_flight: u32,
     queued: u32,
-    /// True if a job of normal priority would have to wait or be rejected.
+    /// True if a new job of normal priority would have to wait or be rejected.
     has_no_permit: bool,
     /// True if fewer workers are running than configured.
     lacks_workers: bool,
@@ -185,7 +185,8 @@ pub fn sizes_of(limits: &Limits) -> Sizes {
     (limits.processes, limits.max_in_flight, limits.max_queue)
 }
 
-/// Limits for which advice can propose changes. With isolated tenants, the limits apply to each tenant.
+/// Limits that sizing advice can propose to change. If tenants are isolated, the limits apply to each tenant
+/// separately.
 #[derive(Clone, Debug)]
 pub struct CurrentLimits {
     pub processes: u32,
@@ -196,7 +197,7 @@ pub struct CurrentLimits {
     pub deadline_max: Duration,
 }
 
-/// Observations of the demand for a bulkhead. Another thread computes advice from them.
+/// Observed demand for a bulkhead. Another thread uses the observations to compute sizing advice.
 #[derive(Debug)]
 pub struct Observation {
     /// Length of the observation period, which begins no earlier than the last change to the limits.

@@ -33,7 +33,7 @@ pub const MESSAGE_BYTES_MAX: usize =
 /// is enough for tens of thousands of upgrades.
 pub const NUMBERS_PER_ATTEMPT: u64 = 1 << 24;
 
-/// Message kinds, identified by numbers whose meaning never changes.
+/// Numbers that identify the kinds of messages. The meaning of a number never changes.
 #[expect(missing_docs, reason = "each kind is documented at the message of the same name")]
 pub mod kind {
     // The link.
@@ -68,7 +68,7 @@ pub struct Hello<'a> {
     pub newest: u16,
     /// Version of the program.
     pub program: &'a str,
-    /// Longest start time (`start.ready`) of any bulkhead in the successor's configuration, in milliseconds.
+    /// Highest start timeout (`start.ready`) of any bulkhead in the successor's configuration, in milliseconds.
     pub start_limit_ms: u64,
 }
 
@@ -77,7 +77,7 @@ pub struct Hello<'a> {
 pub struct InheritedName<'a> {
     /// One of the names in [`inherited`].
     pub name: &'a str,
-    /// Path or address of the socket, or path of the locked file or folder. Empty for all other descriptors.
+    /// Path or address of a socket, or path of a locked file or folder. Empty for all other kinds of descriptors.
     pub place: &'a str,
 }
 
@@ -140,27 +140,26 @@ pub struct TenantState {
     pub live: Numbers,
 }
 
-/// WORKER_ID: a bulkhead's permanent UID. All of the bulkhead's workers share this UID, because they write files.
+/// WORKER_ID: the permanent UID shared by all workers of a bulkhead. Sent only for bulkheads whose workers write files.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct WorkerId<'a> {
     pub bulkhead: &'a str,
     pub id: u32,
 }
 
-/// STATE: marks the end of the messages about the predecessor's state.
+/// STATE: the last message about the predecessor's state.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct State {
     /// Message version that both supervisors support.
     pub version: u16,
     /// The predecessor's PID.
     pub pid: u32,
-    /// True if the upgrade continues even though a bulkhead that is ready in the predecessor has failed in the
-    /// successor.
+    /// True if the upgrade must continue even if a bulkhead that is ready in the predecessor fails in the successor.
     pub is_forced: bool,
-    /// Soft resource limits that applied before the predecessor raised them, by resource number. `u64::MAX` means
-    /// unlimited.
+    /// Soft resource limits from before the predecessor raised them. Each limit is paired with its resource
+    /// number. `u64::MAX` means unlimited.
     pub soft_limits: Vec<(u32, u64)>,
-    /// Descriptor names of the sockets that the service manager created.
+    /// Names of the descriptors for sockets that the service manager created.
     pub activated: Vec<String>,
 }
 
@@ -189,7 +188,7 @@ pub struct Quarantined {
 }
 
 impl Quarantined {
-    /// Returns the message which says that the payload with this digest is quarantined.
+    /// Creates a message that reports the payload with this digest as quarantined.
     pub fn new(compartment: CompartmentName, digest: Digest) -> Self {
         Self { compartment, digest: u128::from(digest).to_le_bytes() }
     }
@@ -316,7 +315,7 @@ impl<'a> Frame<'a> {
         Ok(codec::decode(self.metadata, &[])?.0)
     }
 
-    /// Returns an error if the message is critical. Called for messages of unknown kinds.
+    /// Skips a message of an unknown kind. Returns an error if the message is critical.
     pub fn skip(&self) -> Result<(), FrameError> {
         if self.is_critical { Err(FrameError::Unknown(self.kind)) } else { Ok(()) }
     }
@@ -387,7 +386,8 @@ pub struct SwitchState {
     pub held: Vec<Held>,
     /// Payloads in quarantine.
     pub quarantined: Vec<Quarantined>,
-    /// Numbers of the most recent job and lease.
+    /// Lower bounds for the numbers that the successor assigns. The control plane adds its last event number to
+    /// `events_after`.
     pub switch: Switch,
 }
 

@@ -28,7 +28,7 @@ impl Latency {
         self.0.current.queue.record(nanos(queue), 1);
     }
 
-    /// Returns the percentiles over both windows.
+    /// Returns the percentiles over the current and the previous minute.
     pub fn percentiles(&self) -> Latencies {
         let [current, previous] = self.0.both();
         Latencies {

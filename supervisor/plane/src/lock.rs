@@ -36,8 +36,7 @@ pub fn lock(path: &Path) -> Result<File, LockError> {
     lock_with_timeout(RELEASE_TIMEOUT, path)
 }
 
-/// Calls `attempt` repeatedly for up to half a second. Stops early if `attempt` succeeds, or fails with an error for
-/// which `is_taken` returns false.
+/// Retries `attempt` for up to half a second while it fails with an error for which `is_taken` returns true.
 pub fn retry_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,
@@ -75,7 +74,7 @@ fn retry_for<T, E>(
 mod tests {
     use super::*;
 
-    /// A waiting caller must get the lock if it is released before the timeout.
+    /// A waiting caller must get the lock if the holder releases it before the timeout.
     #[test]
     fn waits_for_lock_until_timeout() {
         let folder = tempfile::tempdir().unwrap();

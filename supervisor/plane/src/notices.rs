@@ -16,7 +16,8 @@ use crate::command::DroppableNotice;
 /// dropped and counted.
 const DROPPABLE_MAX: usize = 16 * 1024;
 
-/// Maximum number of worker outputs in the channel. Each output accounts for four of the supervisor's open descriptors.
+/// Maximum number of [`WorkerOutput`] values in the channel. Each value accounts for four of the supervisor's
+/// open descriptors.
 const OUTPUTS_MAX: usize = 256;
 
 /// Number of milestones, each of which is sent at most once.
@@ -27,8 +28,8 @@ const MILESTONES_MAX: usize = 2;
 pub struct WorkerOutput {
     pub bulkhead: Arc<str>,
     pub pid: u32,
-    /// True if the process is a template. Forked workers inherit the write ends, so output can arrive after the
-    /// template has exited.
+    /// True if the process is a template. Forked workers inherit the write ends of the pipes, so output can
+    /// arrive after the template has exited.
     pub is_template: bool,
     /// Read end of the pipe for standard output.
     pub stdout: OwnedFd,
@@ -95,7 +96,7 @@ impl NoticeSender {
         debug_assert!(!matches!(sent, Err(TrySendError::Full(_))), "{milestone:?} was already sent");
     }
 
-    /// Sends a worker's output. Returns the output if the channel is full.
+    /// Sends the pipes for a worker's output. Returns the pipes if the channel is full.
     pub fn send_output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         match self.outputs.try_send(output) {
             Err(TrySendError::Full(output)) => Err(output),

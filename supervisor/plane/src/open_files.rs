@@ -39,8 +39,7 @@ fn templates(bulkhead: &BulkheadConfig) -> u64 {
     u64::from(bulkhead.start.mode == StartMode::Fork)
 }
 
-/// Limit on open files, and the maximum numbers of descriptors used for files received from peers and for HTTP over
-/// TCP.
+/// Limit on open files, and the numbers of descriptors set aside for files received from peers and for HTTP over TCP.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenFiles {
     limit: u64,
@@ -60,8 +59,7 @@ impl OpenFiles {
         Self::keep(foreign, http)
     }
 
-    /// Uses the limit on open files without raising it, because the limit belongs to the application that
-    /// embeds the supervisor.
+    /// Keeps the current limit on open files. An embedded supervisor must not change the limit of the application.
     pub fn keep(foreign: u64, http: fn(&SupervisorConfig) -> u64) -> Self {
         let limit = current_limit();
         Self { limit, foreign, http }

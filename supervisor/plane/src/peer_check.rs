@@ -53,7 +53,7 @@ impl ClientRejection {
     }
 }
 
-/// Returns the process that connected the socket.
+/// Returns the peer process that connected to this socket.
 pub fn peer_of(socket: &impl AsFd) -> Result<Peer, ClientRejection> {
     Peer::of(socket).map_err(|error| ClientRejection::unidentified(None, &error))
 }

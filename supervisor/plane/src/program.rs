@@ -38,7 +38,7 @@ pub struct Program {
     sandbox: Sandbox,
     /// Confinement of a symbolizer that reads a worker's crash record.
     symbolizer_sandbox: Sandbox,
-    /// True if each job runs a separate process of an `exec` program.
+    /// True for an `exec` bulkhead, whose workers start a separate process for each job.
     runs_programs: bool,
     /// True if workers are forked from a template.
     is_forked: bool,
@@ -143,7 +143,7 @@ impl Program {
         &self.symbolizer_sandbox
     }
 
-    /// Returns true if each job runs a separate process of an `exec` program.
+    /// Returns true for an `exec` bulkhead, whose workers start a separate process for each job.
     pub fn runs_programs(&self) -> bool {
         self.runs_programs
     }
@@ -161,7 +161,7 @@ impl Program {
     }
 
     /// Returns an order that tells the keeper to start one worker. `id` is the worker's UID if each worker has a
-    /// separate one.
+    /// separate UID.
     pub fn order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         SpawnOrder {
             worker,
@@ -180,7 +180,8 @@ impl Program {
         }
     }
 
-    /// Logs warnings about weaknesses in the confinement. Must not be called on the data plane, which never logs.
+    /// Logs warnings about weaknesses in the confinement. Must not be called on the data plane's thread, which
+    /// never logs.
     pub fn log_warnings(&self, bulkhead: &str) {
         for warning in self.sandbox.warnings() {
             tracing::warn!(bulkhead, "{warning}");
@@ -257,7 +258,7 @@ fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
 /// File name of the host program, which is usually installed next to the supervisor.
 const HOST: &str = "bulkhead-worker";
 
-/// Error returned if the configuration needs the host program for `exec` or `library`, but it cannot be found.
+/// Error returned if `exec` or `library` is configured but the host program cannot be found.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "failed to find bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
@@ -274,7 +275,7 @@ pub fn find_host() -> Option<PathBuf> {
     beside.into_iter().chain(in_path).find(|candidate| candidate.is_file())
 }
 
-/// Looks for the host program. Fails if a bulkhead needs the host program but it cannot be found.
+/// Looks for the host program. Fails if the host program cannot be found and a bulkhead needs it.
 pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, HostNotFound> {
     let host = find_host();
     match config.bulkheads.iter().find(|bulkhead| needs_host(bulkhead)) {

@@ -71,7 +71,8 @@ impl fmt::Debug for Reload {
     }
 }
 
-/// Inputs needed to resolve the configuration of any bulkhead. They do not change while the supervisor is running.
+/// Inputs needed to resolve the configuration of any bulkhead. The inputs do not change while the supervisor is
+/// running.
 #[derive(Clone, Copy)]
 pub struct SpecInputs<'s> {
     /// Path of the host program for `exec` and `library` programs.

@@ -51,7 +51,7 @@ pub struct BulkheadNumbers {
     pub adaptive: Option<Adaptive>,
     pub queued: u64,
     pub queue_capacity: u64,
-    /// State of the breaker. If tenants are isolated, the most severe of the states of all tenants' breakers.
+    /// State of the breaker. If tenants are isolated, the most severe state of any tenant's breaker.
     pub breaker: BreakerState,
     /// State of the bulkhead, derived from the states of all workers.
     pub state: BulkheadState,

@@ -15,16 +15,16 @@ const SLICE: Duration = Duration::from_secs(5);
 /// Number of time slices in the window over which outcomes are counted. Together, the slices cover one minute.
 const SLICES: usize = 12;
 
-/// Minimum number of jobs that must have ended in the last minute for the service level to be anything other than `ok`.
+/// Minimum number of jobs that have ended in the last minute. With fewer jobs, the service level is always `ok`.
 const JOBS_MIN: u64 = 10;
 
-/// Percentage of jobs with an outcome other than `ok` above which the service counts as degraded.
+/// Percentage of unsuccessful jobs above which the service counts as degraded.
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
 
-/// Percentage of jobs with an outcome other than `ok` above which the service counts as failing.
+/// Percentage of unsuccessful jobs above which the service counts as failing.
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
-/// Maximum number of bytes of a handler's error code that are quoted to explain a degraded service.
+/// Maximum length of a handler's error code in the explanation of a degraded service, in bytes.
 const CODE_BYTES_MAX: usize = 64;
 
 // Indices of outcomes in the counts of a slice. `REJECTED` and `CRASHED` are the first indices for reject and crash
@@ -65,7 +65,7 @@ pub struct Window {
 
 #[derive(Clone, Debug)]
 struct Slice {
-    /// Number of the time slice. Slices that are more than a minute old are ignored.
+    /// Sequence number of the time slice. Slices older than a minute are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
 }

@@ -41,8 +41,8 @@ pub struct JobSpan {
 #[derive(Debug)]
 pub struct SpanOutcome {
     pub outcome: &'static str,
-    /// Reason for the outcome, or the handler's error code, which is untrusted text. `None` if there is neither a
-    /// reason nor an error code.
+    /// Reason for the outcome, or the handler's error code. `None` if there is neither. An error code is
+    /// untrusted text.
     pub reason: Option<Box<str>>,
     /// Human-readable message, truncated to a maximum size. Untrusted text if it comes from the handler.
     pub message: Option<Box<str>>,
@@ -50,7 +50,7 @@ pub struct SpanOutcome {
     pub is_error: bool,
     /// Whether the handler ever started running the job.
     pub executed: Executed,
-    /// Number of the job, or `None` if the job was not accepted.
+    /// Job ID, or `None` if the job was not accepted.
     pub job: Option<JobId>,
     /// Name of the bulkhead that ran the job or rejected it. With fallbacks, this bulkhead can differ from the bulkhead
     /// named by the client.

@@ -23,12 +23,12 @@ pub struct ThreadMonitor(Arc<Shared>);
 struct Shared {
     /// True once all essential threads have started.
     has_started: AtomicBool,
-    /// True once shutdown has begun, so that essential threads are expected to exit.
+    /// True once shutdown has begun. From then on, essential threads are expected to exit.
     is_shutting_down: AtomicBool,
     /// Name of the first thread that exited early.
     lost: OnceLock<&'static str>,
-    /// True if the process belongs to an application that embeds the supervisor. The monitor then never exits the
-    /// process.
+    /// True if the process belongs to an application that embeds the supervisor. The monitor then never
+    /// terminates the process.
     is_embedded: bool,
     waker: OnceLock<Arc<mio::Waker>>,
 }
@@ -50,7 +50,7 @@ impl ThreadMonitor {
         self.0.has_started.store(true, Ordering::SeqCst);
     }
 
-    /// Records that shutdown has begun, so that essential threads are expected to exit.
+    /// Records that shutdown has begun. From then on, essential threads are expected to exit.
     pub fn begin_shutdown(&self) {
         self.0.is_shutting_down.store(true, Ordering::SeqCst);
     }
@@ -152,8 +152,8 @@ pub async fn panic_on_request(name: &'static str) {
 mod tests {
     use super::*;
 
-    /// Returns a monitor that does not exit this process, in which other tests can still be running, after the
-    /// shutdown timeout.
+    /// Returns a monitor that never terminates the process, because other tests might still be running in the
+    /// process at the shutdown timeout.
     fn monitor() -> ThreadMonitor {
         ThreadMonitor::embedded()
     }

@@ -112,8 +112,8 @@ impl IdAllocator {
         Err(format!("none of the user IDs {range} is mapped in this user namespace (/proc/self/uid_map)"))
     }
 
-    /// Creates an allocator for the range that `/etc/subuid` assigns to an unprivileged user, or only for the part of
-    /// that range that `worker_uids` selects.
+    /// Creates an allocator for the range that `/etc/subuid` assigns to an unprivileged user. If `worker_uids` is
+    /// set, the allocator uses only this part of the range.
     fn subordinate(
         found: &SubordinateIds,
         worker_uids: Option<UidRange>,
@@ -210,8 +210,8 @@ impl IdAllocator {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).permanent.clone()
     }
 
-    /// Takes over the permanent IDs of the predecessor in an upgrade. [`IdAllocator::lock_inherited`] locks them when
-    /// the predecessor has exited. IDs outside the range are ignored.
+    /// Takes over the permanent IDs of the predecessor in an upgrade. [`IdAllocator::lock_inherited`] locks the
+    /// IDs after the predecessor has exited. IDs outside the range are ignored.
     pub fn inherit(&self, permanent: BTreeMap<String, u32>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for (bulkhead, id) in permanent {

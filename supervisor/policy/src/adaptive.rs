@@ -37,8 +37,7 @@ vocabulary! {
     }
 }
 
-/// Minimum length of a measurement window. A window is also at least twice `target` long, up to
-/// [`WINDOW_MAX`].
+/// Minimum length of a measurement window, even if twice `target` is shorter.
 const WINDOW_MIN: Duration = Duration::from_millis(100);
 /// Maximum window length derived from `target`. A window can still last longer, because it must contain [`RUNS_MIN`]
 /// run times.
@@ -47,10 +46,12 @@ const WINDOW_MAX: Duration = Duration::from_secs(10);
 /// Minimum number of run times that a window must contain before the limit can change.
 const RUNS_MIN: usize = 10;
 
-/// Maximum number of run times stored for each vote on the latency. New run times replace the oldest ones.
+/// Maximum number of run times stored for one tenant, or for all tenants that share a vote. New run times replace
+/// the oldest run times.
 const RUNS_MAX: usize = 128;
 
-/// Maximum number of tenants whose run times count as separate votes in a window. All other tenants share one vote.
+/// Maximum number of tenants whose latency is computed separately in a window. All other tenants are treated as
+/// one tenant.
 const TENANTS_MAX: usize = 64;
 
 /// Maximum number of windows to wait before the limit can grow again.
@@ -78,11 +79,11 @@ pub(crate) struct LimitReport {
     pub(crate) latency: Duration,
 }
 
-/// Most recent run times from which one vote on the latency is computed, in nanoseconds.
+/// Most recent run times of one tenant, or of all tenants that share a vote, in nanoseconds.
 #[derive(Debug, Default)]
 struct Runs {
     times: Vec<u64>,
-    /// Index of the run time to overwrite next. Until `times` is full, the index at which the next run time is added.
+    /// Index at which the next run time is stored. Once `times` is full, the run time at this index is overwritten.
     oldest: usize,
 }
 
@@ -109,21 +110,20 @@ pub(crate) struct Adaptive {
     /// Run times in the current window, grouped by vote. The key is the number of the tenant that has the vote. The key
     /// is `None` for the shared vote of all tenants that do not have their own.
     runs: BTreeMap<Option<u32>, Runs>,
-    /// Highest number of permits that were in use at the end of any job in the current window.
+    /// Maximum number of permits in use in the current window, sampled each time a job ends.
     in_use_max: u32,
-    /// True if, at the end of any job in the current window, every permit within the limit was either in use or
-    /// reserved for critical jobs.
+    /// True if a job in the current window ended while every permit was either in use or reserved for critical jobs.
     was_full: bool,
     /// True if a job has been counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
-    /// Earliest dispatch time of the jobs that are counted. Jobs dispatched earlier are ignored, because they started
+    /// Start of the period in which dispatched jobs are counted. Earlier jobs are ignored, because they started
     /// under a higher limit.
     counts_from: Time,
     /// True if no complete window has been measured since the limit was last raised.
     has_grown: bool,
     /// Number of windows to wait before the limit can grow again.
     pause: u32,
-    /// Value that `pause` will get when the limit is lowered the next time.
+    /// Value to assign to `pause` the next time the limit is lowered.
     next_pause: u32,
     latency: Option<Duration>,
     reported: u32,

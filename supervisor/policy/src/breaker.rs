@@ -78,7 +78,7 @@ pub(crate) enum Admission {
     Closed,
     /// The job can be dispatched as a probe.
     Probe,
-    /// The job is rejected because all probes are in progress. It is not known when the next job can pass.
+    /// The job is rejected because all probes are in progress. The breaker does not know when it can admit another job.
     Probing,
     /// This job and all further jobs are rejected for `retry_after`. The duration is zero if the open time has expired
     /// but no worker is ready for a probe.
@@ -100,7 +100,7 @@ impl Admission {
 pub(crate) enum Claim {
     /// A call made while the breaker is closed.
     Call { epoch: u64 },
-    /// A probe, which helps decide whether the breaker closes.
+    /// A probe made while the breaker is half-open.
     Probe { epoch: u64 },
 }
 
@@ -125,7 +125,7 @@ pub(crate) enum CallResult {
     Ignored,
 }
 
-/// A change in the breaker's state, with statistics about the calls that caused the change.
+/// A change in the breaker's state, with statistics about the calls counted in the previous state.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transition {
     /// Previous state.
@@ -522,8 +522,8 @@ mod tests {
         }
     }
 
-    /// Taken from `shouldOpenAfterFailureRateThresholdExceeded` in resilience4j. The fifth call makes the breaker open
-    /// even if this call succeeds.
+    /// Taken from `shouldOpenAfterFailureRateThresholdExceeded` in resilience4j. The breaker opens after the
+    /// fifth call even though this call succeeds.
     #[test]
     fn breaker_opens_at_failure_rate() {
         let mut breaker = breaker();
@@ -686,8 +686,8 @@ mod tests {
         }
     }
 
-    /// Calls claimed before the breaker opened are not counted and do not free a probe if they end while the breaker is
-    /// half-open.
+    /// A call claimed before the breaker opened can end while the breaker is half-open. Such a call is not
+    /// counted and does not free a probe.
     #[test]
     fn ignores_calls_claimed_before_the_breaker_opened() {
         let mut breaker = breaker();

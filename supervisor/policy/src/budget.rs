@@ -70,7 +70,7 @@ impl RetryBudget {
         bucket.calls = bucket.calls.saturating_add(1);
     }
 
-    /// Returns true if a job may be retried after `attempts` attempts. In that case, charges the retry to the budget.
+    /// Returns true if a job can be retried after `attempts` attempts. If so, charges the retry to the budget.
     pub(crate) fn try_retry(&mut self, now: Time, attempts: u32) -> bool {
         let is_allowed = self.allows(now, attempts);
         if is_allowed {

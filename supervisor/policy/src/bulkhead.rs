@@ -68,7 +68,6 @@ pub struct Bulkhead<T> {
     breaker: Breaker,
     retries: RetryBudget,
     poison: Poison,
-    /// The adaptive limit, or `None` if it is not configured.
     adaptive: Option<Box<Adaptive>>,
     /// Number of prefetched jobs whose clients are still waiting.
     prefetched: usize,
@@ -76,7 +75,7 @@ pub struct Bulkhead<T> {
     must_recall_all: bool,
     /// Workers that were found to be late in starting a job.
     late_workers: Vec<u32>,
-    /// Recalled jobs that must be sent again to the worker that had them.
+    /// Recalled jobs that must be sent again to their previous workers.
     to_resend: Vec<u32>,
     /// Replaced workers that no longer occupy a slot but have not exited yet, oldest first.
     exiting: VecDeque<u32>,
@@ -95,7 +94,7 @@ pub struct Bulkhead<T> {
     counters: Counters,
     /// Adaptive `Retry-After` values, indexed by priority code. Each value is created at the first rejection.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
-    /// True from the report of queue pressure until the pressure has ended.
+    /// True if queue pressure has been reported and has not ended yet.
     is_pressure_reported: bool,
     evictions: Evictions,
     handover: Handover,

@@ -148,7 +148,7 @@ impl KillReason {
 }
 
 impl From<Death> for Ending {
-    /// Creates the ending of a process that the supervisor did not kill.
+    /// Creates the [`Ending`] of a process that the supervisor did not kill.
     fn from(death: Death) -> Self {
         Self { death, killed: None }
     }

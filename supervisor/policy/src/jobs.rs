@@ -18,16 +18,17 @@ const INDEX_BITS: u32 = 24;
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Length of the table below which removing jobs never shrinks the table.
+/// Maximum table length at which memory is retained after jobs are removed.
 const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
     id: JobId,
-    /// The caller's record, or `None` once the outcome has been sent to the client, even if a worker still has the job.
+    /// The caller's record of the job. `None` once the outcome has been sent to the client, even if a worker
+    /// still has the job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
-    /// End of the queue timeout. Cleared when a job that held a permit is recalled. Ignored once an attempt has
-    /// crashed.
+    /// Time at which the queue timeout expires. Cleared when a job that held a permit is recalled. Ignored once
+    /// an attempt has crashed.
     pub(crate) queue_timeout_at: Option<Time>,
     /// Time by which the client must get the outcome.
     pub(crate) deadline_at: Time,
@@ -88,7 +89,7 @@ impl<T> Job<T> {
         self.deadline_at.min(since + self.run_limit)
     }
 
-    /// Returns the deadline after which this job causes its worker to be killed if the job was dispatched at `since`.
+    /// Returns the time after which a job dispatched at `since` causes its worker to be killed.
     pub(crate) fn kill_by(&self, since: Time) -> Time {
         self.hard_deadline_at.min(since + self.hard_run_limit)
     }
@@ -99,7 +100,7 @@ impl<T> Job<T> {
 pub(crate) enum JobState {
     Unplaced,
     Queued,
-    /// The job may have crashed a worker, and is waiting for an idle worker in which to run alone.
+    /// The job may have crashed a worker. It waits until it can run alone in an idle worker.
     WaitingSuspect,
     /// The job was prefetched to a worker, which starts the job after replying to all earlier jobs.
     Prefetched {
@@ -114,8 +115,7 @@ pub(crate) enum JobState {
         is_overdue: bool,
         /// True if the worker died before it could start the job.
         is_unread: bool,
-        /// True if the client already has an outcome because the result is too large, but the worker is still sending
-        /// the result.
+        /// True if the worker is still sending an oversized result after the client got the outcome.
         is_oversized: bool,
     },
 }
@@ -148,7 +148,7 @@ impl<T> Jobs<T> {
         self.free.is_empty() && self.table.len() >= JOBS_MAX
     }
 
-    /// Adds a job whose deadline is `limit` from now, and returns the job's index. The table must not be full.
+    /// Adds a job whose deadline is `now` + `limit`. Returns the job's index. The table must not be full.
     pub(crate) fn insert(
         &mut self,
         now: Time,
@@ -269,7 +269,7 @@ impl<T> Jobs<T> {
         self.free = (0..len as u32).rev().filter(|&index| self.table[index as usize].is_none()).collect();
     }
 
-    /// Returns the waiting jobs, in no particular order.
+    /// Returns the indexes of all waiting jobs, in no particular order.
     pub(crate) fn queued(&self) -> Vec<u32> {
         let is_queued = |job: &Job<T>| matches!(job.state, JobState::Queued | JobState::WaitingSuspect);
         (0..self.table.len() as u32)

@@ -147,7 +147,7 @@ pub struct Start {
     pub handshake: Duration,
     /// Maximum time between HELLO and the ready message.
     pub ready: Duration,
-    /// Method used to start a worker. Matters only because forked workers are allowed more time.
+    /// Method used to start a worker. Forked workers get more time to start.
     pub mode: StartMode,
     /// Number of spares, in addition to the workers that run jobs.
     pub spares: u32,

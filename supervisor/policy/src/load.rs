@@ -51,7 +51,6 @@ impl WorkersByLoad {
         }
     }
 
-    /// Returns the worker for the next job.
     pub(crate) fn least_loaded(&self) -> Option<u32> {
         if self.count == 0 {
             return None;

@@ -21,7 +21,7 @@ use crate::time::Time;
 pub struct WorkerId {
     /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Sequence number of this start, counting the starts of all workers in the bulkhead.
+    /// Sequence number of the worker's start among the starts of all workers in the bulkhead.
     pub generation: u32,
 }
 
@@ -43,7 +43,7 @@ pub struct Submission<T> {
     pub idempotent: bool,
     /// True if the caller keeps the payload and can therefore dispatch the job again.
     pub is_resendable: bool,
-    /// Digest of operation and payload, or `None` if the bulkhead does not use poison detection.
+    /// Digest of the job's operation and payload, or `None` if the bulkhead does not use poison detection.
     pub digest: Option<Digest>,
     /// True if the job was passed on from another bulkhead, which has already counted and charged the job.
     /// `deadline_max` does not apply to the job.
@@ -191,7 +191,7 @@ pub enum Event<T> {
     AliveAt {
         /// Worker that wrote the timestamp.
         worker: WorkerId,
-        /// The timestamp. Not later than the time of this event.
+        /// Time at which the worker was alive. Must not be later than the time of this event.
         at: Time,
     },
     /// Result of [`Action::CheckCpuTime`].
@@ -459,7 +459,7 @@ pub struct JobOutcome<T> {
     pub ran: Duration,
     /// PID of the last worker that had the job.
     pub worker_pid: Option<u32>,
-    /// True if the client may submit the job again.
+    /// True if it is safe and useful for the client to submit the job again.
     pub retryable: bool,
     /// Time that the client should wait before it submits the job again.
     pub retry_after: Option<Duration>,
@@ -555,7 +555,7 @@ pub enum OperatorEvent {
         /// Time until the next attempt to replace the worker.
         retry_in: Duration,
     },
-    /// The next worker of a slot will start after a delay.
+    /// A slot's next worker will start after a delay.
     RestartBackoff {
         /// Slot that is waiting.
         slot: u32,
@@ -609,8 +609,8 @@ pub enum OperatorEvent {
     },
     /// Jobs are being rejected because of a rate limit.
     TenantThrottled {
-        /// Tenant that exceeds its rate limit. The name is empty for jobs without a tenant. `None` if the limit applies
-        /// to the whole bulkhead.
+        /// Name of the tenant that exceeds its rate limit. The name is empty for jobs without a tenant. `None` if
+        /// the limit applies to the whole bulkhead.
         tenant: Option<Arc<str>>,
         /// Time until the rate limit admits another job.
         retry_after: Duration,

@@ -42,8 +42,7 @@ impl fmt::Display for Digest {
 pub struct PoisonLimits {
     /// Number of crashes after which a payload is quarantined.
     pub crashes: u32,
-    /// Length of the time window in which crashes are counted. A quarantine also ends this long after the payload's
-    /// last crash.
+    /// Time window in which crashes are counted. A quarantine also lasts this long after the payload's last crash.
     pub within: Duration,
 }
 
@@ -153,7 +152,7 @@ mod tests {
         Time::ZERO + Duration::from_secs(60 * minutes)
     }
 
-    /// As with a `maxReceiveCount` of 3 in SQS, the third failure of a payload quarantines that payload but no others.
+    /// The third failure of a payload quarantines only that payload, as with a `maxReceiveCount` of 3 in SQS.
     #[test]
     fn third_crash_quarantines_only_that_payload() {
         let mut poison = poison();
@@ -167,8 +166,7 @@ mod tests {
         assert_eq!(poison.len(at(3)), 1);
     }
 
-    /// As with the restart intensity of an Erlang `supervisor`, crashes count only if they happen within the configured
-    /// period.
+    /// Only crashes within the configured period count, as with the restart intensity of an Erlang `supervisor`.
     #[test]
     fn old_crashes_do_not_count() {
         let mut poison = poison();
@@ -189,7 +187,7 @@ mod tests {
         assert!(!poison.record_crash(at(100), d(7)), "earlier crashes must be forgotten");
     }
 
-    /// A job that was dispatched before its payload was quarantined can still crash, which extends the quarantine.
+    /// A job dispatched before its payload was quarantined can still crash. This crash extends the quarantine.
     #[test]
     fn crash_during_quarantine_extends_the_quarantine() {
         let mut poison = poison();

@@ -23,11 +23,10 @@ mod tests;
 /// number of slots and the size of the bitmap.
 const COST_MAX: u32 = 4095;
 
-/// Number of slots, one per round, that a class allocates at first. Equals the number of bits in one word of the
-/// bitmap.
+/// Initial number of slots in a class, with one slot per round. Equals the number of bits in a word of the bitmap.
 const SLOTS_MIN: usize = 64;
 
-/// Size, in entries, up to which a table is never shrunk.
+/// Maximum size, in entries, of a table that is never shrunk.
 const RETAINED_LEN_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
@@ -40,7 +39,7 @@ pub(crate) struct Queue {
     /// Priority classes, indexed by priority code.
     classes: [Class; Priority::ALL.len()],
     ranking: Ranking,
-    /// True for a tenant that is blocked. Indexed by tenant, including tenants without waiting jobs.
+    /// For each tenant number, true if the tenant is blocked. Includes tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
     /// Number of jobs added since memory was last released. Memory is released only after many additions, so that the
@@ -92,8 +91,8 @@ impl Queue {
         Some(job)
     }
 
-    /// Blocks a tenant, so that its jobs are skipped. The tenant keeps its jobs and its position, and neither gains nor
-    /// loses turns. O(1).
+    /// Blocks a tenant. The tenant's jobs stay in the queue but are skipped. The tenant keeps its position in
+    /// the rounds, and neither gains nor loses turns. O(1).
     pub(crate) fn block(&mut self, tenant: u32) {
         let index = tenant as usize;
         if self.is_blocked.len() <= index {
@@ -104,8 +103,7 @@ impl Queue {
         }
     }
 
-    /// Unblocks a tenant. In the round in which the tenant's turn comes, the tenant is served before all other tenants.
-    /// O(1).
+    /// Unblocks a tenant. In the round of its next turn, the tenant is served before all others. O(1).
     pub(crate) fn unblock(&mut self, tenant: u32) {
         let Some(is_blocked) = self.is_blocked.get_mut(tenant as usize) else { return };
         if std::mem::replace(is_blocked, false) {
@@ -192,7 +190,7 @@ enum Removal {
     Cancelled,
 }
 
-/// Data about a waiting job.
+/// A waiting job.
 #[derive(Clone, Copy)]
 struct Entry {
     class: Priority,
@@ -272,7 +270,7 @@ enum Turn {
     /// The flow has no jobs.
     #[default]
     None,
-    /// The flow's turn comes in the round with this number.
+    /// Number of the round in which the flow gets its turn.
     At(u64),
     /// The tenant is blocked. Its turn comes this many rounds after the tenant is unblocked.
     In(u64),
@@ -406,7 +404,7 @@ impl Class {
 /// ring with one slot per round can hold all turns.
 #[derive(Default)]
 struct Rounds {
-    /// Round in which the last job was served.
+    /// Round in which a job was most recently served.
     now: u64,
     /// Tenants in each round, in the order of their turns. The number of slots is a power of two.
     slots: Vec<List>,
@@ -475,8 +473,7 @@ impl Rounds {
         slot
     }
 
-    /// Grows the ring if it has too few slots for a turn this far ahead. This happens at most a few times; see
-    /// [`COST_MAX`].
+    /// Grows the ring if it has too few slots for `turn`. The ring grows at most a few times; see [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
         debug_assert!(ahead <= COST_MAX as usize, "a turn must not be {ahead} rounds ahead");
@@ -505,7 +502,7 @@ struct Ranking {
     /// Number of waiting jobs, indexed by tenant.
     lens: Vec<usize>,
     links: Links,
-    /// One list of tenants for each number of waiting jobs, from one job up to the highest number.
+    /// Lists of tenants with the same number of waiting jobs. The first list contains the tenants with one job.
     ranks: Vec<List>,
 }
 
@@ -566,8 +563,7 @@ impl List {
     }
 }
 
-/// Links for several linked lists of numbers. All lists share one range of numbers, and each number is in at most one
-/// list.
+/// Links of several linked lists that share one range of item numbers. Each item is in at most one list.
 #[derive(Default)]
 struct Links(Vec<Link>);
 
@@ -596,7 +592,7 @@ impl Links {
         *self.before(list, link.after) = item;
     }
 
-    /// Removes an item from the list that contains it.
+    /// Removes an item from `list`, which must contain the item.
     fn remove(&mut self, list: &mut List, item: u32) {
         let link = self.0[item as usize];
         *self.after(list, link.before) = link.after;

@@ -11,9 +11,9 @@ use crate::time::Time;
 /// Rate limit for a bulkhead or tenant.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RateLimit {
-    /// Sustained rate: the total cost of the jobs that can pass per second. Must be greater than 0.
+    /// Maximum sustained rate, as the total cost of jobs per second. Must be greater than 0.
     pub per_second: f64,
-    /// Maximum total cost of the jobs that can pass at once after a pause. Must be at least 1.
+    /// Maximum total cost of a burst of jobs after a pause. Must be at least 1.
     pub burst: u32,
     /// Scope of the limit.
     pub per: RatePer,
@@ -32,7 +32,7 @@ vocabulary! {
 /// Reason why a job exceeds the rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Excess {
-    /// The job would pass after this delay, provided that no other job passes in the meantime.
+    /// The job can pass after this delay if no other job passes in the meantime.
     RetryIn(Duration),
     /// The job costs more than the burst allows, so it will never pass.
     Never,
@@ -44,8 +44,7 @@ pub(crate) enum Excess {
 pub(crate) struct Bucket(u128);
 
 impl Bucket {
-    /// Charges a job with the given cost. If the job exceeds the limit, charges nothing and returns the time
-    /// to wait.
+    /// Charges the bucket for a job. If the job exceeds the limit, charges nothing and returns the [`Excess`].
     pub(crate) fn take(&mut self, now: Time, limit: &RateLimit, cost: u32) -> Result<(), Excess> {
         if cost > limit.burst {
             return Err(Excess::Never);

@@ -11,20 +11,20 @@ use crate::time::Time;
 /// completed a job.
 pub(crate) const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Number of a bulkhead's workers that can die during their first jobs, one after another, without delaying restarts.
+/// Maximum number of consecutive workers in a bulkhead that can die during their first jobs without delaying restarts.
 const UNSPACED_DEATHS_MAX: u32 = 10;
 
 /// Minimum interval between delayed restarts in a bulkhead. The kernel needs milliseconds to start and end a process,
 /// so a machine can handle a hundred starts per second, but not a thousand.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Decision about the next worker after a worker has failed.
+/// Decision about starting the next worker after a worker has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NextStart {
     /// Start another worker at this time.
     At(Time),
-    /// Workers in this slot have failed too often. At this time, start another worker as a probe, to find out whether
-    /// workers can run again.
+    /// Workers in this slot have failed too often. At this time, start one worker as a probe to find out
+    /// whether workers can run again.
     Failed { probe_at: Time },
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct FailureHistory {
 }
 
 impl FailureHistory {
-    /// Records a failure and decides when the next worker may start. `random` determines the jitter.
+    /// Records a failure and returns the decision about the next start. `random` determines the jitter.
     pub(crate) fn record_failure(&mut self, now: Time, limits: &Restart, random: u64) -> NextStart {
         self.streak = self.streak.saturating_add(1);
         self.failures.push_back(now);

@@ -6,20 +6,19 @@ use std::time::Duration;
 
 use crate::time::Time;
 
-/// Maximum value of `Retry-After`, in seconds. Also the number of past seconds for which rejections are
-/// counted.
+/// Maximum value of `Retry-After`, in seconds. Also the length of the rejection history, in seconds.
 const SECONDS_MAX: u64 = 32;
 
 /// State of the adaptive `Retry-After` value for one priority class.
 #[derive(Clone, Debug)]
 pub(crate) struct RetryAfter {
     seconds: u64,
-    /// Second in which the value was last doubled.
+    /// Time at which the value was last doubled, in whole seconds.
     raised_at: u64,
     current: u64,
     count: u64,
-    /// Each entry contains a second and the number of rejections in that second. The index is the second modulo the
-    /// length of the array.
+    /// Number of rejections in each recent second, stored with that second's time. The index is the time modulo
+    /// the array's length.
     history: [(u64, u64); SECONDS_MAX as usize],
 }
 
@@ -42,7 +41,7 @@ impl RetryAfter {
         Duration::from_secs(self.seconds)
     }
 
-    /// Adjusts the value based on the number of rejections in the last `seconds` seconds.
+    /// Adjusts the `Retry-After` value based on the number of rejections during the last `self.seconds` seconds.
     fn adapt(&mut self, second: u64) {
         let is_recent = |at: u64| at < second && second - at <= self.seconds;
         let recent: u64 = self.history.iter().filter(|(at, _)| is_recent(*at)).map(|(_, count)| count).sum();

@@ -28,16 +28,16 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Tenant {
     name: Arc<str>,
-    /// Number of the tenant's queued jobs, jobs in flight and withheld places, added up.
+    /// Total number of the tenant's queued jobs, jobs in flight and withheld places.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Number by which the tenant's quota is reduced, because the tenant's jobs may have killed workers.
+    /// Number of places withheld from the tenant's quota, because its jobs may have killed workers.
     pub(crate) withheld: u32,
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,
     pub(crate) overrides: TenantOverrides,
-    /// Index of the tenant in the sorted list of tenants with separate metrics, or the length of this list if the
-    /// tenant is not in it.
+    /// Index of the tenant in the sorted list of tenants with separate metrics. Equals the list's length if the
+    /// tenant is not listed.
     pub(crate) label: u32,
     /// Number of jobs submitted for the tenant, regardless of their outcome.
     pub(crate) submitted: u64,
@@ -52,8 +52,7 @@ pub(crate) struct Tenant {
 pub(crate) struct Tenants {
     table: Vec<Tenant>,
     by_name: HashMap<Arc<str>, u32>,
-    /// Settings for individual tenants that override the general settings, by tenant name. Includes tenants that are
-    /// not in the table.
+    /// Tenant-specific settings, by tenant name. Includes tenants that are not in the table.
     overrides: HashMap<Box<str>, TenantOverrides>,
     labelled: Arc<[String]>,
     oldest: u32,
@@ -104,8 +103,7 @@ impl Tenants {
         TenantId(index)
     }
 
-    /// Replaces the settings that override the general settings for one tenant. Returns the tenant's number if the
-    /// tenant is in the table.
+    /// Replaces the tenant-specific settings of one tenant. Returns the tenant's number if the tenant is in the table.
     pub(crate) fn set_overrides(
         &mut self,
         now: Time,
@@ -129,7 +127,7 @@ impl Tenants {
         Some(TenantId(index))
     }
 
-    /// Replaces all settings that override the general settings for individual tenants.
+    /// Replaces the tenant-specific settings of all tenants.
     pub(crate) fn reconfigure(
         &mut self,
         now: Time,
@@ -193,7 +191,7 @@ impl Tenants {
         }
     }
 
-    /// Returns all remembered tenants, except the entry for jobs without a tenant.
+    /// Returns all tenants in the table. Excludes the entry for jobs without a tenant.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (TenantId, &Tenant)> {
         self.by_name.values().map(|&index| (TenantId(index), &self.table[index as usize]))
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 pub struct Time(pub u64);
 
 impl Time {
-    /// The origin, which the caller chooses.
+    /// Origin of the clock, which the caller chooses.
     pub const ZERO: Time = Time(0);
 
     /// Returns the time from `earlier` to `self`, or zero if `self` is not later.
@@ -41,7 +41,7 @@ pub(crate) fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
     }
 }
 
-/// Returns the duration in nanoseconds, or `u64::MAX` if the duration is too long.
+/// Returns the duration in nanoseconds, or `u64::MAX` on overflow.
 fn nanos(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos().into())
 }

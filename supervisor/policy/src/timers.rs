@@ -15,7 +15,7 @@ const IN_QUEUE: Position = 1 << 31;
 /// Mask for place numbers, which wrap around.
 const PLACE_MASK: u32 = (1 << 30) - 1;
 
-/// Number of stale places that the queue may always contain, even if few timers are set.
+/// Number of stale places that are always tolerated in the queue, even if few timers are set.
 const STALE_MAX: usize = 64;
 
 /// Timers identified by number. Numbers should be small, because the table has an entry for every number up to the
@@ -25,9 +25,9 @@ pub struct Timers {
     /// Places in the queue, ordered by time. The first and the last place always belong to timers that are set. A place
     /// between them is stale if its timer was cleared or moved.
     queue: VecDeque<(Time, u32)>,
-    /// Number of the first place in the queue. The number wraps around.
+    /// Place number of the first entry in `queue`. Wraps around.
     first: u32,
-    /// Number of timers that are set and stored in the queue.
+    /// Number of set timers in the queue.
     queued_timers: usize,
     heap: Vec<(Time, u32)>,
     position: Vec<Position>,
@@ -51,7 +51,7 @@ impl Timers {
         }
     }
 
-    /// Clears one timer that is due at `now`, and returns its number.
+    /// Clears the earliest timer if it is due at `now`. Returns the timer's number.
     pub fn pop_due(&mut self, now: Time) -> Option<u32> {
         let (at, number) = self.earliest()?;
         (at <= now).then(|| {
@@ -214,7 +214,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// The number of empty places is bounded by the number of set timers.
+    /// The number of stale places in the queue is bounded by the number of set timers.
     #[test]
     fn timers_set_in_order_use_bounded_space() {
         let mut timers = Timers::default();

@@ -42,9 +42,9 @@ pub(crate) struct Worker {
     pub(crate) journal: Option<Box<dyn JobJournal>>,
     /// Number of jobs sent to the worker.
     pub(crate) sent: u64,
-    /// Number of the last job that the worker is known to have started.
+    /// Sequence number of the last job that the worker is known to have started.
     pub(crate) last_begun: u64,
-    /// Number of the last job that was sent to the worker before all jobs were most recently recalled.
+    /// Sequence number of the last job sent to the worker before the most recent recall of all jobs.
     pub(crate) recalled_up_to: u64,
     /// Time of the next check for jobs that the worker is late in starting.
     pub(crate) next_begin_check: Option<Time>,
@@ -53,7 +53,7 @@ pub(crate) struct Worker {
     /// Prefetched jobs, oldest first.
     pub(crate) prefetched: VecDeque<u32>,
     pub(crate) prefetched_bytes: u32,
-    /// Last time at which the worker either was given a job that has a permit, or sent a result.
+    /// Time at which the worker last received a job with a permit, sent a result or returned a job.
     pub(crate) last_progress_at: Time,
     /// Number of checks since `last_progress_at` that found the worker late in starting a job.
     pub(crate) late_checks: u8,
@@ -69,16 +69,16 @@ pub(crate) struct Worker {
     pub(crate) awaited_jobs: u32,
     /// Number of jobs in flight that have exceeded the bulkhead's own deadline or run limit.
     pub(crate) overdue_jobs: u32,
-    /// Time at which the worker will be killed, unless the reason for the kill has ceased to apply by then.
+    /// Time at which the worker will be killed if the reason for the kill still applies.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
     pub(crate) jobs_given: u64,
-    /// Earliest time of the next attempt to replace this worker. For a standby, the time of the next check of whether
+    /// Earliest time of the next attempt to replace this worker. For a standby, the next time to check whether
     /// the slot's worker is idle.
     pub(crate) next_replacement_at: Time,
-    /// Time of the next check of whether the worker has exceeded `recycle.age`.
+    /// Next time to check whether the worker has exceeded `recycle.age`.
     pub(crate) next_age_check: Time,
-    /// Most recent status of its initialisation that the worker reported before it became ready.
+    /// Last status message that the worker sent during initialisation.
     pub(crate) last_start_status: Option<String>,
 }
 
@@ -182,15 +182,15 @@ pub(crate) enum Revision {
     BeforeReload { retry_at: Option<Time> },
 }
 
-/// State of the check that finds out why a worker has missed its heartbeats.
+/// State of the check for the cause of missed heartbeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum SilenceCheck {
     /// No check is in progress, because the worker is not silent.
     #[default]
     None,
-    /// The worker is silent. Until this time, the supervisor observes how much processor time the worker uses.
+    /// The worker is silent. Until this time, the supervisor measures the worker's use of processor time.
     Observing { until: Time },
-    /// The observation is complete, and the caller has been asked how much processor time the worker used.
+    /// The measurement is complete. The caller has been asked for the processor time that the worker used.
     AwaitingResult,
 }
 
@@ -200,15 +200,15 @@ pub(crate) enum Exclusivity {
     /// The worker runs ordinary jobs.
     #[default]
     Shared,
-    /// The worker gets no new jobs, so that it becomes idle and can run the suspect job alone.
+    /// The worker receives no new jobs until it is idle. It then runs the suspect job alone.
     Draining,
-    /// The worker runs one suspect job and gets no other jobs.
+    /// The worker runs one suspect job and receives no other jobs.
     Exclusive,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// The process is being started or is running, and has not sent HELLO yet.
+    /// The process is starting or running but has not sent HELLO yet.
     Handshaking { until: Time },
     /// The worker has sent HELLO and is initialising.
     Initializing { until: Time },
@@ -228,16 +228,16 @@ impl Default for Phase {
     }
 }
 
-/// Facts about how a worker ended, which determine how its slot is refilled.
+/// Details of a worker's exit that determine how its slot is refilled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EndEffect {
-    /// The worker failed to start, or ended while idle without having completed a job.
+    /// The worker failed to start, or exited while idle without having completed a job.
     pub(crate) is_failure: bool,
     /// The worker exited with status 0 while idle.
     pub(crate) is_clean: bool,
     /// The worker became ready and died during its first jobs.
     pub(crate) is_early_death: bool,
-    /// The worker was killed because it was no longer needed, before it had started any job.
+    /// The worker was no longer needed, and was killed before it had started any job.
     pub(crate) is_not_needed: bool,
     /// The worker had been given all the jobs that `recycle.jobs` allows.
     pub(crate) is_at_job_limit: bool,
@@ -288,7 +288,7 @@ impl Worker {
         matches!(self.phase, Phase::Dead(_))
     }
 
-    /// Returns the reason why the worker is being killed. Returns `None` if it was not killed or has already exited.
+    /// Returns the reason for killing the worker, or `None` if the worker is not being killed.
     pub(crate) fn killed(&self) -> Option<KillReason> {
         match &self.phase {
             Phase::Killing(reason) => Some(reason.clone()),
@@ -339,7 +339,7 @@ impl Worker {
         self.assignment.unreleased_slot().is_some() && self.phase == Phase::Draining && self.is_idle()
     }
 
-    /// Returns true if the worker can be given jobs, provided that it has free permits.
+    /// Returns true if the worker can be given jobs. Does not check for free permits.
     pub(crate) fn takes_jobs(&self) -> bool {
         self.is_available() && self.exclusivity == Exclusivity::Shared && !self.is_stalled
     }
@@ -420,8 +420,8 @@ impl Worker {
         }
     }
 
-    /// Records that the worker started a job or sent a result. If the worker had been late, schedules the next check at
-    /// `check_at`.
+    /// Records that the worker sent a result or returned a job. If the worker was late in starting a job, schedules the
+    /// next check at `check_at`.
     pub(crate) fn record_progress(&mut self, now: Time, check_at: Time) {
         self.last_progress_at = now;
         if std::mem::take(&mut self.late_checks) > 0 {
@@ -440,13 +440,13 @@ impl Worker {
         self.last_heard_at + self.silence_max(missed) <= now
     }
 
-    /// Returns the number of jobs that can still be given to the worker.
+    /// Returns the number of jobs that the worker can still be given under `recycle.jobs`.
     pub(crate) fn jobs_left(&self, limits: &Limits) -> u64 {
         limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.jobs_given))
     }
 
-    /// Returns the time for which the worker can be silent: `missed` heartbeat intervals, plus one for a heartbeat in
-    /// transit.
+    /// Returns the maximum time that the worker can be silent: `missed` heartbeat intervals, plus one for a
+    /// heartbeat in transit.
     pub(crate) fn silence_max(&self, missed: u32) -> Duration {
         self.heartbeat.saturating_mul(missed.saturating_add(1))
     }
@@ -489,7 +489,7 @@ impl Worker {
     }
 }
 
-/// Names of the states of a worker, as they appear in all interfaces.
+/// Names of worker states, as used in all interfaces.
 pub const WORKER_STATES: [&str; 9] = [
     "spawning",
     "handshaking",

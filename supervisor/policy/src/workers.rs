@@ -55,7 +55,7 @@ pub(crate) struct SlotRecord {
     pub(crate) saved_state: Option<SlotState>,
     /// True if the slot has had a worker before. Starting its next worker then counts as a restart.
     pub(crate) has_had_worker: bool,
-    /// Reason why the slot's last worker ended, if one was recorded.
+    /// Reason for the exit of the slot's last worker, if recorded.
     pub(crate) last_end: Option<RestartCause>,
     /// True once the slot's first worker has become ready or has failed to start.
     pub(crate) has_settled: bool,
@@ -67,7 +67,7 @@ pub(crate) enum SlotState {
     /// The slot has no worker, because the bulkhead has not been started, is scaled to zero, or is stopping.
     #[default]
     Empty,
-    /// A worker will start at [`Event::Start`](crate::Event::Start), or when the previous worker is gone.
+    /// A worker will start on [`Event::Start`](crate::Event::Start) or after the previous worker is gone.
     Awaiting,
     /// The slot is not needed for the configured number of workers.
     Closed,
@@ -162,7 +162,7 @@ pub(crate) struct Totals {
     /// Number of free permits of stalled workers. A stalled worker was late in starting a job, and gets no jobs until
     /// it shows a sign of life.
     pub(crate) stalled_permits: u64,
-    /// Total number of permits of all workers that count towards the limit.
+    /// Total number of permits that count towards the limit.
     pub(crate) permits: u64,
     /// Number of permits in use that count towards the limit.
     pub(crate) in_use: u32,
@@ -179,7 +179,7 @@ pub(crate) struct Workers {
     free_places: Vec<u32>,
     last_generation: u32,
     timers: Timers,
-    /// Workers whose timers must be set again after the current event.
+    /// Workers whose timers must be updated after the current event.
     touched: Vec<u32>,
     slots: Vec<Slot>,
     slot_timers: Timers,
@@ -187,11 +187,12 @@ pub(crate) struct Workers {
     by_load: WorkersByLoad,
     /// Workers to which more jobs can be prefetched, grouped by their number of prefetched jobs.
     prefetch_candidates: WorkersByLoad,
-    /// Worker that gets no new jobs, so that it becomes idle and can run the first waiting suspect job alone.
+    /// Worker reserved for the first waiting suspect job. It receives no new jobs until it is idle and can run
+    /// the suspect job alone.
     reserved: Option<u32>,
     /// Smoothed average of the time that a job spends in a worker, in nanoseconds.
     service_ns: u64,
-    /// Workers that get no more jobs but might have prefetched jobs that must be recalled.
+    /// Workers that receive no more jobs. Their remaining prefetched jobs must be recalled.
     to_recall: Vec<u32>,
     /// Replaced workers that have finished all their jobs since the last event.
     finished: Vec<u32>,
@@ -212,8 +213,7 @@ impl Workers {
         self.table.get(place as usize)?.as_ref().map(|entry| &entry.worker)
     }
 
-    /// Returns the worker with this ID, or `None` if the worker has exited. Frames from an exited worker are no longer
-    /// valid.
+    /// Returns the worker with this ID, or `None` if the worker has exited. Frames from exited workers are invalid.
     pub(crate) fn by_id(&self, id: WorkerId) -> Option<&Worker> {
         self.get(id.place).filter(|worker| worker.id == id && !worker.is_dead())
     }
@@ -291,7 +291,7 @@ impl Workers {
         Some(result)
     }
 
-    /// Applies a change to a worker, except to its assignment, and updates all derived values.
+    /// Applies a change to a worker and updates all derived values. The change must not affect the worker's assignment.
     pub(crate) fn edit<R>(
         &mut self,
         limits: &Limits,
@@ -302,7 +302,7 @@ impl Workers {
         self.edit_jobs(limits, place, change)
     }
 
-    /// Applies a change to a worker and its assignment, and updates all derived values.
+    /// Applies a change that can affect a worker's assignment, and updates all derived values.
     pub(crate) fn reassign<R>(
         &mut self,
         limits: &Limits,
@@ -339,8 +339,8 @@ impl Workers {
         Some(result)
     }
 
-    /// Records a sign of life from a worker. Usually changes nothing else, and does not postpone the worker's timer.
-    /// Returns true if the worker was silent.
+    /// Records a sign of life from a worker without postponing the worker's timer. Returns true if the worker
+    /// was silent.
     #[inline]
     pub(crate) fn record_sign_of_life(&mut self, limits: &Limits, id: WorkerId, now: Time) -> bool {
         let Some(Some(Entry { worker, .. })) = self.table.get_mut(id.place as usize) else { return false };
@@ -471,7 +471,7 @@ impl Workers {
         }
     }
 
-    /// Returns the next deadline of a worker.
+    /// Returns the time of a worker's next deadline.
     fn due(&self, limits: &Limits, is_stopping: bool, worker: &Worker) -> Option<Time> {
         let silence = match worker.silence {
             SilenceCheck::None => Some(worker.last_heard_at + worker.silence_max(limits.health.missed)),
@@ -686,7 +686,7 @@ impl Workers {
         SlotPermits { overcommit, in_use, held: taken + excess }
     }
 
-    /// Checks all derived numbers by recounting them.
+    /// Recomputes all derived numbers and checks that they match.
     #[cfg(debug_assertions)]
     pub(crate) fn check(&self, limits: &Limits, is_stopping: bool) {
         let mut totals = Totals::default();
@@ -732,7 +732,7 @@ impl Workers {
     }
 }
 
-/// Returns how many jobs together take about `lookahead`, judging by recent run times.
+/// Returns the number of jobs with a total run time of about `lookahead`, based on recent run times.
 fn prefetch_depth(lookahead: Duration, service_ns: u64) -> usize {
     let lookahead = u64::try_from(lookahead.as_nanos()).unwrap_or(u64::MAX);
     usize::try_from(lookahead / service_ns.max(1)).unwrap_or(PREFETCHED_MAX).min(PREFETCHED_MAX)

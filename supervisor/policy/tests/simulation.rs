@@ -23,8 +23,8 @@ use support::world::World;
 const STEPS: u64 = 2_000_000;
 const STEPS_PER_HISTORY_MAX: u64 = 2000;
 
-/// Maximum time from the stop timeout, at which remaining workers are killed, to the last event. Includes delays of the
-/// simulated supervisor itself.
+/// Maximum time between the stop timeout, at which remaining workers are killed, and the last event. Includes
+/// delays of the simulated supervisor itself.
 const STOP_MARGIN: Duration = Duration::from_secs(20);
 
 const TRACE_LINES: usize = 60;

@@ -20,8 +20,8 @@ use super::parts::{CombinedWaker, PartWaker};
 use super::{Ready, check_owner, connector};
 use crate::supervisor::RunError;
 
-/// Maximum number of consecutive event loop iterations that serve only in-process clients. After that, sockets and
-/// timers get a turn.
+/// Maximum number of consecutive event loop iterations that serve only in-process clients. The next iteration
+/// also serves sockets and timers.
 const CLIENT_ITERATIONS_MAX: usize = 16;
 
 /// Maximum number of polls before yielding to other tasks of the runtime.
@@ -264,7 +264,7 @@ enum Next {
     Other,
 }
 
-/// Waits for an event, at most for `timeout`. Returns the kind of work that the event requires.
+/// Waits up to `timeout` for an event. Returns the kind of work that the event requires.
 async fn next(
     data_plane: &DataPlane,
     event_descriptor: &AsyncFd<OwnedFd>,
@@ -281,8 +281,7 @@ async fn next(
     tokio::time::timeout(timeout, event).await.unwrap_or(Ok(Next::Other))
 }
 
-/// Runs `act`, and converts a panic into an error, so that a panic in the data plane does not terminate the caller's
-/// thread.
+/// Runs `act` and converts a panic into an error. A panic in the data plane must not terminate the caller's thread.
 fn guarded<T>(
     data_plane: &mut DataPlane,
     act: impl FnOnce(&mut DataPlane) -> io::Result<T>,

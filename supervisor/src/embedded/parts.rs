@@ -74,7 +74,7 @@ impl PartWaker {
         self.signal.is_woken.load(Ordering::SeqCst)
     }
 
-    /// Polls the future of this part if its waker has been called since the last poll. If not, returns `None`.
+    /// Polls the part's future if the part's waker has been called since the last poll. Otherwise returns `None`.
     pub(super) fn poll<F: Future + ?Sized>(&self, future: Pin<&mut F>) -> Option<Poll<F::Output>> {
         if !self.signal.is_woken.swap(false, Ordering::SeqCst) {
             return None;

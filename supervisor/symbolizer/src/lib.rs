@@ -39,7 +39,7 @@ pub fn run_as_symbolizer(debug_folders: &[String]) -> ! {
     std::process::exit(i32::from(result.is_err()))
 }
 
-/// Takes ownership of the link. The number of its descriptor is in an environment variable.
+/// Takes ownership of the link's descriptor. An environment variable contains the descriptor number.
 fn inherited_link() -> io::Result<OwnedFd> {
     let number = std::env::var(LINK_VARIABLE).ok().and_then(|number| number.parse().ok());
     let number: i32 = number.filter(|number| *number > 2).ok_or(io::ErrorKind::NotFound)?;
@@ -80,7 +80,7 @@ pub fn symbolize(bytes: &[u8], debug_folders: &[String]) -> NativeCrash {
     }
 }
 
-/// Adds the backtraces of all threads of one process.
+/// Appends the backtraces of all threads of one process to `threads`.
 fn backtraces(
     (process, debug_folders): (&Process<'_>, &[String]),
     frames_left: &mut usize,
@@ -132,7 +132,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
     use std::path::{Path, PathBuf};
 
-    /// Returns a record with the given registers, mappings and stack. The header can be inconsistent with them.
+    /// Returns a record with the given registers, mappings and stack. The header can be inconsistent with this data.
     fn record(registers: Vec<u64>, maps: &[u8], stack: &[u64]) -> Vec<u8> {
         let mut bytes = [0; HEADER_BYTES];
         let header = Header {

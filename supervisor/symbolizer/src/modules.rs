@@ -89,8 +89,7 @@ fn range<'m>(section: &impl ObjectSection<'m>) -> Option<Range<u64>> {
     Some(section.address()..section.address().checked_add(section.size())?)
 }
 
-/// Returns the data of a section, which is decompressed if necessary. Sections with debug information are often
-/// compressed.
+/// Returns the data of a section, decompressed if necessary. Sections with debug information are often compressed.
 pub(crate) fn section_data<'m>(elf: &Elf<'m>, name: &str) -> Option<Cow<'m, [u8]>> {
     let section = elf.section_by_name(name).filter(|section| section.size() <= SECTION_BYTES_MAX)?;
     let compressed = section.compressed_data().ok()?;
@@ -121,7 +120,7 @@ fn bias(elf: &Elf<'_>, mapping: &Mapping<'_>) -> Option<u64> {
     Some(mapping.start.wrapping_sub(in_file))
 }
 
-/// Opens a regular file. If `mapping` is given, fails unless this file is the one that was mapped.
+/// Opens a regular file. Fails if `mapping` is given and refers to another file.
 fn open_file(path: &str, mapping: Option<&Mapping<'_>>) -> io::Result<File> {
     // `NONBLOCK` keeps `open` from blocking on a FIFO.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
@@ -164,7 +163,7 @@ impl<'r> Modules<'r> {
         Some((mapping, module.as_ref()?))
     }
 
-    /// Returns the mapping that contains an address, and its module if that has been opened.
+    /// Returns the mapping that contains an address. Also returns the mapping's module if the module has been opened.
     pub(crate) fn at(&self, address: u64) -> Option<(&Mapping<'r>, Option<&Module>)> {
         let mapping = self.mappings.at(address)?;
         Some((mapping, self.opened.get(&mapping.start).and_then(Option::as_ref)))

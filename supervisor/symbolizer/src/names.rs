@@ -118,7 +118,7 @@ fn debug_names(context: &Context<Slice<'_>>, address: u64) -> Vec<Name> {
     names
 }
 
-/// Returns, for each address, the name of the symbol that contains the address.
+/// Returns the name of the symbol that contains each address.
 fn symbols(files: &[&Elf<'_>], addresses: &[u64]) -> Vec<Option<String>> {
     let mut found = vec![None; addresses.len()];
     for file in files {

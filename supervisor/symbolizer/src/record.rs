@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use bulkhead_api::{NATIVE_THREADS_MAX, hex};
 use bulkhead_shared::crash_record::{Header, REGISTERS_MAX, Records};
 
-/// Names of the registers, in the order in which a record contains them.
+/// Register names, in the order used in records.
 #[cfg(target_arch = "x86_64")]
 const REGISTER_NAMES: [&str; 17] = [
     "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rdi", "rsi", "rbp", "rbx", "rdx", "rax", "rcx",
@@ -45,7 +45,7 @@ pub(crate) struct Mapping<'r> {
     pub(crate) end: u64,
     /// Offset of the mapping in the file.
     pub(crate) offset: u64,
-    /// Major and minor number of the device.
+    /// Major and minor device numbers.
     pub(crate) device: (u32, u32),
     pub(crate) inode: u64,
     pub(crate) path: &'r str,

@@ -10,7 +10,7 @@ use bulkhead_api::NATIVE_FRAMES_MAX;
 use crate::modules::{Module, Modules};
 use crate::record::{Mapping, Thread};
 
-/// Position in the code that a stack frame has reached.
+/// Position of a stack frame in the code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CodeAddress {
     /// Address at which execution continues in the frame.

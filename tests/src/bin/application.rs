@@ -661,8 +661,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Time in seconds after which the kernel kills a forked child. The child hangs if another thread held a lock during
-/// the fork.
+/// Time after which the kernel kills a forked child, in seconds. The child hangs if another thread held a lock
+/// during the fork.
 const CHILD_SECONDS_MAX: u32 = 60;
 
 /// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot shut down the

@@ -132,7 +132,8 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
         .serve()
 }
 
-/// Returns attributes that a worker inherits from its template and that another process could have changed there.
+/// Returns attributes that a worker inherits from its template and that another process could have changed in
+/// the template.
 fn attributes() -> String {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/self/{file}")).unwrap_or_default();
     let status = read("status");
@@ -165,7 +166,7 @@ fn alter(pid: u32) {
     let _ = std::fs::write(format!("/proc/{pid}/timerslack_ns"), "77000");
 }
 
-/// Time after which the process chains created by [`leave_chains`] end on their own.
+/// Time after which the process chains created by [`leave_chains`] exit on their own.
 const CHAINS_MAX: Duration = Duration::from_secs(20);
 
 /// Leaves chains of processes behind. Each process in a chain forks a successor and exits.
@@ -866,7 +867,7 @@ extern "C" fn panic_in_c() {
     panic!("a function called from C panicked");
 }
 
-/// Restores the default action of SIGSEGV, and dies of this signal.
+/// Restores the default action of SIGSEGV and raises this signal.
 fn die_without_record() -> Result<(), HandlerError> {
     #[expect(unsafe_code, reason = "sets the disposition of a signal")]
     // SAFETY: no handler function is installed.

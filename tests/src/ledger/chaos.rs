@@ -43,17 +43,17 @@ impl Random {
     }
 }
 
-/// A disturbance of the supervisor: its start time, in µs of CLOCK_MONOTONIC, and its name.
+/// Start time and name of an injected fault. The time is CLOCK_MONOTONIC, in µs.
 pub type Deed = (u64, &'static str);
 
-/// Disturbs a supervisor until the run is over.
+/// Injects faults into a supervisor until the test run is over.
 pub struct Chaos {
     threads: Vec<JoinHandle<Vec<Deed>>>,
     is_over: Arc<AtomicBool>,
 }
 
 impl Chaos {
-    /// Starts disturbing the supervisor. The disturbances end soon after `is_over` is set.
+    /// Starts threads that inject faults into the supervisor. The threads stop soon after `is_over` is set.
     pub fn begin(supervisor: &Supervisor, notes: &Path, plan: Plan, is_over: Arc<AtomicBool>) -> Self {
         let own_flag = is_over.clone();
         let target = Target {
@@ -71,7 +71,7 @@ impl Chaos {
         Self { threads, is_over: own_flag }
     }
 
-    /// Ends the disturbances, and returns all of them.
+    /// Stops injecting faults. Returns all faults that were injected.
     pub fn end(mut self) -> Vec<Deed> {
         self.is_over.store(true, Ordering::SeqCst);
         let threads = std::mem::take(&mut self.threads);
@@ -79,8 +79,8 @@ impl Chaos {
     }
 }
 
-/// Ends the disturbances if the run panics. Otherwise, they could hit processes that reuse the PID of the supervisor or
-/// of a worker.
+/// Stops injecting faults if the run panics. Otherwise, later signals could hit unrelated processes that reuse the
+/// PID of the supervisor or of a worker.
 impl Drop for Chaos {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::SeqCst);
@@ -184,7 +184,7 @@ impl Target {
         }
     }
 
-    /// Runs bursts of hostile clients.
+    /// Sends bursts of invalid frames and invalid jobs over short-lived connections.
     fn flood(&self, mut random: Random) -> Vec<Deed> {
         let mut done = Vec::new();
         while !self.is_over() {

@@ -46,7 +46,7 @@ pub enum Told {
     WrongResult,
     /// Any other outcome.
     Ended {
-        /// Names of the outcome and of the reason.
+        /// Outcome and reason, such as `rejected/queue_full`.
         name: String,
         /// Whether the supervisor reports the job as executed.
         executed: Executed,
@@ -56,7 +56,7 @@ pub enum Told {
 }
 
 impl Told {
-    /// Returns the label under which jobs with this outcome are counted.
+    /// Returns the label for this outcome in the statistics.
     pub fn name(&self) -> String {
         match self {
             Self::Nothing => "no outcome".into(),

@@ -53,7 +53,7 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("an ordinary path")
 }
 
-/// Runs the ledger in this process, which must have called `keeper_main_if_asked`.
+/// Runs the ledger in this process. The process must have called `keeper_main_if_asked` first.
 pub fn keep(notes: &Path, plan: Plan, is_local: bool) -> Findings {
     let text = format!("[supervisor]\ndrain_timeout = \"20s\"\n{}", super::config(notes, 0, plan));
     let config =
@@ -86,7 +86,7 @@ fn on_caller(config: config::Config, notes: &Path, plan: Plan) -> Kept {
     })
 }
 
-/// Number of clients needed for one run.
+/// Number of clients that a single run needs.
 const CLIENTS: usize = 2 * CONNECTIONS + 2;
 
 async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan) -> Kept {
@@ -123,7 +123,7 @@ async fn at_rest() -> usize {
     counts.into_iter().min().expect("at least one measurement")
 }
 
-/// Tasks that disturb the embedded supervisor until the run is over.
+/// Tasks that inject faults into the embedded supervisor until the run is over.
 struct Chaos {
     is_over: std::sync::Arc<AtomicBool>,
     threads: Vec<tokio::task::JoinHandle<Vec<Deed>>>,
@@ -152,7 +152,7 @@ impl Chaos {
     }
 }
 
-/// Ends the disturbances if the run panics. Otherwise, the runtime would wait forever for these tasks.
+/// Stops injecting faults if the run panics. Otherwise, the runtime would wait for the tasks forever.
 impl Drop for Chaos {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::SeqCst);
@@ -216,7 +216,7 @@ impl Disturbs {
         (!workers.is_empty()).then(|| workers[random.below(workers.len())])
     }
 
-    /// Returns the PID of a random worker's ancestor with the process name `wanted`: the keeper or the guard.
+    /// Picks a random worker and returns the PID of its ancestor named `wanted`, which is the keeper or the guard.
     fn above(&self, random: &mut Random, wanted: &str) -> Option<u32> {
         let worker = self.worker(random)?;
         let mut above = std::iter::successors(Some(worker), |pid| parent(*pid).filter(|pid| *pid > 1));
@@ -224,7 +224,7 @@ impl Disturbs {
     }
 }
 
-/// Runs bursts of hostile jobs, which name an unknown bulkhead or are dropped immediately.
+/// Submits bursts of jobs that name an unknown bulkhead or are dropped immediately.
 fn flood(client: &Client, mut random: Random, is_over: &AtomicBool) -> Vec<Deed> {
     let mut done = Vec::new();
     while !is_over.load(Ordering::SeqCst) {

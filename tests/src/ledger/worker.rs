@@ -20,18 +20,18 @@ const RECORDS: &str = "records";
 /// byte of a file and stands for a permit.
 const SCANS: usize = 4;
 
-/// Identifies this worker in the records that it writes.
+/// Identifier of this worker in its records. The worker's first job sets the value.
 static WORKER: OnceLock<u64> = OnceLock::new();
 
 /// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mark {
-    /// The handler of the job has begun.
+    /// The job's handler has started.
     Begun,
-    /// The handler of the job is about to return.
+    /// The job's handler is about to return.
     Ended,
-    /// The job began although the bulkhead was already running its maximum number of jobs. One `Held` record for each
-    /// of the running jobs follows.
+    /// The job began while the bulkhead was already running its maximum number of jobs. A `Held` record for each
+    /// running job follows.
     OverBound,
     /// The job was already running when another job exceeded the limit.
     Held,
@@ -41,17 +41,17 @@ impl Mark {
     const ALL: [Self; 4] = [Self::Begun, Self::Ended, Self::OverBound, Self::Held];
 }
 
-/// Record that a worker writes about a job.
+/// An event in the life of a job, as recorded by a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Job number assigned by the client.
     pub job: u64,
-    /// CLOCK_MONOTONIC time in µs at which this attempt to run the job began. The attempt is identified by this time
-    /// and the job number.
+    /// CLOCK_MONOTONIC time at which this attempt to run the job began, in µs. This time and the job number
+    /// together identify the attempt.
     pub began_us: u64,
     /// CLOCK_MONOTONIC time of the record, in µs.
     pub at_us: u64,
-    /// CLOCK_MONOTONIC time in µs at which the worker's first job began. Identifies the worker.
+    /// CLOCK_MONOTONIC time at which the worker's first job began, in µs. Identifies the worker.
     pub worker: u64,
     /// Kind of the record.
     pub mark: Mark,
@@ -76,7 +76,7 @@ impl Record {
         Self { job: number(0), began_us: number(8), at_us: number(16), worker: number(24), mark }
     }
 
-    /// Returns the attempt that the record is about.
+    /// Returns the attempt that this record describes.
     pub fn attempt(&self) -> Attempt {
         Attempt { job: self.job, began_us: self.began_us }
     }
@@ -87,14 +87,14 @@ impl Record {
 pub struct Attempt {
     /// Job number assigned by the client.
     pub job: u64,
-    /// CLOCK_MONOTONIC time in µs at which the attempt began.
+    /// CLOCK_MONOTONIC time at which the attempt began, in µs.
     pub began_us: u64,
 }
 
 impl Attempt {
     const BYTES: usize = 16;
 
-    /// Creates a record about the attempt. The record identifies this worker as its writer.
+    /// Creates a record about this attempt. The record contains the identifier of this worker.
     fn record(self, at_us: u64, mark: Mark) -> Record {
         // Set by the first job, because forked workers share everything that the template has set.
         let worker = *WORKER.get_or_init(|| self.began_us);
@@ -221,8 +221,8 @@ fn lock_of(byte: usize) -> nix::libc::flock {
 /// replaced, but a later round then succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until the bulkhead is running as many jobs as it allows. The first job that notices this creates a file to
-/// inform the others.
+/// Waits until the bulkhead is running its maximum number of jobs. The first job to notice this creates a
+/// file, which releases the other jobs.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));
@@ -246,11 +246,11 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     Ok(())
 }
 
-/// Result of trying to take one of the places that stand for a bulkhead's permits.
+/// Result of [`take_place`]. Each place represents one of the bulkhead's permits.
 enum Place {
     /// The attempt has locked a byte of the file and written its identity there.
     Taken(TakenPlace),
-    /// Other attempts (`holders`) have been holding all places since `since_us`, a time in µs.
+    /// All places are taken. The attempts in `holders` have held the places since `since_us`, a time in µs.
     None { since_us: u64, holders: Vec<Attempt> },
 }
 

@@ -182,7 +182,7 @@ fn program(folder: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// A supervisor that the test starts manually. Dropping it kills the process.
+/// A supervisor that the test starts manually. Dropping this value kills the process.
 struct Started(Child, PathBuf);
 
 impl Started {

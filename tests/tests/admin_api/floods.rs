@@ -9,12 +9,12 @@ use bulkhead_tests::tenants::{assert_balanced, isolated};
 use bulkhead_tests::{PATIENCE, Supervisor, heavy, outcome, wait_for};
 use nix::sys::signal::Signal;
 
-/// Number of tenants, slightly less than the 4096 per bulkhead that a supervisor remembers.
+/// Number of tenants. Must be less than 4096, the maximum number that a supervisor remembers per bulkhead.
 const TENANTS: usize = 4000;
 
 const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Starts a supervisor that remembers [`TENANTS`] tenants, all of whose jobs were rejected.
+/// Starts a supervisor that remembers [`TENANTS`] tenants. All jobs of these tenants have been rejected.
 fn crowded() -> (Supervisor, Client) {
     let keys = "max_in_flight = 1\ndeadline_max = \"600s\"";
     let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", keys));
@@ -31,7 +31,7 @@ fn crowded() -> (Supervisor, Client) {
     (supervisor, client)
 }
 
-/// Requests all `pages` repeatedly for as long as `meanwhile` runs. Returns the number of responses.
+/// Requests all `pages` repeatedly while `meanwhile` runs. Returns the number of responses.
 fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -> u64 {
     let (is_over, answers) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {

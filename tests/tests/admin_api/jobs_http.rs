@@ -39,7 +39,7 @@ fn write_token(folder: &std::path::Path, name: &str, token: &str) {
 /// Configuration keys for two TCP listeners: one for jobs, and one for the admin API.
 const LISTENERS: &str = "jobs_http = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\nhttp_token_file = \"admin\"\n";
 
-/// Starts a supervisor with both listeners and two tokens.
+/// Starts a supervisor with two tokens and two TCP listeners.
 fn start_with(keys: &str, bulkheads: &str) -> (Supervisor, Place) {
     let entries = "[[access]]\ntoken_file = \"jobs\"\n[[access]]\ntoken_file = \"read\"\nrole = \"read\"\n";
     let bulkheads = format!("{entries}{bulkheads}");
@@ -52,12 +52,12 @@ fn start() -> (Supervisor, Place) {
     start_with("", ONE)
 }
 
-/// Sends a job over a keep-alive connection, authenticated with the token.
+/// Sends a job with the token over a keep-alive connection.
 fn job(connection: &mut KeptAlive, operation: &str, payload: &[u8]) -> Option<Answer> {
     connection.ask("POST", JOBS, &[TOKEN, &format!("Bulkhead-Operation: {operation}")], payload)
 }
 
-/// Sends a job that runs until the file `go` exists, without waiting for the answer.
+/// Sends a job that runs until the file `go` exists. Does not wait for the answer.
 fn begin_job(place: &Place) -> KeptAlive {
     let mut connection = place.keep_alive();
     let headers = [TOKEN, "Bulkhead-Operation: steps:wait go"];
@@ -346,7 +346,7 @@ fn reload_replaces_tokens_at_once() {
     assert_eq!(connection.ask("POST", JOBS, &[another, "Bulkhead-Tenant: acme"], b"x").unwrap().status, 200);
 }
 
-/// Sends raw bytes. Returns the complete response, or the error.
+/// Sends raw bytes. Returns the complete response, or the I/O error.
 fn raw(place: &Place, request: &[u8]) -> std::io::Result<String> {
     let mut socket = place.connect();
     let _ = socket.write_all(request);

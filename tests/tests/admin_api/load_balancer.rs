@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 const CONFIG: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/haproxy/haproxy.cfg");
 const CALLERS: usize = 16;
-/// Maximum time that a caller sends jobs. Only limits how long a failure takes.
+/// Maximum time that a caller spends sending jobs. The limit only bounds the duration of a failing test.
 const LOAD_TIME_MAX: Duration = Duration::from_secs(8 * PATIENCE.as_secs());
 const TOKEN: &str = "Authorization: Bearer a-token-for-the-jobs";
 const BULKHEAD: &str = "[[access]]\ntoken_file = \"jobs\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
@@ -75,7 +75,7 @@ impl Proxy {
     }
 }
 
-/// A host: a supervisor, whose listener keeps its port when the supervisor is replaced.
+/// A host that runs a supervisor. The supervisor's listener keeps its port when the supervisor is replaced.
 struct Host {
     supervisor: Supervisor,
     address: SocketAddr,
@@ -100,7 +100,7 @@ impl Host {
     }
 }
 
-/// Starts a supervisor in a new folder. `runs` lists the jobs that began on this host before.
+/// Starts a supervisor in a new folder. `runs` lists the jobs that have already begun on the host.
 fn launch(address: SocketAddr, keys: &str, runs: &str) -> Supervisor {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("runs"), runs).unwrap();
@@ -120,7 +120,7 @@ fn write_token(folder: &Path) {
 struct Seen {
     number: usize,
     idempotent: bool,
-    /// HTTP status, reason, and whether the job was executed. Empty if there was no response.
+    /// HTTP status, reason, and execution status of the job. Empty if the caller received no response.
     told: String,
 }
 
@@ -168,7 +168,7 @@ fn trace(number: usize) -> String {
     format!("00-{:032x}-b7ad6b7169203331-01", number + 1)
 }
 
-/// Returns the number of times that each job began.
+/// Returns the number of times each job began.
 fn runs(hosts: &[&Host]) -> BTreeMap<String, usize> {
     tally(hosts.iter().flat_map(|host| host.runs().lines().map(str::to_owned).collect::<Vec<_>>()))
 }

@@ -49,7 +49,7 @@ fn running_job(supervisor: &Supervisor, place: &Place) -> (KeptAlive, String) {
     (connection, number)
 }
 
-/// Returns every operation in the document (path, method, description).
+/// Returns the path, method and description of every operation in the document.
 fn operations(document: &Value) -> Vec<(String, String, Value)> {
     let paths = document["paths"].as_object().expect("paths");
     let each = paths.iter().flat_map(|(path, methods)| {
@@ -59,7 +59,7 @@ fn operations(document: &Value) -> Vec<(String, String, Value)> {
     each.collect()
 }
 
-/// Checks an answer against the document's description of the operation.
+/// Checks a response against the description of the operation in the document.
 #[track_caller]
 fn compare(document: &Value, said: &Value, answer: &Answer, asked: &str) {
     let response = &said["responses"][answer.status.to_string()];

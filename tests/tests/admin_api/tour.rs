@@ -17,8 +17,7 @@ fn commands(section: &str) -> Vec<String> {
     whole.lines().map(str::to_owned).collect()
 }
 
-/// Runs a command from the documentation after replacing its paths and its address with those of the test. Returns the
-/// output.
+/// Runs a command from the documentation with the paths and the address of this test. Returns the output.
 fn run(folder: &Path, command: &str, address: &str) -> String {
     let here = |name: &str| folder.join(name).to_str().expect("the path is valid UTF-8").to_owned();
     let command = command

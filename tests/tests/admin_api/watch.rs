@@ -13,7 +13,7 @@ use serde_json::Value;
 
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 1\n";
 
-/// A message in the stream.
+/// A message from the event stream.
 #[derive(Debug)]
 struct Said {
     event: String,

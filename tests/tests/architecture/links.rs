@@ -68,7 +68,8 @@ fn targets(page: &str) -> BTreeSet<String> {
     inline.chain(html).chain(defined).map(|target| target.trim_matches(['<', '>']).to_owned()).collect()
 }
 
-/// Returns the anchors of a page: the anchor that GitHub derives from each heading, and each `id` in HTML.
+/// Returns the anchors of a page. These are the anchors that GitHub derives from headings, and all `id` attributes
+/// in HTML.
 fn anchors(page: &str) -> BTreeSet<String> {
     let mut counts = BTreeMap::<String, usize>::new();
     let mut found = BTreeSet::new();

@@ -114,8 +114,8 @@ fn bare(text: &str) -> String {
     out + rest
 }
 
-/// Returns the text that follows a string literal at the start of `from`. The end of `before` shows whether it is a raw
-/// string literal.
+/// Returns the text after the string literal at the start of `from`. The literal is raw if `before` ends with a raw
+/// string prefix such as `r#`.
 fn after_text<'t>(before: &str, from: &'t str) -> &'t str {
     let hashes = before.len() - before.trim_end_matches('#').len();
     if before.trim_end_matches('#').ends_with('r') {
@@ -331,15 +331,14 @@ fn import_check_finds_circular_imports() {
 
 // The data plane: parts and wiring.
 
-/// Upper bounds on the complexity of the data plane. If an actual number becomes smaller, its bound must be lowered as
-/// well.
+/// Upper bounds on the complexity of the data plane. When an actual value decreases, its bound must be lowered as well.
 const METHOD_LINES_MAX: usize = 3662;
 const VISIBLE_FIELDS_MAX: usize = 90;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
 const CALL_CIRCLE_MAX: usize = 7;
 
-/// Returns the top-level ancestor of a module, because child modules count as part of the same file. Only the children
-/// of `wiring` count as separate files.
+/// Returns the top-level ancestor of a module. Child modules count as part of their ancestor's file, but each child
+/// of `wiring` counts as a separate file.
 fn file_of(module: &Module) -> Module {
     let levels = if module.first().is_some_and(|first| first == "wiring") { 2 } else { 1 };
     module.iter().take(levels).cloned().collect()
@@ -359,7 +358,7 @@ fn blocks<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     text.match_indices(start).map(body).collect()
 }
 
-/// Returns the names in source text that follow `start` and are themselves followed by `(` or `<`.
+/// Returns each name in the source text that comes right after `start` and right before `(` or `<`.
 fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     let name = |(at, _): (usize, &str)| {
         let rest = text[at + start.len()..].trim_start();

@@ -27,7 +27,7 @@ pub(super) fn run<T>(future: impl Future<Output = T>) -> T {
     })
 }
 
-/// Returns whether a lost job was executed, and the error message. Panics if the job was not lost.
+/// Returns the execution status and the error message of a lost job. Panics if the job was not lost.
 pub(super) fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
     let error = result.expect_err("the job cannot have succeeded");
     assert!(error.outcome().is_none(), "{error}");
@@ -440,7 +440,7 @@ impl Fake {
         fake
     }
 
-    /// Listens on a path that does not exist.
+    /// Creates a listening socket at a path that does not exist yet.
     pub(super) fn at(path: &Path) -> Self {
         let listener = UnixListener::bind(path).unwrap();
         // If no client connects, the test fails instead of blocking.

@@ -40,7 +40,7 @@ fn hello() -> Vec<u8> {
     [&header.encode()[..], &metadata].concat()
 }
 
-/// Returns a socket with unsent data, which blocks in `close`, and the listener at the other end.
+/// Returns a socket that blocks in `close` because it has unsent data, and the listener at the other end.
 fn lingering() -> (TcpStream, TcpListener) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -57,8 +57,7 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result
     sendmsg(to, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
 }
 
-/// Sends a socket that blocks in `close`. If the kernel delivers the socket, the supervisor then holds its only
-/// descriptor.
+/// Sends a socket that blocks in `close`. If the kernel delivers the socket, only the supervisor still has it open.
 fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
     let (socket, listener) = lingering();
     let (to, length, bytes) = (to.try_clone().unwrap(), bytes.len(), bytes.to_vec());

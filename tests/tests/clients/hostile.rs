@@ -166,7 +166,7 @@ fn honest_job(client: &Client, round: usize) {
     assert!(reply.payload() == payload, "{size} bytes came back as {}", reply.payload().len());
 }
 
-/// Memory and descriptors that a supervisor holds.
+/// Memory usage and number of open descriptors of a supervisor.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     bytes: u64,
@@ -706,7 +706,7 @@ fn clients_cannot_exhaust_descriptors() {
 
 // Several events in one iteration of the event loop.
 
-/// Stops the supervisor with SIGSTOP. Everything sent before [`goes_on`] is called then reaches the supervisor at once.
+/// Stops the supervisor with SIGSTOP. All data sent before the call to [`goes_on`] then reaches the supervisor at once.
 fn is_stopped(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGSTOP);
     wait_stopped(supervisor);
@@ -1235,7 +1235,7 @@ fn flooding_worker_stays_within_limits() {
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
 }
 
-/// The worker is still sending the rest of the rejected result, so its permit is not free and no other job can start.
+/// The worker is still sending the rejected result, so its permit is not free and no other job can start.
 #[test]
 fn oversized_result_keeps_its_permit_until_fully_read() {
     let notes = tempfile::tempdir().unwrap();

@@ -52,7 +52,7 @@ impl Caller {
         caller
     }
 
-    /// Sends a frame, but leaves out the last `later` bytes of its payload.
+    /// Sends a frame without the last `later` bytes of its payload.
     fn push<M: bincode::Encode>(&mut self, kind: u8, number: u64, message: &M, payload: &[u8], later: usize) {
         let mut metadata = Vec::new();
         codec::encode(message, &[], &mut metadata).unwrap();

@@ -106,7 +106,7 @@ fn memory_files_keep_payloads_and_results_intact() {
     });
 }
 
-/// The test covers payloads from a file, and payloads that a function writes in place.
+/// The test covers payloads read from a file, and payloads that a function writes in place.
 #[test]
 fn payloads_from_files_and_mapped_results_are_intact() {
     let supervisor = one("");
@@ -333,8 +333,7 @@ fn replaced_worker_leaves_no_memory_files() {
     });
 }
 
-/// The worker is still running the handler of a job whose client already has the outcome. Meanwhile, the worker answers
-/// another job.
+/// The worker answers another job while it is still running the handler of a job whose client already has the outcome.
 #[test]
 fn late_handler_cannot_change_results_of_other_jobs() {
     let supervisor = one("max_in_flight = 8\ngrace = \"60s\"");
@@ -639,7 +638,7 @@ fn reload(supervisor: &Supervisor, bulkheads: &str) {
     assert_eq!(status, 200, "{body}");
 }
 
-/// At the time of the reload, the supervisor has already created the files but has not yet offered the leases.
+/// The reload happens after the supervisor has created all files and before it has offered all leases.
 #[test]
 fn enabling_poison_detection_refuses_pending_lease_requests() {
     let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -662,8 +661,8 @@ fn enabling_poison_detection_refuses_pending_lease_requests() {
     wait_for("all files are freed", || (file_bytes(&supervisor) == 0).then_some(()));
 }
 
-/// The test covers a fallback that begins to detect poison, one that is added by the reload, and one whose tenants
-/// become isolated.
+/// The test covers a fallback that begins to detect poison, a fallback that the reload adds, and a fallback whose
+/// tenants become isolated.
 #[test]
 fn fallback_with_poison_detection_ends_leases() {
     let entry = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -731,7 +730,8 @@ fn unreturned_leases_are_revoked() {
     });
 }
 
-/// A client that was stopped until its lease had been revoked gets an error instead of a result filled with zeros.
+/// A client is stopped until its lease has been revoked. The client must get an error instead of a result filled
+/// with zeros.
 #[test]
 fn result_in_revoked_file_is_an_error() {
     let supervisor = one("health = { heartbeat = \"60s\" }");
@@ -755,8 +755,8 @@ fn result_in_revoked_file_is_an_error() {
     assert!(runtime.block_on(client.job("b", payload.clone()).send()).unwrap().payload() == payload);
 }
 
-/// A hostile client can confirm leases without reading them. Unread descriptors stay in flight in the kernel, which
-/// limits their number for an unprivileged supervisor.
+/// A hostile client can confirm leases without reading them. The unread descriptors then stay in flight in the
+/// kernel, which limits the number of such descriptors for an unprivileged supervisor.
 #[test]
 fn client_that_never_reads_receives_few_leases() {
     let supervisor = one("");
@@ -808,7 +808,8 @@ fn client_that_never_reads_receives_few_leases() {
     });
 }
 
-/// Memory files count towards the worker's memory, so the supervisor limits their size to part of `recycle.rss`.
+/// Memory files count towards the worker's memory, so the supervisor limits their total size to a fraction of
+/// `recycle.rss`.
 #[test]
 fn recycle_rss_limits_memory_files_of_worker() {
     let supervisor = one("recycle.rss = \"64MiB\"\n");
@@ -891,7 +892,7 @@ fn memory_file_of_running_job_does_not_count_as_buffered() {
     assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
 }
 
-/// When a program is killed, the memory file with its payload is freed, even though the job continues in the fallback.
+/// The payload's memory file is freed when the program is killed, even though the job continues in the fallback.
 #[test]
 fn fallback_after_crash_frees_the_memory_file() {
     let supervisor = start(
@@ -924,7 +925,7 @@ fn fallback_after_crash_frees_the_memory_file() {
     });
 }
 
-/// The descriptors of a returned lease stay open until the job that uses the lease has ended.
+/// The descriptors of a returned lease stay open until the job that uses the lease has finished.
 #[test]
 fn returned_leases_count_towards_limit_until_their_jobs_end() {
     let folder = tempfile::tempdir().unwrap();
@@ -954,7 +955,7 @@ fn returned_leases_count_towards_limit_until_their_jobs_end() {
     assert_eq!(other.told(), Told::Refused(1));
 }
 
-/// The client's thread was busy, so the client has not yet read the message that revokes its lease.
+/// The client has not yet read the message that revokes its lease, because its thread was busy.
 #[test]
 fn client_with_revoked_lease_uses_the_socket() {
     let supervisor = one("");

@@ -393,7 +393,7 @@ impl Worker {
         self.bytes(&frame(kind, 0, number, meta, payload));
     }
 
-    /// Waits for the next frame, sending heartbeats in the meantime.
+    /// Waits for the next frame. Sends heartbeats while waiting.
     fn next(&mut self) -> Frame {
         while !self.has_bytes() {
             self.send(HEARTBEAT, 0, empty(), b"");
@@ -519,7 +519,7 @@ impl Worker {
 
 // Pinned bytes.
 
-/// Returns the hex encoding of a frame, as written by the workspace's code.
+/// Returns the hex encoding of a frame that the workspace's codec has encoded.
 fn written<M: bincode::Encode>(
     kind: u8,
     number: u64,

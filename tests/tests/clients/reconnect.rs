@@ -37,7 +37,7 @@ struct Entry {
 fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
     const TASKS: u64 = 16;
     const KILLS: usize = 4;
-    /// Number of jobs that must have an outcome before each kill of the supervisor.
+    /// Number of jobs that must finish before each kill of the supervisor.
     const JOBS_PER_ROUND: u64 = 150;
     let notes = tempfile::tempdir().unwrap();
     let keys = format!(
@@ -303,7 +303,7 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
     );
 }
 
-/// The supervisor that rejects the retry does not know whether the first attempt ran.
+/// The supervisor that rejects the retry cannot know whether the first attempt ran.
 #[test]
 fn rejected_retry_leaves_execution_of_lost_job_unknown() {
     let wait = Duration::from_millis(40);
@@ -441,7 +441,7 @@ fn job_not_accepted_by_old_supervisor_ends_at_its_deadline() {
     );
 }
 
-/// The old supervisor dies with a job that can be sent again, while the client is waiting for a new supervisor.
+/// While the client waits for a new supervisor, the old supervisor dies without answering an idempotent job.
 #[test]
 fn accepted_job_ends_if_no_new_supervisor_starts() {
     let (end, is_disconnected) = mpsc::channel::<()>();
@@ -571,7 +571,7 @@ fn retries_stay_within_the_client_budget() {
     assert!((JOBS / 5..=JOBS).contains(&retries), "{retries} retries of {JOBS} jobs");
 }
 
-/// If a retry is rejected without being run, the client must still learn that the first attempt ran.
+/// If a retry is rejected, the client must still learn that the first attempt ran.
 #[test]
 fn rejected_retry_reports_the_attempt_that_ran() {
     against(

@@ -22,7 +22,7 @@ fn text(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-/// Waits until `is_seen` accepts the observed statistics, and returns the statistics.
+/// Waits until `is_seen` returns true for the observed statistics. Returns the statistics.
 fn wait_seen(supervisor: &Supervisor, bulkhead: &str, what: &str, is_seen: impl Fn(&Value) -> bool) -> Value {
     let mut last = Value::Null;
     wait_for(&format!("{bulkhead}: {what}"), || {

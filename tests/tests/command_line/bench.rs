@@ -4,7 +4,7 @@ use std::process::{Command, Output};
 
 use bulkhead_tests::programs;
 
-/// Runs the bench. `timeout` ends the bench, including its child processes, if it runs far too long.
+/// Runs the benchmark. The `timeout` command kills the benchmark and its child processes if it runs far too long.
 fn bench(arguments: &[&str]) -> Output {
     let mut bench = Command::new("timeout");
     bench.args(["--kill-after=10", "600"]).arg(programs().join("bulkhead-bench"));

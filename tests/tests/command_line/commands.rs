@@ -425,7 +425,7 @@ fn submit_preserves_bytes_of_payload_and_result() {
     assert_eq!(told.text(), "op/acme\n");
 }
 
-/// Starts a bulkhead whose nth job runs the nth line as a shell command.
+/// Starts a bulkhead that runs one line of `lines` as a shell command for each job, in order.
 fn scripted(lines: &[&str]) -> Supervisor {
     let branches: String =
         lines.iter().enumerate().map(|(i, line)| format!("{}) {line} ;; ", i + 1)).collect();

@@ -62,7 +62,7 @@ pub(super) fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u
     })
 }
 
-/// Waits until all processes have closed their end of the pipe, and returns the bytes that arrived.
+/// Waits until all processes have closed the pipe's write end. Returns the bytes read from the pipe.
 fn all_from(reader: JoinHandle<Vec<u8>>) -> Vec<u8> {
     wait_for("all processes have closed the pipe", || reader.is_finished().then_some(()));
     reader.join().expect("a reader")
@@ -73,7 +73,7 @@ pub(super) fn spawn(command: &mut Command) -> Running {
     read_from(command.spawn().expect("the command runs"))
 }
 
-/// Starts reading a command's standard error, which must be a pipe, and its standard output if that is a pipe.
+/// Starts reading the output of a command. Standard error must be a pipe. Standard output is read only if it is a pipe.
 fn read_from(mut child: Child) -> Running {
     let stdin = child.stdin.take();
     let stdout = child.stdout.take().map(read_all);
@@ -88,7 +88,7 @@ pub(crate) fn output_of(child: Child) -> Output {
 }
 
 impl Running {
-    /// Writes `input` to standard input, closes it, and waits for the command to exit.
+    /// Writes `input` to the command's standard input, closes the pipe, and waits for the command to exit.
     pub(super) fn feed(mut self, input: &[u8]) -> Ran {
         let (mut stdin, input) = (self.stdin.take().expect("a pipe"), input.to_vec());
         // Writes on another thread, because the command can hang or exit before it has read everything.
@@ -148,7 +148,7 @@ pub(super) fn blocker(supervisor: &Supervisor, arguments: &[&str]) -> Running {
     running
 }
 
-/// A command that follows a stream, and the lines received so far.
+/// A command that prints a stream, and the lines received so far.
 pub(super) struct Following {
     pub(super) child: Child,
     pub(super) lines: Receiver<String>,

@@ -31,7 +31,7 @@ fn jobs(client: &Client, bulkhead: &str, operation: &str, count: usize) {
     }
 }
 
-/// Sends several jobs at once, all of which miss their deadline. The deadline leaves a slow machine enough time to
+/// Sends several jobs at once, all of which miss their deadline. The deadline is long enough for a slow machine to
 /// begin the jobs.
 fn late(client: &Client, bulkhead: &str) {
     let job = client.job(bulkhead, "").operation("yield").deadline(Duration::from_secs(2));
@@ -143,7 +143,7 @@ fn bulkhead_status_shows_rejections_and_tenants() {
     assert!(!json.contains('\u{202e}') && json.contains("acme\\u202e"), "{json}");
 }
 
-/// Recycled workers are still counted in the metrics, by cause.
+/// Recycled workers are counted in the metrics by cause.
 #[test]
 fn recycled_workers_do_not_count_as_restarts() {
     let supervisor = Supervisor::start(

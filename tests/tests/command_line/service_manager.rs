@@ -45,7 +45,8 @@ impl ServiceManager {
         received.iter().filter(|text| text.lines().any(|found| found == line)).count()
     }
 
-    /// Returns the number of notifications that contain the given line, including all that have been sent so far.
+    /// Returns the number of notifications that contain the given line. First waits until all notifications sent so
+    /// far have arrived.
     fn count_sent(&self, line: &str) -> usize {
         const MARK: &str = "MARK=1";
         let before = self.count(MARK);
@@ -62,7 +63,7 @@ impl ServiceManager {
 
 const BULKHEAD: &str = "[bulkhead.b]\nexec = [\"cat\"]\n";
 
-/// The test also checks that the notifications stop if the data plane is stopped, although the control plane still
+/// The test also checks that the notifications stop when the data plane is stopped, even if the control plane still
 /// responds.
 #[test]
 fn watchdog_is_notified_only_while_data_plane_responds() {
@@ -122,8 +123,8 @@ impl SocketUnits {
         Self { jobs, http: TcpListener::bind("127.0.0.1:0").unwrap() }
     }
 
-    /// Starts a supervisor that inherits the sockets as descriptors 3 and 4. The supervisor could not itself bind the
-    /// configured `http` address.
+    /// Starts a supervisor that inherits the sockets as descriptors 3 and 4. The supervisor itself could not bind
+    /// the configured `http` address.
     fn start(&self, folder: TempDir, names: &str) -> Supervisor {
         let config = format!(
             "[supervisor]\nsocket = \"jobs.sock\"\nhttp = \"127.0.0.1:1\"\nhttp_token_file = \"token\"\n\

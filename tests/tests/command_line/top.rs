@@ -20,7 +20,7 @@ struct Terminal {
     seen: Arc<Mutex<Seen>>,
 }
 
-/// Bytes sent to the terminal, and the resulting screen.
+/// Bytes sent to the terminal, and the screen after processing the bytes.
 struct Seen {
     bytes: Vec<u8>,
     parser: vt100::Parser,
@@ -124,7 +124,7 @@ impl Terminal {
         })
     }
 
-    /// Waits for the shell's message after `top` has exited, and checks that the terminal is restored.
+    /// Waits for the message that the shell prints after `top` has exited, and checks that the terminal is restored.
     #[track_caller]
     fn is_restored(&self, said: &str) {
         self.shows(said);
@@ -155,7 +155,7 @@ fn submit(supervisor: &Supervisor, arguments: &[&str]) {
     bulkhead_tests::output(supervisor.command().arg("submit").args(arguments));
 }
 
-/// Returns the words in a bulkhead's table row.
+/// Returns the words in the table row of a bulkhead.
 fn row(text: &str, name: &str) -> Option<Vec<String>> {
     let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     text.lines().map(words).find(|words| words.first().is_some_and(|first| first == name))

@@ -31,8 +31,8 @@ const NONE: &str = "profile = \"none\"";
 const DEFAULT: &str = "profile = \"default\", user = \"shared\"";
 const STRICT: &str = "profile = \"strict\", user = \"shared\"";
 
-/// Returns the configuration of a target bulkhead and of one bulkhead for each setting. Each attempt runs in a fresh
-/// process.
+/// Returns the configuration of a target bulkhead, and of one bulkhead for each sandbox setting. Each attempt runs
+/// in a fresh process.
 fn bulkheads(runs: &str, profile: &str) -> String {
     let given = if profile == NONE { String::new() } else { format!(", {GIVEN}") };
     let bulkhead = |name: &str, more: &str| {
@@ -106,8 +106,8 @@ fn documented_table_matches_the_tested_attempts() {
     assert!(docs == current, "docs/confinement/attempts.md is outdated; run this test with UPDATE_DOCS=1");
 }
 
-/// Shows that every attempt works without confinement. If an attempt is refused under another profile, the reason is
-/// therefore the layer that the table names.
+/// Checks that every attempt succeeds without confinement. A refusal under another profile is then due to the layer
+/// that the table names.
 #[test]
 fn attempts_succeed_without_confinement() {
     if is_root() {
@@ -124,8 +124,7 @@ fn default_profile_stops_attempts_as_documented() {
     }
 }
 
-/// Runs all attempts under an embedded supervisor. The `application` program judges the results according to the same
-/// table.
+/// Runs all attempts under an embedded supervisor. The `application` program judges the results by the same table.
 fn stops_as_much_in_an_application(profile: &str, word: &str) {
     let ground = Ground::prepare(&bulkheads(WORKER, profile));
     std::fs::write(ground.path().join("targets"), ground.targets.to_string()).unwrap();
@@ -151,7 +150,7 @@ fn strict_profile_stops_attempts_under_embedded_supervisor() {
     }
 }
 
-/// Runs all attempts under a root supervisor whose configuration names no user, so each worker has a separate user ID.
+/// Runs all attempts under a root supervisor. The configuration names no user, so each worker has a separate user ID.
 fn stops_more_by_an_id(runs: &str, profile: &str, written: impl Fn(&Attempt) -> Expected) {
     let place = start(runs, profile, None);
     try_all(&place, |attempt, ended| match (OF_A_SHARED_ID.contains(&attempt.name), ended) {
@@ -260,8 +259,7 @@ fn default_profile_stops_attempts_under_unprivileged_supervisor() {
     }
 }
 
-/// Many containers do not allow PID namespaces. In these containers, other layers stop the same attempts, with few
-/// exceptions.
+/// Many containers do not allow PID namespaces. In such containers, other layers stop nearly all of the same attempts.
 #[test]
 fn default_profile_stops_most_attempts_in_shared_pid_namespace() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -285,7 +283,7 @@ fn strict_profile_stops_attempts_under_unprivileged_supervisor() {
     }
 }
 
-/// Where the kernel can refuse descriptors, sending one fails with EPERM. On other kernels, the supervisor closes
+/// If the kernel can refuse descriptors, sending a descriptor fails with EPERM. Otherwise, the supervisor closes
 /// received descriptors and kills the worker.
 #[test]
 fn supervisor_keeps_no_descriptors_sent_by_workers() {

@@ -75,8 +75,8 @@ fn configured_rlimits_replace_the_defaults() {
     }
 }
 
-/// The temporary folder is an ordinary folder on disk without a size limit, so the supervisor checks the size
-/// periodically.
+/// The temporary folder is an ordinary folder on disk without a size limit, so the supervisor periodically checks
+/// the size of its contents.
 #[test]
 fn worker_that_exceeds_sandbox_tmp_is_killed() {
     if !has_layers(DEFAULT_LAYERS) {

@@ -41,8 +41,7 @@ fn start(profile: &str, more: &str, user: Option<u32>) -> Place {
     Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start()
 }
 
-/// Lets a program make each attempt against another program that is running at the same time. The job of the attacked
-/// program must succeed.
+/// Runs a program that makes each attempt against another running program. The attacked program's job must succeed.
 fn attack(
     profile: &str,
     user: Option<u32>,
@@ -83,8 +82,8 @@ fn exactly(_: &Ended) -> bool {
     false
 }
 
-/// Returns true if the attempt was refused, no matter by which layer. Under an unprivileged supervisor, a different
-/// layer can be the first to refuse.
+/// Returns true if any layer refused the attempt. Under an unprivileged supervisor, a different layer can be the
+/// first to refuse.
 fn refused(ended: &Ended) -> bool {
     matches!(ended, Ended::Refused(..))
 }
@@ -109,7 +108,7 @@ fn strict_profile_isolates_programs_sharing_a_worker() {
     }
 }
 
-/// Shows that the attempts work without confinement.
+/// Checks that the attempts succeed without confinement.
 #[test]
 fn programs_without_sandbox_can_reach_each_other() {
     if is_root() {
@@ -149,7 +148,8 @@ fn files_and_processes_of_each_program_are_removed_at_its_exit() {
     }
 }
 
-/// Without the `program_scopes` layer, a bulkhead can run programs concurrently only if `best_effort` lists this layer.
+/// Without the `program_scopes` layer, a bulkhead can run programs concurrently only if `best_effort` lists
+/// `program_scopes`.
 #[test]
 fn unisolated_programs_run_one_at_a_time() {
     let bulkhead = |name: &str, more: &str, sandbox: &str| {
@@ -223,7 +223,7 @@ fn code_of(error: &JobError) -> &str {
     error.outcome().and_then(|outcome| outcome.verdict.reason()).unwrap_or_default()
 }
 
-/// Returns a duration for `sleep` that no other test uses.
+/// Returns a `sleep` duration that no other test uses.
 fn own_pause() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(1000);
     format!("{}{}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id())
@@ -248,7 +248,7 @@ fn output_of_processes_that_outlive_the_program_is_included() {
     });
 }
 
-/// Shell command that waits until the last background process has executed `sleep`.
+/// Shell command that waits until the most recent background process has executed `sleep`.
 const SLEEPS: &str = "until read -r a b c < /proc/$!/stat && [ $b = '(sleep)' ]; do :; done";
 
 #[test]
@@ -314,7 +314,7 @@ fn failed_program_returns_its_output() {
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 
-/// The grace period is an hour, so a job that had to wait out the grace period would miss its deadline.
+/// The grace period is an hour, so a job that waited for the end of the grace period would miss its deadline.
 #[test]
 fn job_that_already_failed_skips_output_grace() {
     under_each_profile("output_grace = \"1h\"\nmax_result = \"1MiB\"", |place| {

@@ -112,7 +112,7 @@ fn try_between(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
     );
 }
 
-/// Shows that the attempts work without confinement.
+/// Checks that the attempts succeed without confinement.
 #[test]
 fn forked_workers_without_sandbox_can_reach_each_other() {
     if is_root() {
@@ -350,7 +350,8 @@ fn each_forked_worker_has_its_own_cgroup() {
     }
 }
 
-/// The kernel kills all processes of a PID namespace when the first process dies. Other bulkheads are not affected.
+/// When the first process of a PID namespace dies, the kernel kills all processes in the namespace. Other bulkheads
+/// are not affected.
 #[test]
 fn death_of_first_process_restarts_whole_pid_namespace() {
     for profile in profiles() {
@@ -389,8 +390,8 @@ fn descendants_of_forked_workers_are_reaped() {
     assert_eq!(place.supervisor.events("worker_not_started").len(), 0);
 }
 
-/// The leftover process forks and exits faster than the keeper can signal it, so the keeper has to stop the whole PID
-/// namespace first.
+/// The leftover process forks and exits faster than the keeper can signal it, so the keeper must first stop the
+/// whole PID namespace.
 #[test]
 fn quickly_forking_leftover_process_is_killed() {
     if !profiles().any(|profile| profile == DEFAULT) {
@@ -410,7 +411,7 @@ fn quickly_forking_leftover_process_is_killed() {
     ask(&client, "pair", "pid");
 }
 
-/// The test stops the template, so the template does not answer fork orders.
+/// The test stops the template with SIGSTOP, so the template does not answer fork orders.
 #[test]
 fn hanging_template_does_not_delay_other_bulkheads() {
     // A template has ten seconds to answer. On a busy machine, the jobs can take longer.
@@ -492,8 +493,8 @@ fn template_and_forked_workers_die_with_the_supervisor() {
     }
 }
 
-/// The test covers unprivileged supervisors. Workers run as the supervisor's user, or with separate user IDs in a user
-/// namespace.
+/// The test covers unprivileged supervisors. Workers run either as the supervisor's user, or with separate user IDs
+/// in a user namespace.
 #[test]
 fn unprivileged_supervisor_forks_sandboxed_workers() {
     use bulkhead_tests::confined::NOBODY;
@@ -527,7 +528,7 @@ fn unprivileged_supervisor_forks_sandboxed_workers() {
     }
 }
 
-/// The template forks without being ordered to, lies about forks, or floods the keeper with messages.
+/// The template forks without an order, lies about forks, or floods the keeper with messages.
 #[test]
 fn hostile_template_does_not_affect_other_bulkheads() {
     let hows = [

@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::chown;
 use serde_json::json;
 
-/// Range of user IDs for workers if the configuration names no user (systemd's range for dynamic users).
+/// Range of worker user IDs if the configuration names no user. This is systemd's range for dynamic users.
 const IDS: std::ops::RangeInclusive<u32> = 61_184..=65_519;
 
 /// Returns the names of the profiles that this machine supports.
@@ -75,8 +75,8 @@ fn launch_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
 
-/// Creates a home folder with mode 0700 that contains a checkout: programs, a library that depends on another library,
-/// and scripts.
+/// Creates a home folder with mode 0700. The folder contains programs, scripts, and a library that depends on
+/// another library.
 fn home() -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
     let path = home.path();
@@ -161,7 +161,7 @@ fn worker_reaches_only_permitted_files_in_closed_home() {
     }
 }
 
-/// Without `cwd`, workers run in the configuration's folder, which in this test is a home folder with mode 0700.
+/// Without `cwd`, workers run in the configuration's folder. In this test, this folder is a home folder with mode 0700.
 #[test]
 fn worker_can_run_in_closed_home() {
     for profile in profiles() {
@@ -422,7 +422,8 @@ fn check_explains_why_a_worker_does_not_start() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
-/// With `--check --start`, as in normal operation, each request extends a worker's start by at most `start.ready`.
+/// Each request for more time extends a worker's start by at most `start.ready`, both in normal operation and with
+/// `--check --start`.
 #[test]
 fn check_uses_the_same_start_timeout_as_the_supervisor() {
     let home = home();
@@ -444,8 +445,8 @@ fn check_uses_the_same_start_timeout_as_the_supervisor() {
     assert_eq!(error.matches("did not become ready in time").count(), 2, "{error}");
 }
 
-/// A single ELF program for `exec`, or a library that loads no other library from its folder, can be opened by
-/// descriptor instead of by path.
+/// A host can open a program or library by descriptor instead of by path. A program must be a single ELF file. A
+/// library must not load other libraries from its folder.
 #[test]
 fn host_opens_programs_by_descriptor_if_it_cannot_mount() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {

@@ -32,14 +32,14 @@ fn only(place: &Place, name: &str) -> Confinement {
     })
 }
 
-/// Checks in `/proc` that a process has no privileges, independently of the snapshot.
+/// Checks in `/proc`, independently of the snapshot, that a process has no privileges.
 fn assert_powerless(pid: u32) {
     assert_powerless_but_for_bounds(pid);
     assert_eq!(status_field(pid, "CapBnd").trim_start_matches('0'), "", "CapBnd of {pid}");
 }
 
-/// Like [`assert_powerless`], but ignores the bounding set, which an unprivileged supervisor cannot empty. The bounding
-/// set has no effect on a process that cannot gain privileges.
+/// Checks the same properties as [`assert_powerless`], except the bounding set, which an unprivileged supervisor
+/// cannot empty. The bounding set has no effect on a process that cannot gain privileges.
 fn assert_powerless_but_for_bounds(pid: u32) {
     for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
         assert_eq!(status_field(pid, set).trim_start_matches('0'), "", "{set} of {pid}");
@@ -123,7 +123,7 @@ fn snapshot_contains_the_workers_pid() {
     }
 }
 
-/// The test covers machines, such as containers, on which a new `/proc` cannot be mounted.
+/// The test covers machines where a new `/proc` cannot be mounted, such as containers.
 #[test]
 fn default_profile_reports_missing_pid_namespace() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -229,7 +229,7 @@ fn workers_cannot_signal_others_even_without_landlock_scopes() {
     }
 }
 
-/// Checks that no worker starts under the given outer seccomp filter, and that the error message names `step`.
+/// Checks that no worker starts under the given outer seccomp filter. The error message must name `step`.
 fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str) {
     let bulkheads = bulkhead("x", WORKER, sandbox);
     let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();
@@ -323,8 +323,7 @@ fn doctor_detects_layers_that_have_no_effect() {
     }
 }
 
-/// The layer is missing because of an outer seccomp filter, not because of the kernel, so the advice must not recommend
-/// a newer kernel.
+/// The layer is missing because of an outer seccomp filter. The advice must therefore not recommend a newer kernel.
 #[test]
 fn doctor_names_filter_that_blocks_landlock() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -379,7 +378,7 @@ fn root_confines_workers_without_user_namespace() {
     }
 }
 
-/// The test covers an unprivileged supervisor.
+/// The test covers missing namespaces under an unprivileged supervisor.
 #[test]
 fn missing_user_namespace_fails_start_unless_best_effort() {
     if has_layers(STRICT_LAYERS) && is_root() {
@@ -494,7 +493,7 @@ fn nproc_limit_applies_to_unprivileged_worker_users() {
     }
 }
 
-/// The program is owned by root and has the set-user-ID bit.
+/// The test covers a set-user-ID program that is owned by root.
 #[test]
 fn set_user_id_program_grants_no_privileges() {
     if !is_root() || !has_layers(STRICT_LAYERS) {

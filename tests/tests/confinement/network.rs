@@ -43,7 +43,7 @@ fn ports(listeners: &[TcpListener]) -> Vec<u16> {
     listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect()
 }
 
-/// Attempts that must be refused even though the worker can use TCP, with or without the `udp` flag.
+/// Attempts that must be refused even if the worker can use TCP, both with and without the `udp` flag.
 const ALWAYS_REFUSED: [(&str, &[&str]); 13] = [
     ("connect-by-mptcp", &["EPROTONOSUPPORT"]),
     ("connect-by-fast-open", &["EOPNOTSUPP"]),
@@ -67,7 +67,7 @@ fn assert_ended(place: &Place, bulkhead: &str, name: &str, targets: &Value, expe
     assert!(ended.is(expected), "{bulkhead}, {name} at {}: {ended:?}, not {expected:?}", targets["tcp"]);
 }
 
-/// Checks that a bulkhead's workers can connect to the ports of the listeners in `permitted`, and to no other ports.
+/// Checks that a bulkhead's workers can connect to the ports of the `permitted` listeners, and to no other ports.
 fn assert_only(place: &Place, bulkhead: &str, permitted: &[TcpListener], udp: bool) {
     let others = listeners();
     let with = |tcp: &str| {
@@ -128,8 +128,8 @@ fn forked_worker_connects_only_to_permitted_ports() {
     }
 }
 
-/// Port rules need Landlock 4. Without it, workers start only with `best_effort`, and the system call filter still
-/// applies.
+/// Port rules require Landlock 4. Without it, workers start only with `best_effort`, and the system call filter
+/// still applies.
 #[test]
 fn tcp_ports_require_landlock_unless_best_effort() {
     for profile in profiles() {

@@ -32,7 +32,7 @@ fn profiles() -> impl Iterator<Item = &'static str> {
     all.into_iter().filter(|(_, layers)| has_layers(layers)).map(|(profile, _)| profile)
 }
 
-/// Runs a program under `default` and compares its standard output with `expected`.
+/// Runs a program under the `default` profile and compares its standard output with `expected`.
 fn assert_unharmed(arguments: &[&str], expected: &str) {
     if has_layers(DEFAULT_LAYERS) {
         assert_unharmed_under(DEFAULT, arguments, expected);
@@ -80,7 +80,7 @@ new Worker('0', { eval: true }).on('exit', () => console.log(child + fs.readFile
     assert_unharmed(&["/usr/bin/node", "-e", script], "xx");
 }
 
-/// C libraries, allocators and virtual machines read these files in `/proc`.
+/// C libraries, allocators and virtual machines read certain files in `/proc`.
 #[test]
 fn programs_can_read_machine_information() {
     let files = "cpuinfo filesystems loadavg meminfo mounts self/cgroup self/maps self/stat stat sys/vm/overcommit_memory \
@@ -103,7 +103,7 @@ fn shell_runs_under_default_profile() {
     assert_unharmed(&["/bin/sh", "-c", script], "1000\nx");
 }
 
-/// Runs the configuration from the tour under `default`.
+/// Runs the configuration from the tour under the `default` profile.
 #[test]
 fn examples_run_under_default_profile() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -274,7 +274,7 @@ fn violation_does_not_affect_other_programs_in_the_worker() {
     }
 }
 
-/// The report of the violation, the host's answer and the host's exit reach the supervisor at the same time.
+/// The violation report, the host's answer and the host's exit reach the supervisor at the same time.
 #[test]
 fn violation_is_reported_when_worker_exits_immediately() {
     const JOBS: usize = 60;
@@ -392,7 +392,7 @@ fn zero_sandbox_tmp_disables_temporary_folder() {
     }
 }
 
-/// The configuration file is in the working folder, and the worker can read the rest of this folder.
+/// The configuration file is in the working folder. The worker can read all other files in this folder.
 #[test]
 fn worker_cannot_read_the_configuration() {
     for profile in profiles() {
@@ -419,7 +419,8 @@ fn worker_cannot_read_the_configuration() {
     }
 }
 
-/// Landlock rules for a folder apply to all files in it, so a hard link would give access to the configuration.
+/// A Landlock rule for a folder applies to all files in the folder, so a hard link could give access to the
+/// configuration.
 #[test]
 fn worker_cannot_read_hard_link_to_configuration() {
     for profile in profiles() {
@@ -465,7 +466,7 @@ fn worker_has_private_dev_shm() {
     }
 }
 
-/// The worker's temporary folder contains the temporary folders of the programs and is also mounted at `/dev/shm`.
+/// The worker's temporary folder contains the programs' temporary folders and is also mounted at `/dev/shm`.
 #[test]
 fn dev_shm_does_not_expose_other_programs_files() {
     for profile in profiles() {

@@ -54,7 +54,7 @@ fn home(user: User) -> tempfile::TempDir {
     home
 }
 
-/// Returns a command that runs the supervisor as `user`, with temporary folders inside `home`.
+/// Returns a command that runs the supervisor as `user`. Temporary folders are created inside `home`.
 fn program(user: User, home: &Path, more: &[&str]) -> Command {
     let mut command = user.command(home, more);
     command.arg(home.join("bin/bulkhead-supervisor")).current_dir(home).env("TMPDIR", home.join("tmp"));
@@ -105,7 +105,7 @@ fn output(mut command: Command) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Returns the entries of the folder that holds temporary folders.
+/// Returns the temporary folders that still exist.
 fn left(home: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(home.join("tmp")).unwrap().flatten().map(|entry| entry.path()).collect()
 }
@@ -215,7 +215,7 @@ fn workers_of_two_supervisors_have_different_subuid_ids() {
     assert_eq!(of_one.union(&of_other).count(), 8, "{of_one:?} {of_other:?}");
 }
 
-/// The error message of the first start names the command that gives the worker access to the folder.
+/// The first start of the worker fails. The error message names the command that gives the worker access to the folder.
 #[test]
 fn worker_with_write_folders_keeps_its_subuid_id() {
     let Some(user) = User::with_ids() else { return };

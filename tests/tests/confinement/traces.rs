@@ -30,7 +30,7 @@ fn bulkhead(sandbox: &str, processes: u32) -> String {
     )
 }
 
-/// All resources that a worker could leave behind, as numbers or as names.
+/// All resources that a worker could leak. Some fields are counts, others are names.
 #[derive(Debug, PartialEq, Eq)]
 struct Traces {
     descriptors_of_supervisor: usize,
@@ -107,7 +107,7 @@ fn cgroup_exists(path: &str) -> bool {
     roots.iter().any(|root| std::path::Path::new(&format!("{root}{path}/cgroup.procs")).exists())
 }
 
-/// Starts workers and kills or crashes them, from `lanes` threads, until `STARTS` workers have died. Returns the
+/// Starts workers and kills or crashes them until `STARTS` workers have died. Uses `lanes` threads. Returns the
 /// workers' cgroups.
 fn start_and_kill(place: &Place, lanes: usize) -> BTreeSet<String> {
     let done = AtomicUsize::new(0);

@@ -11,9 +11,9 @@ use bulkhead_tests::{SAME_NUMBERS, Supervisor, heavy, programs, run, tally, wait
 use nix::sys::signal::Signal;
 use tokio::sync::watch;
 
-/// Maximum number of unfinished jobs. Further jobs wait for their turn.
+/// Maximum number of unfinished jobs. Further jobs are submitted when earlier jobs finish.
 const OPEN_MAX: usize = 256;
-/// Deadline of each job. It is so long that no fault causes a job to miss it.
+/// Deadline of each job. Long enough that no fault causes a job to miss it.
 const DEADLINE: Duration = Duration::from_secs(600);
 /// Time between the starts of two consecutive faults.
 const FAULT_INTERVAL: Duration = Duration::from_secs(4);
@@ -33,9 +33,9 @@ pub(super) struct Plan {
     pub(super) rate: u64,
     /// Run time of each job, in ms.
     pub(super) run_ms: u64,
-    /// Each job whose number is a multiple of this value is submitted twice.
+    /// Every job whose number is a multiple of this value is submitted twice.
     pub(super) copied: u64,
-    /// Bug to plant in all agents on purpose, if any, to check that the test detects broken guarantees.
+    /// Bug to plant in all agents on purpose. Used to check that the test detects broken guarantees.
     pub(super) planted: Option<&'static str>,
     /// Permitted outcomes. Any other outcome is a violation.
     pub(super) outcomes: &'static [&'static str],
@@ -66,7 +66,7 @@ fn id(number: u64) -> String {
     format!("job-{number}")
 }
 
-/// The files in which jobs record that they ran, by appending their numbers.
+/// Files in which jobs record their execution by appending their numbers.
 struct Files {
     begun: PathBuf,
     ended: PathBuf,
@@ -77,14 +77,14 @@ impl Files {
         Self { begun: folder.join("begun"), ended: folder.join("ended") }
     }
 
-    /// Returns the number of lines for each job. The trace ID in a line is the job's number.
+    /// Returns the number of lines for each job. The job number is the trace ID in a line.
     fn count(file: &Path) -> BTreeMap<u64, usize> {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         tally(text.lines().filter_map(|line| u64::from_str_radix(line.split('-').nth(1)?, 16).ok()))
     }
 }
 
-/// Submits a job, retrying until it is accepted, and waits for its outcome.
+/// Submits a job repeatedly until it is accepted, and waits for its outcome.
 async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -> Result<JobEnd, String> {
     let job = fleet
         .job("b", Vec::new())
@@ -119,7 +119,7 @@ async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -
     Ok(JobEnd { number, outcome })
 }
 
-/// Submits all jobs and waits for their outcomes. Returns `None` if `given_up` is set or its sender is dropped first.
+/// Submits all jobs and waits for their outcomes. Returns `None` early if `given_up` is set or its sender is dropped.
 async fn submit_all(
     fleet: Fleet,
     plan: &Plan,
@@ -170,7 +170,7 @@ pub(super) fn pause(time: Duration) {
     std::thread::park_timeout(time);
 }
 
-/// Causes a random fault and repairs it.
+/// Injects a random fault and repairs it.
 fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &'static str {
     let host = random.below(2) as usize;
     let short = Duration::from_millis(random.below(3000));
@@ -263,8 +263,8 @@ fn start_agent(fleet: &mut TestFleet, host: usize, planted: Option<&str>) {
     }
 }
 
-/// Runs a plan with random faults. Returns the first broken guarantee as an error, or `None` if the server program is
-/// missing.
+/// Runs a plan with random faults. Returns the first broken guarantee as an error. Returns `None` if the server
+/// program is missing.
 fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
     let settings = format!("{}[bulkhead.b]\n", streams(3));
     let mut fleet = TestFleet::start(plan.version, 3, &settings)?;
@@ -291,8 +291,8 @@ pub(super) fn prepare_host(fleet: &mut TestFleet, name: &str) -> usize {
     fleet.prepare_host(name, Supervisor::start(&format!("{BULKHEADS}{SAME_NUMBERS}")))
 }
 
-/// Submits a plan's jobs while `cause` causes faults, and waits for all outcomes. Returns the first broken guarantee as
-/// an error.
+/// Submits a plan's jobs while `cause` injects faults, and waits for all outcomes. Returns the first broken
+/// guarantee as an error.
 pub(super) fn submit_during(
     plan: &Plan,
     fleet: &mut TestFleet,

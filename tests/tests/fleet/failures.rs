@@ -203,7 +203,7 @@ fn drained_agent_finishes_its_jobs_and_returns_the_others() {
     });
 }
 
-/// Compiles the library that sets the clock of a process five seconds ahead.
+/// Compiles a library that sets a process's clock five seconds ahead.
 pub(crate) fn clock_library(folder: &Path) -> PathBuf {
     let library = folder.join("clock.so");
     let compile = Command::new("cc")

@@ -42,8 +42,8 @@ async fn flood(fleet: &TestFleet, jobs: usize, bytes: usize) -> (Vec<String>, Ve
     (accepted, reasons)
 }
 
-/// Floods a fleet without agents, then starts an agent and waits for all results. Returns the number of accepted jobs,
-/// and the reasons for rejections.
+/// Floods a fleet without agents, then starts an agent and waits for all results. Returns the number of accepted
+/// jobs and the reasons for all rejections.
 fn decide_all_accepted(settings: &str, jobs: usize, bytes: usize) -> Option<(usize, Vec<RejectReason>)> {
     let mut fleet = TestFleet::start(VERSIONS[1], 1, settings)?;
     let (accepted, reasons) = run(flood(&fleet, jobs, bytes));

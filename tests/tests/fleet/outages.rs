@@ -18,10 +18,10 @@ use super::chaos::{Plan, Report, pause, prepare_host, submit_during};
 use super::failures::clock_library;
 use super::jobs::settings;
 
-/// Time before and after the fault, in seconds.
+/// Duration of the load before and after the fault, in seconds.
 const MARGIN: u64 = 6;
 
-/// Returns a plan for a fault that lasts `fault_seconds`. Every job must end as `ok`.
+/// Returns a plan for a fault that lasts `fault_seconds`. The plan requires the outcome `ok` for every job.
 fn plan(version: &'static str, fault_seconds: u64) -> Plan {
     let seconds = 2 * MARGIN + fault_seconds;
     Plan { version, seconds, seed: 0, rate: 200, run_ms: 20, copied: 5, planted: None, outcomes: &["ok"] }
@@ -128,7 +128,7 @@ struct Disk {
 }
 
 impl Disk {
-    /// Creates disks. Prints a note and returns `None` if this machine cannot mount file systems.
+    /// Creates `count` disks. Prints a note and returns `None` if this machine cannot mount file systems.
     fn create(count: usize) -> Option<Vec<Self>> {
         if !is_root() || !has_program("/usr/sbin/mkfs.ext4") || !has_program("/dev/loop-control") {
             return None;
@@ -156,7 +156,7 @@ impl Disk {
         succeed(Command::new("mount").args(["-o", "loop"]).arg(self.image()).arg(self.mounted()));
     }
 
-    /// Simulates a power cut of a server. Data that the server has not synchronized to this disk is lost.
+    /// Simulates a power cut of a server. All data that the server has not synchronized to the disk is lost.
     fn cut_power(&self, server: &mut NatsServer) {
         server.signal(Signal::SIGSTOP);
         // EXT4_IOC_SHUTDOWN with NOLOGFLUSH: nothing more is written, not even the journal.
@@ -188,7 +188,7 @@ fn succeed(command: &mut Command) {
     assert!(command.status().unwrap().success(), "{command:?}");
 }
 
-/// Starts a server on each disk.
+/// Starts one server on each disk.
 fn start_on(disks: &[Disk], version: &str, settings: &str, server_settings: &str) -> Option<TestFleet> {
     let program = server_program(version)?;
     let folder = tempfile::tempdir().unwrap();
@@ -207,8 +207,8 @@ fn start_on(disks: &[Disk], version: &str, settings: &str, server_settings: &str
     Some(TestFleet::prepare(folder, servers, settings, (String::new(), "nats")))
 }
 
-/// Submits 50 jobs to a single server without agents. Returns the number of jobs that the server still has after a
-/// power cut.
+/// Submits 50 jobs to a single server without agents and cuts its power. Returns the number of jobs that the server
+/// still has afterwards.
 fn jobs_after_a_power_cut(version: &str, server_settings: &str) -> Option<u64> {
     let disks = Disk::create(1)?;
     let mut fleet = start_on(&disks, version, &settings(), server_settings)?;

@@ -21,7 +21,7 @@ fn bulkhead(keys: &str) -> String {
 const ENFORCE: &str = "adaptive = { min = 1, max = 8, target = \"200ms\" }";
 const MONITOR: &str = "adaptive = { min = 1, max = 8, target = \"200ms\", mode = \"monitor\" }";
 
-/// Sixteen clients that put the bulkhead under load until this value is dropped. Each client sends one job at a time.
+/// Sixteen clients that keep the bulkhead under load until this value is dropped. Each client sends one job at a time.
 struct Load {
     service_ms: Arc<AtomicU64>,
     failed: Arc<AtomicU64>,

@@ -16,7 +16,7 @@ fn start(entry: &str, safe: &str) -> Supervisor {
     start_more(&format!("fallback = [\"safe\"]\n{entry}"), &format!("[bulkhead.safe]\n{WORKER}\n{safe}\n"))
 }
 
-/// Starts a bulkhead `entry` with the given keys, and further bulkheads.
+/// Starts a supervisor with a bulkhead `entry`, which has the given keys, and with the bulkheads in `more`.
 fn start_more(entry: &str, more: &str) -> Supervisor {
     Supervisor::start(&format!(
         "{SAME_NUMBERS}[defaults]\ndeadline = \"60s\"\nfallback = []\n[bulkhead.entry]\n{WORKER}\n{entry}\n{more}\n"
@@ -32,7 +32,7 @@ fn steps(client: &Client, steps: &str) -> Job {
     client.job("entry", "").operation(format!("steps:{steps}"))
 }
 
-/// Returns the outcome of a job, and the bulkhead that reports the outcome.
+/// Returns the outcome of a job, and the name of the bulkhead that reports the outcome.
 fn end(result: &Result<Reply, JobError>) -> (String, String) {
     let told = match result {
         Ok(reply) => reply.outcome(),

@@ -10,7 +10,7 @@ use bulkhead_tests::{
 };
 use nix::sys::signal::Signal;
 
-/// Number of jobs in tests that send many jobs.
+/// Number of jobs sent by tests that need many jobs.
 const MANY: usize = 200;
 
 /// A lookahead long enough for one worker to prefetch all jobs of a test.
@@ -33,14 +33,14 @@ fn steps(client: &Client, steps: &str) -> Job {
     client.job("b", "").operation(format!("steps:{steps}"))
 }
 
-/// Runs a few short jobs, because the supervisor prefetches jobs only for workers that are known to be fast.
+/// Runs a few short jobs. The supervisor prefetches jobs only for workers that are known to be fast.
 async fn warm_up(client: &Client) {
     for _ in 0..20 {
         assert!(client.job("b", "x").send().await.is_ok());
     }
 }
 
-/// A worker that dies loses only the running jobs, and no job begins twice.
+/// A dying worker loses only its running jobs, and no job begins twice.
 #[test]
 fn worker_death_fails_only_the_running_job() {
     for max_in_flight in [1, 3] {
@@ -75,7 +75,7 @@ fn worker_death_fails_only_the_running_job() {
     }
 }
 
-/// Sends SIGKILL to the worker at ten arbitrary moments.
+/// Sends SIGKILL to the worker at ten different moments.
 #[test]
 fn killed_worker_loses_at_most_one_job() {
     let supervisor = start(LONG);
@@ -132,7 +132,7 @@ fn jobs_behind_slow_job_go_to_another_worker() {
     });
 }
 
-/// Prefetched jobs count as queued until they begin. They can therefore be cancelled, and make room for critical jobs.
+/// Prefetched jobs count as queued until they begin. They can be cancelled, and they make room for critical jobs.
 #[test]
 fn prefetched_jobs_count_as_queued() {
     let supervisor = start(LONG);
@@ -226,7 +226,7 @@ fn lookahead_of_zero_disables_prefetching() {
     });
 }
 
-/// The worker answers a prefetched job before it answers the current job.
+/// The worker answers a prefetched job before it has answered the current job.
 #[test]
 fn worker_that_answers_prefetched_job_early_is_killed() {
     // The worker sends no heartbeats.
@@ -250,7 +250,7 @@ fn worker_that_answers_prefetched_job_early_is_killed() {
 }
 
 /// The worker writes garbage or false results to its journal. The supervisor validates the journal as strictly as
-/// frames on the link.
+/// it validates frames on the link.
 #[test]
 fn invalid_journal_does_not_affect_other_jobs() {
     // The worker sends no heartbeats.
@@ -277,9 +277,9 @@ fn invalid_journal_does_not_affect_other_jobs() {
 /// Ways in which a worker can stop making progress in the middle of a job.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Blocked {
-    /// The worker's process is stopped.
+    /// The worker process is stopped with SIGSTOP.
     Stopped,
-    /// A worker without the worker library keeps running, but does not read, answer or send heartbeats.
+    /// A worker without the worker library keeps running, but does not read frames, answer jobs or send heartbeats.
     Ignores,
     /// Like [`Blocked::Ignores`], but the worker has not even begun the job.
     IgnoresAll,
@@ -367,8 +367,8 @@ fn jobs_not_started_by_blocked_worker_are_reported_as_not_run() {
     }
 }
 
-/// The supervisor can send the stopped worker one job, which it then gives to another worker. After that, the stopped
-/// worker gets no jobs until SIGCONT.
+/// The supervisor can send one job to the stopped worker, and later gives this job to another worker. The stopped
+/// worker receives no further jobs until SIGCONT.
 #[test]
 fn stopped_worker_gets_no_jobs_until_it_continues() {
     let supervisor = start("processes = 2\nhealth = { heartbeat = \"10s\", missed = 10 }");

@@ -338,8 +338,8 @@ fn crashing_bulkhead_does_not_affect_other_bulkheads() {
     assert!(supervisor.number("crash", "restarts") >= 200);
 }
 
-/// The supervisor is stopped when the deadline passes, so the worker finishes before the deadline is checked. The job
-/// counts as done.
+/// The supervisor is stopped when the deadline passes. The worker finishes before the supervisor checks the
+/// deadline, so the job counts as done.
 #[test]
 fn result_sent_during_supervisor_pause_is_delivered() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");

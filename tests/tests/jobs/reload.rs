@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Configuration defaults: long deadlines, and short delays before restarts.
+/// Default keys with long deadlines and short restart delays.
 const DEFAULTS: &str = "[defaults]\ndeadline = \"120s\"\n\
                         restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }\n";
 
@@ -52,7 +52,7 @@ fn steps(client: &Client, bulkhead: &str, steps: &str) -> Job {
     client.job(bulkhead, "").operation(format!("steps:{steps}"))
 }
 
-/// Starts jobs that append a byte to the file `ran`, and end when the file `end` exists.
+/// Starts jobs that append a byte to the file `ran` and run until the file `end` exists.
 fn holders(client: &Client, bulkhead: &str, count: usize) -> Vec<Running> {
     (0..count).map(|_| spawn(steps(client, bulkhead, "count ran;wait end;pid"))).collect()
 }
@@ -75,7 +75,7 @@ async fn answer(client: &Client, bulkhead: &str, operation: &str) -> String {
     text(&reply.into_payload()).trim().to_owned()
 }
 
-/// Waits until all workers of a bulkhead are ready and `before` contains none of their PIDs. Returns the PIDs.
+/// Waits until all workers of a bulkhead are ready and none of their PIDs is in `before`. Returns the PIDs.
 fn wait_replaced(supervisor: &Supervisor, bulkhead: &str, before: &[u32]) -> Vec<u32> {
     wait_for("all workers are replaced", || {
         let snapshot = supervisor.snapshot(bulkhead);
@@ -672,7 +672,7 @@ fn shutdown_waits_for_jobs_of_removed_bulkhead() {
 
 // Many reloads under load.
 
-/// Sends jobs until `is_over` is set, including jobs for bulkheads that reloads add and remove. Returns the outcomes.
+/// Sends jobs until `is_over` is set. Some jobs name bulkheads that reloads add and remove. Returns the outcomes.
 async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<AtomicBool>) -> Vec<String> {
     let mut ends = Vec::new();
     let mut turn = 0;

@@ -30,7 +30,7 @@ fn steps(client: &Client, steps: &str) -> Job {
     client.job("b", "").operation(format!("steps:{steps}"))
 }
 
-/// Starts jobs that append a byte to the file `ran`, and end when the file `end` exists.
+/// Starts jobs that append a byte to the file `ran` and run until the file `end` exists.
 fn holders(client: &Client, count: usize) -> Vec<Running> {
     (0..count).map(|_| spawn(steps(client, "count ran;wait end;pid"))).collect()
 }
@@ -47,7 +47,7 @@ fn wait_ran(supervisor: &Supervisor, count: usize) {
     wait_for(&format!("{count} jobs run"), || (supervisor.file_bytes("ran") == count).then_some(()));
 }
 
-/// Returns the numbers of running and waiting jobs, from a single snapshot.
+/// Returns the number of running jobs and the number of waiting jobs from a single snapshot.
 fn load(supervisor: &Supervisor) -> (u64, u64) {
     let snapshot = supervisor.snapshot("b");
     (snapshot["in_flight"].as_u64().unwrap(), snapshot["queued"].as_u64().unwrap())
@@ -70,7 +70,7 @@ fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
     })
 }
 
-/// Checks that no worker was killed, except for an idle worker that did not exit in time because the machine was busy.
+/// Checks that no worker was killed. Ignores idle workers that did not exit in time because the machine was busy.
 fn assert_none_killed(supervisor: &Supervisor) {
     let mut killed = supervisor.events("worker_killed");
     killed.retain(|event| event["reason"] != "the worker was asked to stop but was still running");
@@ -124,7 +124,7 @@ fn worker_accepts_limit_far_above_its_initial_limit() {
     assert_eq!(supervisor.worker_pids("b"), workers);
 }
 
-/// Queued jobs start only when fewer jobs are running than the new limit allows.
+/// A queued job starts only when the number of running jobs is below the new limit.
 #[test]
 fn lowering_max_in_flight_does_not_interrupt_running_jobs() {
     let supervisor = start("max_in_flight = 4\nmax_queue = 10");
@@ -595,7 +595,7 @@ fn concurrent_jobs_never_exceed_a_changing_limit() {
 
 // Workers that cannot be resized.
 
-/// The old worker finishes its jobs and receives no new ones.
+/// The old worker finishes its running jobs and receives no new jobs.
 #[test]
 fn worker_that_cannot_be_resized_is_replaced() {
     let supervisor = start_with(
@@ -960,7 +960,7 @@ fn invalid_limits_are_rejected_and_change_nothing() {
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
-/// Checking a configuration file with the same conflict reports the same error.
+/// A check of a configuration file with the same conflict reports the same error.
 #[test]
 fn queue_required_by_other_keys_cannot_be_removed() {
     let some = "max_queue = 5\n";

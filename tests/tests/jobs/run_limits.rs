@@ -100,7 +100,7 @@ fn program_receives_its_remaining_run_time() {
 }
 
 #[test]
-fn run_limit_can_be_set_over_http_and_command_line() {
+fn run_limit_can_be_set_by_http_and_command_line() {
     let supervisor = Supervisor::start(LIMITED);
     let place = Place::of(&supervisor);
     let answer = place.job("asked", "yield", &["Bulkhead-Run-Limit-Ms: 2000"], b"");

@@ -14,7 +14,7 @@ fn application(folder: &TempDir, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a scenario in the application and checks that it succeeds.
+/// Runs a scenario in the `application` program and checks that it succeeds.
 fn runs(scenario: &str) {
     let folder = tempfile::tempdir().unwrap();
     let ended = bulkhead_tests::output(&mut application(&folder, &[scenario]));
@@ -22,7 +22,7 @@ fn runs(scenario: &str) {
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
 }
 
-/// The test also checks that the shutdown leaves no processes.
+/// The test also checks that no processes are left after the shutdown.
 #[test]
 fn embedded_supervisor_runs_jobs_and_restarts_workers() {
     runs("jobs");
@@ -48,7 +48,7 @@ fn application_reaps_only_its_own_children() {
     runs("waits-for-all");
 }
 
-/// The test covers signal handlers, resource limits and descriptors.
+/// The test covers signal handlers, resource limits and file descriptors.
 #[test]
 fn embedding_does_not_change_process_state() {
     runs("keeps-its-own");

@@ -41,7 +41,7 @@ fn fifo_as_configuration_is_rejected_without_hanging() {
     assert!(supervisor.wait().success());
 }
 
-/// FUSE file system without a server, on which every access hangs.
+/// A FUSE file system without a server. Every access hangs.
 struct Hanging {
     path: std::path::PathBuf,
     /// Dropped before the other fields, because closing this file makes hanging accesses fail.
@@ -56,7 +56,7 @@ impl Drop for Hanging {
 }
 
 impl Hanging {
-    /// Mounts the file system for this thread and its children. Returns `None` if this is not possible.
+    /// Mounts the file system for this thread and its children. Returns `None` if this machine cannot mount it.
     fn mount() -> Option<Self> {
         use nix::mount::{MsFlags, mount};
         use std::os::fd::AsRawFd;
@@ -108,7 +108,7 @@ fn hanging_file_system_delays_neither_jobs_nor_shutdown() {
     }
 }
 
-/// No other reload starts while the first one still hangs.
+/// No other reload can start while the first reload hangs.
 #[test]
 fn hanging_reload_is_abandoned() {
     let Some(hanging) = Hanging::mount() else {
@@ -158,8 +158,8 @@ fn workers_do_not_inherit_blocked_signals() {
     works(&supervisor);
 }
 
-/// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if it was started
-/// with SIGCHLD ignored.
+/// The supervisor must be able to wait for its child processes even if it was started with SIGCHLD ignored. Its
+/// children are workers and trials of sandbox layers.
 #[test]
 fn ignored_sigchld_does_not_disable_sandbox_layers() {
     let folder = tempfile::tempdir().unwrap();

@@ -12,7 +12,7 @@ use bulkhead_tests::in_time;
 
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
 
-/// Submits a job that starts a tree of processes, which try to outlive the worker.
+/// Submits a job that starts a tree of processes. The processes try to outlive the worker.
 fn with_tree(supervisor: &Supervisor, marker: &str) -> Child {
     let job = supervisor
         .command()
@@ -204,8 +204,8 @@ fn keeper_deaths_do_not_fail_idle_bulkheads() {
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
 }
 
-/// A keeper that dies repeatedly is restarted after a pause. During the pause, clients get answers without waiting for
-/// the keeper.
+/// The supervisor restarts a repeatedly dying keeper after a pause. During the pause, clients get answers without
+/// waiting for the keeper.
 #[test]
 fn jobs_are_answered_without_a_keeper() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
@@ -238,7 +238,7 @@ fn disabled_bulkhead_does_not_prevent_readiness() {
     }
 }
 
-/// The supervisor sees the closed link before the keeper reports the death.
+/// The supervisor sees that the worker's link is closed before the keeper reports the worker's death.
 #[test]
 fn late_death_report_has_the_correct_cause() {
     let supervisor = Supervisor::start(&format!("{TREE}\n[bulkhead.clock]\ncommand = [\"MISBEHAVE\"]\n"));

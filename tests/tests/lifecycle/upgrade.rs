@@ -123,7 +123,7 @@ impl Raw {
         (header, rest)
     }
 
-    /// Reads the next outcome. Returns the job's number, and the outcome with its reason.
+    /// Reads the next outcome. Returns the job's number, the outcome and the reason.
     fn outcome(&mut self) -> (u64, (u8, u8)) {
         loop {
             let (header, rest) = self.frame();
@@ -226,7 +226,7 @@ fn impossible_upgrade_is_rejected_with_a_reason() {
 /// A running `bulkhead upgrade` command.
 struct Upgrading {
     child: Child,
-    /// Lines of the standard output.
+    /// Lines that the upgrade command prints to standard output.
     lines: Receiver<String>,
 }
 
@@ -247,7 +247,7 @@ impl Upgrading {
         Self { child, lines }
     }
 
-    /// Returns the next line that the command prints, or `None` at the end.
+    /// Returns the next line that the command prints, or `None` at the end of the output.
     fn line(&self) -> Option<String> {
         match self.lines.recv_timeout(PATIENCE) {
             Ok(line) => Some(line),
@@ -275,8 +275,8 @@ impl Upgrading {
     }
 }
 
-/// Sends operator requests that would be undone by a failed upgrade. Returns the method and path of each request, with
-/// the response status.
+/// Sends operator requests whose effects a failed upgrade would undo. Returns the method, path and response status
+/// of each request.
 fn operators_requests(manager: &Manager) -> Vec<(String, u16)> {
     let place = Place::Unix(manager.folder.path().join("admin.sock"));
     let requests = [
@@ -402,8 +402,8 @@ fn stopping_supervisor_does_not_hand_over_connections() {
     assert!(matches!(manager.ended(), WaitStatus::Exited(_, 0)));
 }
 
-/// Each connection moves together with the first part of a frame. The transfer socket is then full while the new program
-/// does not read.
+/// The old program transfers each connection together with the first part of a frame. The transfer socket fills up
+/// while the new program does not read.
 #[test]
 fn slow_new_program_takes_over_every_connection() {
     const CONNECTIONS: usize = 66;

@@ -125,8 +125,8 @@ fn own_folder_is_removed_at_exit() {
     assert!(folder.join("further/file").exists());
 }
 
-/// The folder contains a mount. The mounted data does not belong to the supervisor, so the supervisor must not remove
-/// it.
+/// The folder contains a mount. The supervisor must not remove the mounted data, because the data does not belong
+/// to it.
 #[test]
 fn mount_in_own_folder_is_not_emptied() {
     if !is_root() {

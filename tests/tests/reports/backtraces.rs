@@ -49,7 +49,7 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
 
 const STRICT: &str = "sandbox = { profile = \"strict\", best_effort = [\"identity\"] }";
 
-/// Crashes a worker of the bulkhead `b`, and returns the report with its backtrace.
+/// Crashes a worker of the bulkhead `b`. Returns the crash report with a backtrace.
 fn crash(supervisor: &Supervisor, operation: &str) -> Value {
     let client = Client::connect(supervisor.socket()).unwrap();
     let error = client.job("b", "p").operation(operation).send().unwrap_err();
@@ -189,7 +189,7 @@ fn registers_are_hidden_from_monitoring_token() {
     }
 }
 
-/// The worker itself writes a crash record, with mappings of other files and random contents.
+/// The worker forges a crash record that contains mappings of other files and random contents.
 #[test]
 fn forged_record_affects_only_its_report() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");

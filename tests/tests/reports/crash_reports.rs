@@ -27,7 +27,7 @@ fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
     listed.iter().map(|crash| supervisor.get(&format!("/v1/crashes/{}", id(crash)))).collect()
 }
 
-/// Waits until each report contains a backtrace, or the reason for a missing backtrace. Returns the reports.
+/// Waits until each report contains either a backtrace or the reason why there is none. Returns the reports.
 fn complete_reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
     wait_for("the reports have backtraces", || {
         Some(reports(supervisor, count)).filter(|all| all.iter().all(|one| one.get("native").is_some()))
@@ -44,7 +44,7 @@ fn send(supervisor: &Supervisor, operation: &str, payload: impl Into<Vec<u8>>) -
     outcome(&client.job("b", payload.into()).operation(operation).tenant("acme").send())
 }
 
-/// Starts a supervisor and crashes a worker with one job. Returns the only report.
+/// Starts a supervisor and crashes a worker with one job. Returns the supervisor and its only crash report.
 fn after(bulkhead: &str, operation: &str, payload: &str) -> (Supervisor, Value) {
     let supervisor = Supervisor::start(bulkhead);
     let ended = send(&supervisor, operation, payload);
@@ -53,8 +53,7 @@ fn after(bulkhead: &str, operation: &str, payload: &str) -> (Supervisor, Value) 
     (supervisor, report)
 }
 
-/// Crashes a worker with one job. Returns the outcome, and the crash report that the outcome names. There can be other
-/// reports as well.
+/// Crashes a worker with one job. Returns the outcome and the crash report that the outcome names.
 fn crash(supervisor: &Supervisor, bulkhead: &str, operation: &str) -> (String, Value) {
     let client = Client::connect(supervisor.socket()).unwrap();
     let ended = client.job(bulkhead, "x").operation(operation).tenant("acme").send();
@@ -114,7 +113,7 @@ fn report_of_signal_death_describes_worker_and_job() {
     assert_ne!(told["replays"][0]["worker_pid"], report["pid"]);
 }
 
-/// The data plane assigns the ID of the report before the report is stored.
+/// The data plane assigns an ID to the report before the report is stored.
 #[test]
 fn crashed_outcome_names_its_report() {
     let exec =
@@ -211,7 +210,7 @@ fn report_identifies_killed_program_as_victim() {
     reports(&supervisor, 1);
 }
 
-/// Failed starts and deaths of idle workers produce a crash report without a job.
+/// A failed start or the death of an idle worker produces a crash report without a job.
 #[test]
 fn failed_starts_and_idle_deaths_cannot_be_replayed() {
     let never = "restart = { policy = \"never\" }\n";
@@ -585,7 +584,7 @@ fn crash_keep_retains_newest_reports() {
     }
 }
 
-/// Other users must not be able to read the folder, and no other supervisor must be using it.
+/// The crash folder must not be readable by other users or in use by another supervisor.
 #[test]
 fn supervisor_rejects_readable_or_occupied_crash_folder() {
     let folder = tempfile::tempdir().unwrap();

@@ -8,11 +8,12 @@ use nix::sys::ptrace;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
-/// Number of programs that crash right after they start.
+/// Number of programs that crash immediately after their start.
 const CRASHES: u64 = 800;
 const CALLERS: u64 = 8;
 
-/// Rate limits for frequent events, copied from `observe/events.rs`: a burst, and a number per second.
+/// Rate limit for frequent events, copied from `observe/events.rs`. Consists of a burst size and a number of events
+/// per second.
 const BURST: u64 = 512;
 const PER_SECOND: u64 = 10;
 
@@ -56,7 +57,7 @@ fn event_storm_is_rate_limited_and_fully_counted() {
 const STORM: usize = 17_000;
 const AT_ONCE: usize = 250;
 
-/// A stopped thread of another process. The thread continues when this value is dropped.
+/// A stopped thread of another process. Dropping this value lets the thread continue.
 struct Stopped(Pid);
 
 impl Stopped {
@@ -84,7 +85,8 @@ impl Drop for Stopped {
     }
 }
 
-/// The control plane is stopped while the events arrive, so the descriptors for a new worker's output are still queued.
+/// The control plane is stopped when the events arrive. The descriptors for a new worker's output are therefore
+/// still queued.
 #[test]
 fn event_storm_does_not_lose_output_from_new_workers() {
     let _turn = heavy();

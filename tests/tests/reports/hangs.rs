@@ -41,8 +41,8 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
 
 const STRICT: &str = "sandbox = { profile = \"strict\", best_effort = [\"identity\"] }";
 
-/// Runs a job past its deadline. Returns the ID of the crash report, if there is one. There is no report if the deadline
-/// passes before a worker has begun the job, which can happen on a busy machine.
+/// Runs a job past its deadline. Returns the ID of the crash report, if there is one. On a busy machine, the deadline
+/// can pass before a worker has begun the job. There is no report in this case.
 fn exceed_deadline(supervisor: &Supervisor, operation: &str, deadline_ms: u64) -> Option<String> {
     let client = Client::connect(supervisor.socket()).unwrap();
     let job = client.job("b", "p").operation(operation).deadline(Duration::from_millis(deadline_ms));
@@ -55,7 +55,7 @@ fn exceed_deadline(supervisor: &Supervisor, operation: &str, deadline_ms: u64) -
     outcome.report.clone()
 }
 
-/// Waits until the report contains backtraces, and returns the report.
+/// Waits until the report contains backtraces. Returns the report.
 fn report(supervisor: &Supervisor, id: &str) -> Value {
     wait_for("the backtraces", || {
         let report = supervisor.crash_report(id);
@@ -75,7 +75,7 @@ fn hang(supervisor: &Supervisor, operation: &str, function: &str) -> Value {
     })
 }
 
-/// Waits for the first crash report, which must have the given cause. Returns the report with its backtraces.
+/// Waits for the first crash report and checks its cause. Returns the report with its backtraces.
 fn first_report(supervisor: &Supervisor, cause: &str) -> Value {
     let crash = wait_for("there is a report", || {
         let (_, body) = supervisor.try_get("/v1/crashes")?;
@@ -86,7 +86,7 @@ fn first_report(supervisor: &Supervisor, cause: &str) -> Value {
     report(supervisor, crash["id"].as_str().expect("an id"))
 }
 
-/// Returns the frame of the given function, and its thread.
+/// Returns the stack frame of the given function, and the thread that contains the frame.
 fn find_frame<'r>(report: &'r Value, function: &str) -> Option<(&'r Value, &'r Value)> {
     let has_name = |frame: &&Value| frame["function"].as_str().is_some_and(|name| name.contains(function));
     report["native"]["threads"].as_array()?.iter().find_map(|thread| {

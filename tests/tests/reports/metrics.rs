@@ -83,7 +83,7 @@ fn check_growth(before: &Page, after: &Page) {
     }
 }
 
-/// Scrapes continuously. Checks each scrape on its own and in comparison with the previous scrape.
+/// Scrapes the metrics continuously. Checks each scrape by itself and against the previous scrape.
 struct Scraper {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<(u64, Page)>,
@@ -111,7 +111,7 @@ impl Scraper {
         Self { is_over, thread }
     }
 
-    /// Scrapes once more, stops, and returns the last page.
+    /// Scrapes the metrics once more, stops the thread, and returns the last page.
     fn finish(self) -> Page {
         self.is_over.store(true, Ordering::SeqCst);
         let (scrapes, page) = self.thread.join().expect("all scrapes are consistent");
@@ -120,8 +120,8 @@ impl Scraper {
     }
 }
 
-/// Waits until the metrics and the snapshot agree. Both can still change, because workers finish late
-/// jobs, restart, or become idle.
+/// Waits until the metrics and the snapshot agree. Both can still change, because workers finish late jobs, restart
+/// or become idle.
 fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     let mut told = Vec::new();
     wait_for("metrics and snapshot agree", || {
@@ -134,7 +134,7 @@ fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     });
 }
 
-/// Compares the metrics with the snapshot. Returns the name and both values of each number that differs.
+/// Compares the metrics with the snapshot. Returns the name and both values of each metric that differs.
 fn differences(page: &Page, snapshot: &serde_json::Value, bulkhead: &str) -> Vec<(String, u64, u64)> {
     let of = ("bulkhead", bulkhead);
     let number = |field: &str| snapshot[field].as_u64().unwrap_or_else(|| panic!("{field}: {snapshot}"));
@@ -527,8 +527,8 @@ fn metrics_count_evictions_restarts_and_late_replies() {
     check_against_snapshot(&supervisor, "b");
 }
 
-/// Returns a job, and whether the client should cancel it. Depending on `number`, the job succeeds, fails, crashes, is
-/// retried or misses its deadline.
+/// Returns a job, and true if the client should cancel it. Depending on `number`, the job succeeds, fails, crashes,
+/// is retried or misses its deadline.
 fn job(client: &Client, number: usize) -> (Job, bool) {
     let bulkhead = ["entry", "entry", "safe", "apart"][number % 4];
     let (operation, payload) = match number / 4 % 9 {
@@ -613,7 +613,7 @@ fn metrics_are_consistent_in_every_scrape() {
     }
 }
 
-/// Counters survive reloads, including counters of former fallbacks.
+/// Counters survive reloads. This includes the counters of bulkheads that are no longer fallbacks.
 #[test]
 fn metrics_stay_consistent_across_reloads() {
     const ROUNDS: usize = 20;
@@ -779,7 +779,7 @@ fn promtool_accepts_alert_rules_and_metrics() {
     assert!(matches!(judged.status.code(), Some(0 | 3)), "{said}");
 }
 
-/// Python program that reads both formats with the parsers of Prometheus's Python library.
+/// Python program that parses both metrics formats with Prometheus's Python library.
 const PYTHON: &str = r#"
 import sys
 from prometheus_client.openmetrics import parser as openmetrics
@@ -820,8 +820,8 @@ fn prometheus_parsers_read_both_formats() {
     assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
 }
 
-/// Returns a Python interpreter with Prometheus's library. Installs the library into a virtual environment if
-/// necessary.
+/// Returns a Python interpreter that can import Prometheus's library. If necessary, installs the library into a
+/// virtual environment.
 fn python(folder: &Path) -> Option<PathBuf> {
     let has_library = |python: &Path| {
         let tried = Command::new(python).args(["-c", "import prometheus_client.openmetrics"]).output();

@@ -21,15 +21,16 @@ const UNSAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00
 
 const LOGGED: &str = "info,bulkhead::job=debug";
 
-/// Bulkhead `b` retries jobs. Bulkhead `full` runs no jobs itself, and all of its jobs run in its fallback `b`.
+/// Configuration of two bulkheads. `b` retries jobs. `full` runs no jobs itself and passes all jobs to its fallback
+/// `b`.
 const TWO: &str = "[defaults]\ndeadline = \"60s\"\nrestart = { backoff = \"1ms\", max = 1000 }\n\
                    [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nretry = {}\nmax_payload = 1000\nmax_queue = 100\n\
                    [bulkhead.full]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 0\nmax_queue = 0\nfallback = [\"b\"]\n";
 
 // Collector.
 
-/// Collector that answers messages with the given statuses in order. The last status applies to all later messages.
-/// Status 0 means no answer.
+/// A trace collector that answers messages with the given statuses in order. The last status applies to all later
+/// messages. The collector does not answer if the status is 0.
 struct Collector {
     address: SocketAddr,
     messages: Arc<Mutex<Vec<Value>>>,
@@ -321,7 +322,7 @@ fn traceparent_is_unchanged_without_collector() {
 
 // Missing and misbehaving collectors.
 
-/// Returns an address at which nothing listens. The socket keeps other processes from using it.
+/// Returns an address on which no process listens. The returned socket keeps other processes from using the address.
 fn unserved() -> (SocketAddr, OwnedFd) {
     let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     bind(&socket, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();

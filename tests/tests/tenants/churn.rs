@@ -16,8 +16,8 @@ async fn told(client: &Client, tenant: &str) -> String {
     outcome(&client.job("b", "").tenant(tenant).send().await)
 }
 
-/// Sends jobs for `tenants` tenants from `clients` clients until `end` is set. A client that loses its connection
-/// stops. Returns the outcomes.
+/// Starts `clients` clients, which send jobs for `tenants` tenants until `end` is set. A client stops early if it
+/// loses its connection. Returns the outcomes.
 async fn crowd(supervisor: &Supervisor, clients: usize, tenants: usize, end: Arc<AtomicBool>) -> Vec<String> {
     let lanes: Vec<_> = (0..clients)
         .map(|lane| {
@@ -94,7 +94,7 @@ fn keeper_deaths_crash_only_running_jobs() {
     });
 }
 
-/// Sends jobs until one is no longer rejected as unavailable. Returns the last outcome, or "never" if all attempts were
+/// Sends jobs until a job is not rejected as unavailable. Returns the last outcome, or "never" if all jobs were
 /// rejected.
 async fn told_in_the_end(supervisor: &Supervisor, tenant: &str) -> String {
     let client = connect(supervisor).await;

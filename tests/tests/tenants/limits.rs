@@ -17,7 +17,7 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Starts a job that ignores cancellation and appends a byte to the file `begun-TENANT`.
+/// Starts a job that appends a byte to the file `begun-TENANT` and ignores cancellation.
 fn hold(client: &Client, tenant: &str) -> Running {
     let steps = format!("steps:count begun-{tenant};sleep 3600000");
     spawn(client.job("b", "").operation(steps).tenant(tenant))
@@ -98,7 +98,8 @@ fn tenant_table_sets_share_of_shared_workers() {
     });
 }
 
-/// The tenant's jobs ignore their deadlines, so their workers are killed, and replacement workers start slowly.
+/// The tenant's jobs ignore their deadlines, so the supervisor kills their workers. The replacement workers start
+/// slowly.
 #[test]
 fn tenant_that_lost_a_worker_waits_for_replacement() {
     let folder = tempfile::tempdir().unwrap();

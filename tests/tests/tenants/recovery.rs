@@ -18,7 +18,7 @@ fn hang(client: &Client, bulkhead: &str, tenant: &str) -> Running {
     spawn(client.job(bulkhead, "").operation("hang").tenant(tenant))
 }
 
-/// Sends a job that succeeds, and a job that kills its first worker. The retry runs in the next worker.
+/// Sends a job that succeeds. Then sends a job that kills its first worker and is retried in the next worker.
 async fn kill_own(supervisor: &Supervisor, client: &Client, tenant: &str) -> Ended {
     assert_eq!(outcome(&send(client, tenant, "").await), "ok");
     supervisor.touch("first");
@@ -259,7 +259,7 @@ fn fallback_serves_tenant_beyond_max_active() {
     });
 }
 
-/// The supervisor keeps the tenant's record even when a flood of other tenants arrives.
+/// The supervisor keeps the tenant's record even if jobs for many other tenants arrive.
 #[test]
 fn tenant_with_job_in_fallback_is_remembered() {
     let supervisor = Supervisor::start(&with_fallback("deadline_max = \"1h\"", ""));

@@ -14,7 +14,7 @@ const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\
 const SPARED: &str =
     "[bulkhead.spared]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\nstart = { spares = 2 }\n";
 
-/// Bulkheads with forked workers, one for each profile: name and sandbox.
+/// Bulkheads with forked workers, one for each profile. Each entry contains the name and the sandbox keys.
 const FORKED: [(&str, &str); 3] = [
     ("forked-none", "profile = \"none\""),
     ("forked-default", "profile = \"default\""),
@@ -148,8 +148,8 @@ fn stopped_worker_counts_as_hung() {
     wait_for("the worker is replaced", || (!is_alive(pid)).then_some(()));
 }
 
-/// A worker can write heartbeats to its journal, which does not wake the supervisor. If these heartbeats stop, the
-/// worker counts as hung.
+/// A worker can write heartbeats to its journal without waking the supervisor. If these heartbeats stop, the worker
+/// counts as hung.
 #[test]
 fn worker_without_journal_heartbeats_counts_as_hung() {
     let supervisor = Supervisor::start(

@@ -60,7 +60,7 @@ fn template_forks_a_fresh_process_for_each_job() {
     assert_eq!(templates.len(), 1);
 }
 
-/// Each template sends its last message just before exiting, and this message must arrive.
+/// Each template sends its last message just before it exits. The message must still arrive.
 #[test]
 fn error_names_threads_of_rejected_template() {
     let is_confined = is_root() && has_layers(DEFAULT_LAYERS);
@@ -82,7 +82,7 @@ fn error_names_threads_of_rejected_template() {
     }
 }
 
-/// When the next worker dies, another template is started.
+/// When the next worker dies, the keeper starts another template.
 #[test]
 fn workers_outlive_their_template() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
@@ -163,8 +163,8 @@ fn hung_template_is_replaced() {
     wait_for("the template is gone", || (!is_alive(template)).then_some(()));
 }
 
-/// While the template forks, the keeper cannot tell a new worker from a leftover process. The keeper waits only a
-/// limited time for the fork.
+/// While the template forks, the keeper cannot distinguish a new worker from a leftover process. The keeper waits
+/// only a limited time for the fork.
 #[test]
 fn leftover_process_is_killed_after_failed_fork() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -287,7 +287,7 @@ fn new_keeper_starts_another_template() {
     assert!(other != template && next != worker);
 }
 
-/// Leftover processes are killed while other workers are being forked.
+/// The keeper kills leftover processes while other workers are being forked.
 #[test]
 fn leftover_processes_of_forked_workers_are_killed() {
     let keys = "recycle = { jobs = 1 }\nstart = { mode = \"fork\", spares = 2 }";

@@ -14,8 +14,7 @@ use bulkhead_tests::{
 };
 use nix::sys::signal::Signal;
 
-/// Configuration keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job misses by
-/// accident.
+/// Default configuration keys with a `PATH` for programs, and with a deadline that no job misses by accident.
 const COMMON: &str =
     "[defaults]\nenv = { PATH = \"/usr/bin:/bin\" }\ndeadline = \"300s\"\ngrace = \"20ms\"\n";
 
@@ -65,8 +64,8 @@ fn processes_of(tenant: &str) -> Vec<String> {
 
 const NOBODY: [&str; 0] = [];
 
-/// Returns a script that first starts processes that leave the session, ignore signals and keep standard output open,
-/// and then runs `then`.
+/// Returns a script that starts a process tree and then runs `then`. The processes leave the session, ignore
+/// signals and keep standard output open.
 fn tree(then: &str) -> String {
     format!(
         "trap '' TERM HUP INT; \
@@ -778,7 +777,7 @@ fn log_explains_why_library_cannot_be_used() {
     assert_eq!(text(client.job("good", "well").send()), "well");
 }
 
-/// If a start fails, the host first sends the reason in STATUS, so operators need not search the output of a dead
+/// If a start fails, the host first sends the reason in STATUS. Operators then need not search the output of a dead
 /// process.
 #[test]
 fn event_explains_failed_library_start() {
@@ -796,8 +795,8 @@ fn event_explains_failed_library_start() {
     assert!(detail.contains("the licence has expired"), "{detail}");
 }
 
-/// Source of a library that damages its worker: forked processes return from library functions, and handlers close or
-/// replace descriptors.
+/// Source of a library that damages its worker. Forked processes return from library functions, and handlers close
+/// or replace descriptors.
 const CARELESS: &str = r#"
 #include <bulkhead.h>
 #include <fcntl.h>

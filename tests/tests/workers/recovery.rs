@@ -8,13 +8,12 @@ use bulkhead_tests::{Auditor, Supervisor, connect, heavy, outcome, overrun, run,
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-/// Starts a supervisor with a bulkhead `b`. Restarts are quick and unlimited, because these tests do not
-/// cover restarts.
+/// Starts a supervisor with a bulkhead `b`. Restarts are fast and unlimited, so that they do not affect the test.
 fn start(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\"]", keys)
 }
 
-/// Starts a supervisor whose first worker becomes ready at once. Later workers wait for the file `go`.
+/// Starts a supervisor whose first worker becomes ready immediately. Later workers wait for the file `go`.
 fn start_slow(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\", \"slow-again\", \"starts\"]", keys)
 }
@@ -44,7 +43,7 @@ fn attempts(result: &Result<Reply, JobError>) -> u32 {
     }
 }
 
-/// Returns the outcome and the number of attempts.
+/// Returns the outcome of a job and the number of attempts.
 fn end(result: &Result<Reply, JobError>) -> (String, u32) {
     (outcome(result), attempts(result))
 }
@@ -571,7 +570,7 @@ fn innocent_jobs_succeed_among_many_culprits() {
 
 const POISONOUS: &str = "steps:die-on poison;echo";
 
-/// Returns a job of `b` whose payload kills the worker if it is "poison".
+/// Returns a job of `b`. The job kills its worker if the payload is "poison".
 fn dose(client: &Client, payload: &str) -> Job {
     client.job("b", payload).operation(POISONOUS)
 }
@@ -716,7 +715,7 @@ fn jobs_killed_by_supervisor_are_not_quarantined() {
     });
 }
 
-/// Each copy of the job is rejected at the moment when it would otherwise be dispatched.
+/// Each copy of the job is rejected just before it would be dispatched.
 #[test]
 fn queued_copies_of_poison_payload_are_rejected() {
     let supervisor = start("poison = { crashes = 1 }\nmax_queue = 20");

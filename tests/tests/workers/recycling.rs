@@ -46,7 +46,7 @@ fn serve_until(
     pids.into_inner().unwrap()
 }
 
-/// Returns the number of workers that were recycled for `reason`, according to the events.
+/// Returns the number of `worker_recycled` events with the given reason.
 fn recycled(supervisor: &Supervisor, reason: &str) -> usize {
     let output = supervisor.command().args(["--json", "events"]).output().unwrap();
     let events = String::from_utf8(output.stdout).unwrap();
@@ -100,7 +100,7 @@ fn worker_is_recycled_above_memory_limit() {
     assert_settled(&supervisor, &pids);
 }
 
-/// The bulkhead has no queue, so a job can wait only for a worker that is starting.
+/// The bulkhead has no queue, so jobs wait only if a worker is starting.
 #[test]
 fn recycling_after_each_job_gives_fresh_processes() {
     let bulkhead = |name: &str, program: &str| {
@@ -126,7 +126,7 @@ fn recycling_after_each_job_gives_fresh_processes() {
     }
 }
 
-/// `recycle.jobs` holds even if `max_in_flight` changes while jobs run.
+/// `recycle.jobs` limits the number of jobs even if `max_in_flight` changes while jobs run.
 #[test]
 fn worker_never_runs_more_jobs_than_recycle_allows() {
     let supervisor = supervisor("jobs = 5");

@@ -13,7 +13,7 @@ use bulkhead_tests::confined::{DEFAULT_LAYERS, Ended, Place, STRICT_LAYERS, Setu
 use bulkhead_tests::{Supervisor, kill_pid, not_run, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
 
-/// Contents of the file `neighbour/secret` in the supervisor's folder, which no worker can read.
+/// Contents of the file `neighbour/secret` in the supervisor's folder. No worker can read this file.
 const CONTENT: &str = "something";
 
 const PROFILES: [(&str, &[&str]); 3] = [
@@ -29,7 +29,7 @@ fn write(path: &Path, content: impl AsRef<[u8]>) {
     fs::rename(&next, path).unwrap();
 }
 
-/// Returns a folder that contains a secret, and the path of the secret.
+/// Returns a folder that contains a secret file, and the path of the file.
 fn folder_with(content: impl AsRef<[u8]>) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("secret");
@@ -144,8 +144,8 @@ fn restart_rereads_the_secret() {
     }
 }
 
-/// Returns the configuration of a bulkhead whose processes write the secret to the file `NAME.seen` when they start,
-/// and then wait for the file `NAME.start`.
+/// Returns the configuration of a bulkhead with slowly starting processes. Each process writes the secret to the
+/// file `NAME.seen`, and then waits for the file `NAME.start`.
 fn starting_slowly(name: &str, more: &str) -> String {
     let program = format!("{:?}", programs().join("hostile"));
     let script = "echo $SECRET >> $0.seen; until test -e $0.start; do sleep 0.05; done; exec $1";
@@ -156,8 +156,8 @@ fn starting_slowly(name: &str, more: &str) -> String {
     hostile(name, &more).replace(&format!("[{program}]"), &command)
 }
 
-/// A worker, spare or template that is still starting may have read the old secret. A restart must therefore replace
-/// such processes, too.
+/// A worker, spare or template that is still starting may have read the old secret. A restart must therefore
+/// replace these processes, too.
 #[test]
 fn restart_replaces_processes_that_are_still_starting() {
     let (folder, path) = folder_with("first");
@@ -188,7 +188,7 @@ fn restart_replaces_processes_that_are_still_starting() {
     }
 }
 
-/// A worker that replaces a dead worker also receives the new secret. Forked workers receive the secret that their
+/// The replacement for a dead worker also receives the new secret. Forked workers receive the secret that their
 /// template has read.
 #[test]
 fn replacement_of_dead_worker_reads_current_secret() {
@@ -250,7 +250,7 @@ fn invalid_secret_fails_the_start_until_it_is_corrected() {
 }
 
 #[test]
-fn oversized_secrets_fail_the_start_with_a_clear_error() {
+fn oversized_secrets_cause_a_clear_error_at_startup() {
     let (folder, _) = folder_with("x".repeat(64 * 1024));
     let files: Vec<String> = (0..64).map(|number| format!("S{number} = \"secret\"")).collect();
     let program = programs().join("hostile");
@@ -345,8 +345,7 @@ fn no_output_contains_the_secret() {
     assert_hidden("the log", supervisor.log());
 }
 
-/// Returns true if the memory of a process contains the secret. Returns `None` if this process cannot read the
-/// memory.
+/// Returns true if the memory of a process contains the secret, or `None` if this process cannot read the memory.
 fn is_in_memory(pid: u32) -> Option<bool> {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
     let mut memory = fs::File::open(format!("/proc/{pid}/mem")).ok()?;

@@ -122,7 +122,7 @@ fn dead_or_hung_spare_is_replaced() {
     }
 }
 
-/// Workers and spares die with the keeper and are started again. Each job has one outcome, and no job begins twice.
+/// Workers and spares die with the keeper and are then restarted. Each job has one outcome, and no job begins twice.
 #[test]
 fn spares_are_restarted_after_keeper_death() {
     const KILLS: usize = 5;
@@ -180,8 +180,8 @@ fn spares_are_restarted_after_keeper_death() {
     supervisor.wait_number("b", "available", 2);
 }
 
-/// A changed number of spares takes effect immediately. If a reload changes the program, spares are replaced as well as
-/// workers.
+/// A new number of spares takes effect immediately. If a reload changes the program, both workers and spares are
+/// replaced.
 #[test]
 fn reload_changes_number_of_spares() {
     let supervisor = Supervisor::start(&bulkhead(""));

@@ -43,7 +43,8 @@ fn restart_does_not_exceed_concurrency_limit() {
     });
 }
 
-/// `start.handshake` is measured from the start of the process, so a busy keeper does not leave a worker less time.
+/// The timeout `start.handshake` is measured from the start of the process. A busy keeper therefore does not
+/// shorten a worker's time.
 #[test]
 fn slow_keeper_does_not_cause_handshake_timeouts() {
     let supervisor = start("processes = 1\nstart = { handshake = \"4s\" }");
@@ -65,7 +66,7 @@ fn slow_keeper_does_not_cause_handshake_timeouts() {
     assert_eq!(supervisor.number("b", "restarts"), 0);
 }
 
-/// The supervisor reports failed starts even if no other event wakes the supervisor.
+/// The supervisor reports a failed start even if no other event wakes it.
 #[test]
 fn unsendable_start_order_is_reported_immediately() {
     // The largest possible environment and long paths together exceed the maximum size of an order to the keeper.

@@ -9,16 +9,16 @@ use nix::sys::signal::Signal;
 
 use bulkhead_tests::SetOnDrop;
 
-/// Number of SIGTERM signals that the test sends to running workers.
+/// Number of times that the test sends SIGTERM to a running worker.
 const SIGNALS: usize = 20;
 
 /// Number of clients. Each client sends one job after another.
 const CLIENTS: usize = 8;
 
-/// Number of jobs that must be completed between two signals.
+/// Number of jobs that must finish between two signals.
 const JOBS_BETWEEN: u64 = 10;
 
-/// Sends SIGTERM to the only worker of a bulkhead repeatedly while clients send jobs without a pause.
+/// Repeatedly sends SIGTERM to the only worker of a bulkhead while clients send jobs without a pause.
 fn no_job_is_lost(bulkhead: &str) {
     let supervisor = Supervisor::start(bulkhead);
     let client = Client::connect(supervisor.socket()).unwrap();

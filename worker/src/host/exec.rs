@@ -25,20 +25,20 @@ use crate::reply::{HandlerError, Reply};
 use crate::rules::{Rules, Temporary};
 use crate::server::Server;
 
-/// Maximum number of bytes from the end of standard error to include in a job's error message.
+/// Maximum number of trailing bytes of standard error to include in a job's error message.
 const TAIL_BYTES: usize = 4 * 1024;
 
-/// Interval between checks for descendants of a program that has exited.
+/// Interval between checks for remaining descendants of a program that has exited.
 const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The program to run, with its limits and the meanings of its exit statuses. The supervisor passes all of this to the
-/// host as arguments.
+/// The program to run, its limits, and the meanings of its exit statuses. The supervisor passes these settings to
+/// the host as arguments.
 #[derive(Default)]
 pub(super) struct Plan {
     program: String,
     arguments: Vec<String>,
     rlimits: Vec<(Resource, Rlimit)>,
-    /// Maximum time to wait for a program's output to end after the program has exited.
+    /// Maximum time to wait for the end of a program's output after the program has exited.
     output_grace: Duration,
     /// Exit statuses that mean success, an error caused by the caller, or a retryable failure.
     ok: Vec<i32>,
@@ -230,7 +230,7 @@ impl Host {
         Ok(output)
     }
 
-    /// Starts the program of a job.
+    /// Starts the job's program.
     fn start(&self, folder: Option<&Folder>, ctx: &Ctx<Self>) -> io::Result<Program> {
         let ruleset = self.rules.for_program(folder.map(Folder::place))?;
         let hidden_folder = self.rules.temporary().map(Temporary::hidden_folder).transpose()?.flatten();
@@ -247,8 +247,8 @@ impl Host {
         self.orphans.start(|| launch.start(&setup), Program::id)
     }
 
-    /// Waits for the program to exit and kills its remaining descendants. On return, none of the program's processes is
-    /// left.
+    /// Waits for the program to exit, and kills its remaining descendants. No process of the program is left when
+    /// this function returns.
     fn finish(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
         let exchanged = self.exchange(&mut program, job.payload(), folder, ctx);
@@ -421,13 +421,14 @@ fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> Handle
 
 enum Ending {
     Exited,
-    /// The program exited, but the processes with these names kept its output open for longer than `output_grace`.
+    /// The program exited, but other processes kept its output open for longer than `output_grace`. Contains the
+    /// names of these processes.
     Incomplete(Vec<String>),
     Cancelled,
     TooLarge,
 }
 
-/// The output of a program that has run, and the reason why the host stopped reading it.
+/// The output of a program, and the reason why the host stopped reading it.
 struct Run {
     stdout: Option<PipeReader>,
     stderr: Option<PipeReader>,
@@ -462,18 +463,18 @@ impl Run {
         }
     }
 
-    /// Reads once from standard output. Returns the number of bytes read.
+    /// Reads standard output once. Returns the number of bytes read.
     fn read_output(&mut self) -> usize {
         read_some(&mut self.stdout, |bytes| self.output.extend_from_slice(bytes))
     }
 
-    /// Reads once from standard error. Returns the number of bytes read.
+    /// Reads standard error once. Returns the number of bytes read.
     fn read_errors(&mut self) -> usize {
         read_some(&mut self.stderr, |bytes| keep_tail(&mut self.tail, bytes))
     }
 }
 
-/// Waits for at most `most` until one of the sources is ready. Returns which sources are ready.
+/// Waits until at least one of the sources is ready, for at most `most`. Returns which sources are ready.
 fn wait<const N: usize>(
     sources: [(Option<BorrowedFd<'_>>, PollFlags); N],
     most: Option<Duration>,
@@ -487,8 +488,7 @@ fn wait<const N: usize>(
         .map(|(fd, _)| fd.and_then(|_| polled.next()).is_some_and(|one| is_any && !one.revents().is_empty()))
 }
 
-/// Writes as much of the payload as the pipe accepts. It is not an error if the program has closed standard
-/// input.
+/// Writes as much of the payload as the pipe accepts. Does not fail if the program has closed standard input.
 fn write_stdin(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
     let Some(pipe) = stdin else { return };
     match pipe.write(unsent) {
@@ -503,7 +503,7 @@ fn write_stdin(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
     }
 }
 
-/// Reads once from a pipe. Returns the number of bytes read.
+/// Reads a pipe once. Returns the number of bytes read.
 fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize {
     let mut buffer = [0; 64 * 1024];
     let Some(source) = pipe else { return 0 };
@@ -512,7 +512,7 @@ fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize
     count
 }
 
-/// Forwards standard error to the log, and keeps the last bytes for the job's error message.
+/// Forwards standard error to the log. Keeps the last bytes for the job's error message.
 fn keep_tail(tail: &mut Vec<u8>, bytes: &[u8]) {
     // Errors are ignored, because a job must not fail if the log cannot be written.
     let _ = io::stderr().write_all(bytes);

@@ -15,11 +15,10 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 
 use crate::rules::Rules;
 
-/// Maximum number of entries in a folder that is removed before the reply is sent. Folders with more entries are
-/// removed in the background.
+/// Maximum number of entries to remove before the reply is sent. Larger folders are removed in the background.
 const ENTRIES_AT_ONCE_MAX: usize = 256;
 
-/// Maximum number of folders that are queued for removal.
+/// Maximum length of the queue of folders to remove.
 const QUEUED_REMOVALS_MAX: usize = 1024;
 
 /// The temporary folders of all programs that the host runs.
@@ -40,7 +39,7 @@ impl Folder {
         self.place.as_fd()
     }
 
-    /// Restores the owner's permissions on the folder, which the program may have removed.
+    /// Restores the owner's permissions on the folder, because the program may have removed them.
     pub(super) fn restore_owner_rights(&self) {
         // Ignores errors, because the caller's next operation on the folder fails as well and reports the cause.
         let _ = bulkhead_linux::folder::restrict_to_owner(&self.place);
@@ -70,7 +69,7 @@ impl Folders {
         Ok(Some(Folder { name: CString::new(name)?, place, path }))
     }
 
-    /// Removes the folder of a program. Must be called only after all processes of the program are gone.
+    /// Removes a program's folder. Must be called only after all processes of the program are gone.
     pub(super) fn remove(&self, folder: Folder) {
         let Some(temporary) = self.rules.temporary() else { return };
         drop(folder.place);

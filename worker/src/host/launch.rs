@@ -22,10 +22,10 @@ use crate::rules::{FOLDER_VARIABLES, Ruleset};
 const JOB_VARIABLES: [&str; 4] =
     ["BULKHEAD_OPERATION", "BULKHEAD_TENANT", "BULKHEAD_JOB", "BULKHEAD_DEADLINE_MS"];
 
-/// The environment common to all programs, and the names of the variables set for each program.
+/// The environment variables that all programs share, and the names of those set for each program.
 pub(super) struct Environment {
     common: Vec<CString>,
-    /// Names of the variables from [`FOLDER_VARIABLES`] that are set to the temporary folder of the program.
+    /// Names of the variables in [`FOLDER_VARIABLES`] that are set to the program's temporary folder.
     folder_variables: Vec<&'static str>,
 }
 
@@ -77,19 +77,19 @@ fn variable(name: OsString, value: &OsStr) -> io::Result<CString> {
 pub(super) struct ChildSetup<'s> {
     pub(super) rlimits: &'s [(Resource, Rlimit)],
     pub(super) ruleset: Option<&'s Ruleset>,
-    /// Folder that the program must not be able to list. The child tries to list it, to verify that the rules are
-    /// enforced.
+    /// Folder that the program must not be able to list. The child tries to list the folder to verify that the
+    /// rules are enforced.
     pub(super) hidden_folder: Option<BorrowedFd<'s>>,
-    /// Working directory of the program; `None` means the host's working directory.
+    /// Working directory of the program. `None` selects the host's working directory.
     pub(super) directory: Option<BorrowedFd<'s>>,
-    /// True if standard output is forwarded to the log in the same way as standard error.
+    /// True if standard output is forwarded to the log like standard error.
     pub(super) logs_output: bool,
 }
 
 /// A program that is ready to be executed.
 pub(super) struct Launch {
     program: CString,
-    /// Strings that the pointers in `arguments` and `environment` point to.
+    /// Owned strings that `arguments` and `environment` point to.
     _texts: Vec<CString>,
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
@@ -157,7 +157,7 @@ impl Launch {
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
 
-    /// Executes the program. `execvp` is not used, because it would pass files in an unknown format to a shell.
+    /// Executes the program. Does not use `execvp`, which would pass files in an unknown format to a shell.
     fn execute(&self) -> Errno {
         // SAFETY: both lists end with a null pointer. The lists and the strings behind them live in `self`.
         #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]
@@ -168,8 +168,8 @@ impl Launch {
     }
 }
 
-/// Makes `streams` the standard streams of this process. Makes only system calls, because this function runs
-/// in a child that shares memory with the host.
+/// Makes `streams` the standard streams of this process. This function runs in a child that shares memory with the
+/// host, so it makes only system calls.
 fn install_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
     for (own, stream) in streams.into_iter().zip(0..) {
         // SAFETY: both arguments are plain descriptor numbers, and the child has a separate descriptor table.
@@ -179,8 +179,7 @@ fn install_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Creates a pipe. The descriptors of both ends are above 2, so that a later `dup2` to a standard stream does
-/// not replace them.
+/// Creates a pipe. Both descriptors are above 2, so a later `dup2` to a standard stream does not replace them.
 fn pipe() -> io::Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = std::io::pipe()?;
     debug_assert!(reader.as_raw_fd() > 2 && writer.as_raw_fd() > 2, "the host has open standard streams");
@@ -221,7 +220,7 @@ impl Program {
     }
 }
 
-/// Returns a human-readable reason why a program could not be started.
+/// Returns a human-readable reason why a program failed to start.
 pub(super) fn describe(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::ENOEXEC) => {

@@ -160,7 +160,7 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
     }
 }
 
-/// Returns the call to which a job pointer from the library belongs.
+/// Returns the call that a job pointer from the library belongs to.
 #[expect(unsafe_code, reason = "the C library passes the pointer back")]
 fn call_from_job<'c>(job: *const CJob) -> Option<&'c Call<'c>> {
     // SAFETY: the header requires that `job` is the pointer passed to the handler. It refers to a live call

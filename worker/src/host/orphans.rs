@@ -26,31 +26,30 @@ use bulkhead_linux::wait::{has_ended, wait4};
 use rustix::fs::{Stat, stat};
 use rustix::io::Errno;
 
-/// Maximum time to wait for killed processes. A process that survives SIGKILL for this long is stuck in the
-/// kernel, and waiting longer does not help.
+/// Maximum time to wait for killed processes. A process that survives SIGKILL for this long is stuck in the kernel,
+/// so a longer wait would not help.
 const REAP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Flags that make `wait4` check only the first thread's children, without blocking.
+/// Flags that restrict `wait4` to the first thread's children and make it return immediately.
 const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
 
 /// Maximum number of processes to name in a message.
 const NAMED_MAX: usize = 4;
 
-/// Maximum number of processes to check for an open output file or pipe.
+/// Maximum number of processes to search for an open file or pipe.
 const SEARCHED_MAX: usize = 256;
 
-/// Maximum number of descriptors to check per process.
+/// Maximum number of descriptors to check in each process.
 const DESCRIPTORS_MAX: usize = 1024;
 
-/// Registry of the programs that are running or in their `output_grace` period, with a channel to the thread that kills
-/// orphans.
+/// Registry of all programs whose jobs have not ended, and a channel to the thread that kills orphans.
 pub(super) struct Orphans {
     programs: Mutex<Programs>,
     /// Lock that prevents a new program from being killed before it is registered. Threads that start a program hold it
     /// for reading, and the thread that kills unregistered processes holds it for writing.
     starting: RwLock<()>,
-    /// `/proc` file that lists the children of the first thread, including dead children; `None` if the
-    /// kernel does not provide this file.
+    /// `/proc` file that lists the children of the first thread, including dead children. `None` if the kernel does
+    /// not provide this file.
     children: Option<File>,
     requests: SyncSender<SyncSender<()>>,
 }
@@ -60,12 +59,11 @@ struct Programs {
     /// Programs whose jobs have not ended, by PID, which is also the session ID. The value is true once the program's
     /// orphans have been recorded.
     unfinished: HashMap<u32, bool>,
-    /// Programs that a process or session may descend from, for each process or session outside the programs' own
-    /// sessions.
+    /// For each process or session outside the programs' sessions, the programs that it may descend from.
     owners: HashMap<Key, Vec<u32>>,
 }
 
-/// PID and start time of a process, or the ID of a session and `None`.
+/// Either the PID and start time of a process, or a session ID and `None`.
 type Key = (u32, Option<u64>);
 
 fn keys(found: ProcessIdentity) -> [Key; 2] {
@@ -109,7 +107,8 @@ impl Programs {
         self.owners_of_child(child).iter().any(|owner| self.unfinished.contains_key(owner))
     }
 
-    /// Records which programs each descendant of the host may descend from. Returns an error if `/proc` cannot be read.
+    /// Records for each descendant of the host which programs it may descend from. Returns an error if `/proc`
+    /// cannot be read.
     fn record_all(&mut self) -> io::Result<()> {
         for (found, child) in list_descendants()? {
             let owners = self.known_owners(found).unwrap_or_else(|| self.owners_of_child(child));
@@ -120,8 +119,8 @@ impl Programs {
 }
 
 impl Orphans {
-    /// Returns an empty record, and the receiver of requests for [`Orphans::serve`]. Must be called on the
-    /// first thread of the process.
+    /// Returns an empty registry, and the receiver of the requests that [`Orphans::serve`] handles. Must be called
+    /// on the first thread of the process.
     pub(super) fn new() -> (Self, Receiver<SyncSender<()>>) {
         let (requests, received) = sync_channel(0);
         let children = File::open("/proc/thread-self/children").ok();
@@ -155,8 +154,7 @@ impl Orphans {
         drop((programs, starting));
     }
 
-    /// Returns true if the exited program has left orphans. The orphans must be protected during this call, so that
-    /// they are not killed.
+    /// Returns true if the exited program has left orphans. The program's orphans must still be protected from cleanup.
     pub(super) fn has_orphans(&self, number: u32) -> bool {
         // Reaps orphans that have already died.
         self.reap();
@@ -190,8 +188,8 @@ impl Orphans {
         named.chain((more > 0).then(|| format!("{more} more"))).collect()
     }
 
-    /// Ends the protection of a program's orphans when the job ends, so that the next cleanup kills them. Must be
-    /// called before the program is reaped.
+    /// Ends the protection of a program's orphans. The next cleanup kills them. Must be called before the program
+    /// is reaped.
     pub(super) fn unprotect(&self, number: u32) {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
     }
@@ -202,7 +200,7 @@ impl Orphans {
         self.children.as_ref().is_none_or(|children| !matches!(children.read_at(&mut [0], 0), Ok(0)))
     }
 
-    /// Kills and reaps all processes that exited programs have left behind. Returns when the cleanup is complete.
+    /// Kills and reaps all processes that exited programs have left behind. Waits until the cleanup is complete.
     pub(super) fn reap(&self) {
         if !self.has_children() {
             return;

@@ -15,17 +15,17 @@ use crate::journal::Journal;
 /// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Number of a job whose handler returns immediately. The handlers of all other jobs with numbers below `RETURNS` wait
-/// until they are cancelled.
+/// Number of a job whose handler returns immediately. Handlers of other jobs with numbers below `RETURNS` wait for
+/// cancellation.
 const QUICK: u64 = 0;
 
-/// Handlers of jobs with this or a higher number return immediately, as does the handler of job `QUICK`.
+/// Lowest job number, apart from `QUICK`, for which handlers return immediately.
 const RETURNS: u64 = 1 << 32;
 
 /// A running pool, and the supervisor's end of its link.
 struct Fixture {
     pool: Arc<Pool<()>>,
-    /// Never closed. If the link closed, the pool would kill its process, which is the test program.
+    /// Never closed, because the pool would then kill the test program.
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
@@ -50,7 +50,7 @@ impl Fixture {
         fixture
     }
 
-    /// Starts a pool whose `init` returns when the test sends a message over the returned channel.
+    /// Starts a pool whose `init` waits until the test sends a message over the returned channel.
     fn before_ready(max_in_flight: u32, journal: Option<Journal>) -> (Self, Sender<()>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let link = OwnedFd::from(theirs);
@@ -119,7 +119,7 @@ impl Fixture {
         self.send(|outbox| push_limits(outbox, max_in_flight));
     }
 
-    /// Returns the numbers of the next `count` jobs that begin, sorted.
+    /// Returns the sorted numbers of the next `count` jobs that begin.
     fn next_begun(&self, count: usize) -> Vec<u64> {
         let mut numbers: Vec<u64> =
             (0..count).map(|_| self.begun.recv_timeout(TIMEOUT).expect("a job begins").0).collect();
@@ -307,7 +307,7 @@ fn thread_woken_by_link_handles_wake_request() {
     assert_eq!((state.idle, state.is_wake_pending), (0, false));
 }
 
-/// Raises and lowers the limit at random while jobs arrive and end. The random number generator has a fixed seed.
+/// Changes the limit at random while jobs arrive and end. The random number generator has a fixed seed.
 #[test]
 fn jobs_run_once_despite_changing_limits() {
     const LIMITS: [u32; 8] = [0, 1, 1, 2, 3, 5, 16, u32::MAX];

@@ -69,7 +69,7 @@ pub enum Who {
     Uid(u32),
     /// Group ID.
     Gid(u32),
-    /// Token, and the file from which it was read.
+    /// The holder of a token. The token was read from a file.
     TokenFile(TokenFile),
 }
 

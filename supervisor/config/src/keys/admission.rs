@@ -21,7 +21,7 @@ section! {
     critical_reserve: f64 as Kind::Share { none: true, all: false }, without "required", such as "0.2";
 }
 
-/// `priority`: permits reserved for critical jobs.
+/// Settings in the `priority` table, which reserves permits for critical jobs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PriorityConfig {
     /// Share of the permits that is reserved for critical jobs, from 0 to below 1.

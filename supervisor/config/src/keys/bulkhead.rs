@@ -137,8 +137,8 @@ pub struct BulkheadConfig {
     /// Maximum time that a job waits for a permit. `None` means that the job can wait until its deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub queue_timeout: Option<Duration>,
-    /// Maximum run time of an attempt, measured from its dispatch. `None` means that the attempt can run until the
-    /// job's deadline.
+    /// Maximum run time of each attempt at a job, measured from the dispatch. `None` means that an attempt can run
+    /// until the job's deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub run_limit: Option<Duration>,
     /// Maximum time from the receipt of a job to its outcome, unless the client requests another value.
@@ -147,11 +147,12 @@ pub struct BulkheadConfig {
     /// Maximum deadline that a client can request, at least `deadline`.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline_max: Duration,
-    /// Grace period for a worker that has missed a deadline, after which the worker is killed. Zero means that the
-    /// worker is killed immediately.
+    /// Time allowed for a worker to stop a job after a missed deadline before the worker is killed. Zero means that
+    /// the worker is killed immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub grace: Duration,
-    /// Amount of work, measured in expected run time, to prefetch to a busy worker. Zero disables prefetching.
+    /// Amount of work to prefetch to a busy worker, as the expected run time of the prefetched jobs. Zero disables
+    /// prefetching.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub lookahead: Duration,
     /// Maximum size of a payload in bytes, at most the supervisor's `max_payload`.
@@ -161,8 +162,8 @@ pub struct BulkheadConfig {
     /// Behaviour if a job arrives while the queue is full. Always [`Overflow::Reject`] if `max_queue` is 0.
     #[serde(serialize_with = "as_word")]
     pub overflow: Overflow,
-    /// Names of the fallback bulkheads, in the order in which they are tried. There are at most 8, without
-    /// duplicates and without this bulkhead.
+    /// Names of the fallback bulkheads, in the order in which they are tried. The list contains at most 8 names and
+    /// no duplicates. It never contains this bulkhead.
     pub fallback: Vec<String>,
     /// Share of the permits that is reserved for critical jobs. `None` means that no permits are reserved.
     pub priority: Option<admission::PriorityConfig>,
@@ -203,7 +204,7 @@ pub struct BulkheadConfig {
     /// Heartbeat settings for detecting unresponsive workers.
     #[serde(serialize_with = "as_table")]
     pub health: Health,
-    /// Limits at which a worker is replaced even though it still works.
+    /// Limits at which a healthy worker is replaced.
     #[serde(serialize_with = "as_table")]
     pub recycle: Recycle,
     /// Resource limits of the workers, in the order of [`Resource::ALL`](crate::Resource::ALL). Each value is both the

@@ -72,12 +72,12 @@ pub struct SandboxConfig {
     /// User that the workers run as. `None` if the configuration does not set the key; see
     /// [`SandboxConfig::wants_own_ids`].
     pub user: Option<SandboxUser>,
-    /// System calls that are allowed in addition to the profile's own. None of them is in `deny`.
+    /// System calls that are allowed in addition to those in the profile. None of these system calls is in `deny`.
     pub allow: Vec<String>,
     /// System calls that the profile allows but the configuration forbids.
     pub deny: Vec<String>,
-    /// Optional layers of confinement: workers start even if this machine does not support them. All other layers of
-    /// the profile are required.
+    /// Confinement layers that are optional. Workers start even if the machine does not support these layers. All
+    /// other layers of the profile are required.
     pub best_effort: Vec<Layer>,
 }
 

@@ -90,12 +90,12 @@ section! {
 /// Validated settings of `[supervisor]`: the sockets, and the limits shared by all bulkheads.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SupervisorConfig {
-    /// Absolute path of the jobs socket, within the maximum length for socket paths. Empty for an embedded supervisor.
+    /// Absolute path of the jobs socket, short enough for a Unix socket address. Empty for an embedded supervisor.
     pub socket: PathBuf,
     /// File mode of the jobs socket, for example `0o600`. By default, all users can connect if `[[access]]` decides
     /// which of them are accepted; otherwise, only the supervisor's user can.
     pub socket_mode: u32,
-    /// Mode given to the folder of the jobs socket if the supervisor creates it: `0o755` if other users can connect,
+    /// Mode of the jobs socket's folder if the supervisor creates the folder. `0o755` if other users can connect,
     /// otherwise `0o700`.
     pub folder_mode: u32,
     /// Absolute path of the admin socket, different from `socket`. Empty for an embedded supervisor.

@@ -89,8 +89,8 @@ pub struct IsolationConfig {
     pub idle: Duration,
 }
 
-/// Settings for one tenant, from `[bulkhead.NAME.tenant.TENANT]`. Each field that is set replaces the setting that
-/// applies to all tenants.
+/// Settings for one tenant, from `[bulkhead.NAME.tenant.TENANT]`. Each field that is set overrides the corresponding
+/// setting for all tenants.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TenantConfig {
     /// Maximum number of this tenant's jobs in flight, at least 1. If tenants are isolated, the limit applies to each
@@ -106,19 +106,19 @@ pub struct TenantConfig {
 }
 
 impl TenantConfig {
-    /// Returns only the settings that have an effect if tenants share the workers.
+    /// Returns the settings that apply to a tenant on shared workers.
     pub fn of_share(&self) -> TenantOverrides {
         let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
         TenantOverrides { max_in_flight, max_queue, rate_limit }
     }
 
-    /// Returns the settings for an isolated tenant, in the form of a change to the bulkhead's limits.
+    /// Returns the settings that apply to an isolated tenant, as a change to the bulkhead's limits.
     pub fn of_workers(&self) -> LimitChange {
         let Self { processes, max_in_flight, max_queue, rate_limit } = *self;
         LimitChange { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
     }
 
-    /// Returns a copy of these settings in which each absent setting is taken from `others`.
+    /// Returns a copy of these settings. Settings that are `None` are taken from `others`.
     pub fn or(self, others: Self) -> Self {
         Self {
             max_in_flight: self.max_in_flight.or(others.max_in_flight),
@@ -135,7 +135,7 @@ pub(crate) struct RawTenant {
     pub(crate) keys: TenantKeys,
 }
 
-/// A bulkhead's tenant tables, in file order. `[defaults]` has no such tables.
+/// Tenant tables of a bulkhead, in file order. `[defaults]` cannot contain tenant tables.
 impl NestedTable for Vec<RawTenant> {
     fn nested_keys() -> Vec<Key> {
         TenantKeys::keys()
@@ -200,8 +200,8 @@ pub(crate) fn check_name(name: &str) -> Result<(), ValueError> {
     values::no_nul(&format!("tenant.{}", shown_key(name)), name)
 }
 
-/// Reports an entry in `tenant` that is not a tenant's table. The author most likely meant to set a key for all
-/// tenants.
+/// Returns the error for an entry in `tenant` that is not a table. `is_for_all` is true if the entry is a key that
+/// can be set for all tenants.
 fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> ValueError {
     let help = match is_for_all {
         true => "set a key for all tenants in [bulkhead.NAME.tenants], or for a single tenant in \

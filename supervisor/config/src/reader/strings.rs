@@ -80,7 +80,7 @@ fn not_an_array(key: &LabelledKey, text: &str) -> ValueError {
     ValueError::new(format!("`{}` must be an array of strings, not a string", key.label), help)
 }
 
-/// Returns the text of a value that should probably have been quoted.
+/// Returns the text of a number or boolean that was probably meant to be a string.
 fn unquoted(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::Integer(number) => Some(number.to_string()),

@@ -115,8 +115,8 @@ impl Checker<'_> {
         Some(strings(given))
     }
 
-    /// Reports an empty list, because it permits nothing. Does not report a list whose elements were all invalid,
-    /// because these elements have already been reported.
+    /// Reports an empty list, because an empty list permits nothing. Ignores a list whose elements were all invalid,
+    /// because those errors have already been reported.
     fn check_not_empty(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(

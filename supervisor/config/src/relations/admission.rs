@@ -133,7 +133,7 @@ impl Checker<'_> {
         );
     }
 
-    /// Returns the value of a required key. Reports an error if the table is present but the key is not.
+    /// Returns the value of a key that its table requires. Reports an error if the table is present without the key.
     pub(super) fn required<T: Clone>(
         &mut self,
         presence: &Field<()>,

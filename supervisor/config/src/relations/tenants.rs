@@ -64,7 +64,7 @@ impl Checker<'_> {
         );
     }
 
-    /// Rejects a limit on shared workers if tenants are isolated.
+    /// Rejects a limit on a tenant's share of shared workers if tenants are isolated.
     fn check_common_share(&mut self, name: &str, field: &Field<u32>, isolate: &WithDefault<bool>) {
         let isolate = isolate.resolved();
         let Some(given) = field.given() else { return };
@@ -222,7 +222,7 @@ impl Checker<'_> {
     }
 }
 
-/// Returns true if tenants have separate workers, or `None` if the value of `isolate` is invalid.
+/// Returns whether tenants have separate workers, or `None` if the value of `isolate` is invalid.
 fn isolated(raw: &TenantsKeys) -> Option<bool> {
     match (&*raw.isolate, &raw.presence) {
         (Field::Given(isolate), _) => Some(isolate.value),

@@ -9,7 +9,7 @@ use crate::reader::Origin;
 use crate::resolved::Resolved;
 use crate::units;
 
-/// Longest time that a job can take, and the name of the key that sets this time.
+/// Maximum time that a job can take, and the name of the key that sets this limit.
 pub(super) struct LongestTime<'r>(&'static str, &'r Resolved<Duration>);
 
 impl Checker<'_> {

@@ -107,7 +107,7 @@ impl Value for String {
     }
 }
 
-/// A string, for keys that have a default value.
+/// Type of string keys that have a default value.
 impl Value for Cow<'static, str> {
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.read_value(name, |key, value| values::text(key, value).map(Cow::Owned))

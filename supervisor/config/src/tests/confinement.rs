@@ -8,7 +8,7 @@ fn sandbox(entries: &str) -> String {
     bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }
 
-/// Returns the column that follows `sandbox = { profile = "default", ` and `more` on the same line.
+/// Returns the column of the character after `sandbox = { profile = "default", ` and `more`.
 fn column(more: &str) -> usize {
     "sandbox = { profile = \"default\", ".len() + more.len() + 1
 }

@@ -20,7 +20,7 @@ fn table(name: &str) -> String {
     table
 }
 
-/// Returns the page with its generated parts brought up to date.
+/// Returns the page with all generated parts updated.
 fn current(docs: &str) -> String {
     let mut names: Vec<&str> = reference().into_iter().map(|key| key.table).collect();
     names.dedup();

@@ -16,8 +16,8 @@ const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/workers.sche
 static VALIDATOR: LazyLock<Validator> =
     LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is invalid"));
 
-/// Converts a TOML value to JSON. Dates and non-finite numbers, which JSON does not have, become null, which no key
-/// accepts.
+/// Converts a TOML value to JSON. Dates and non-finite numbers become null, because JSON cannot represent them. No
+/// key accepts null.
 fn as_json(value: toml::Value) -> Value {
     match value {
         toml::Value::Datetime(_) => Value::Null,
@@ -227,8 +227,8 @@ proptest! {
     }
 }
 
-/// Fragments from which random durations and sizes are built. The fragments are so short that a number made of seven of
-/// them does not overflow.
+/// Fragments of random durations and sizes. Each fragment is short enough that a number made of seven fragments does
+/// not overflow.
 const PIECES: [&str; 20] = [
     "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
     "k", "-",

@@ -27,7 +27,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Returns the settings for a property test with at least `least` cases, or more if `PROPTEST_CASES` is higher.
+/// Returns the settings for a property test with at least `least` cases. `PROPTEST_CASES` can request more cases.
 fn cases(least: u32) -> PropertyConfig {
     let asked = PropertyConfig::default();
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }

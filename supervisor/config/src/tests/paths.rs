@@ -14,7 +14,8 @@ fn relative_paths_are_resolved_against_configuration_file() {
     assert_eq!(config.bulkheads[0].cwd, folder.path("work"));
 }
 
-/// Checks the error for a missing program, and that a folder, a device or a non-executable file is rejected.
+/// Checks the error for a missing program. Also checks that a folder, a device and a non-executable file are
+/// rejected.
 #[test]
 fn missing_program_error_shows_searched_path() {
     let folder = Folder::new();

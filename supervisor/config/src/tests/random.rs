@@ -19,7 +19,7 @@ fn answer(text: &str) {
     }
 }
 
-/// Generates pieces of TOML, which make it more likely that a random file is valid.
+/// Generates fragments of TOML. A file made of fragments is more likely to be valid than a file of random characters.
 fn token() -> impl Strategy<Value = String> {
     let words: Vec<String> = reference()
         .into_iter()

@@ -3,7 +3,8 @@
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
 
-/// If the adaptive limit holds jobs back, returns a sentence that explains why more permits would not help.
+/// Returns a sentence that explains why more permits would not help. Returns `None` if the adaptive limit does not
+/// hold jobs back.
 pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {

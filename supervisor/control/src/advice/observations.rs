@@ -67,8 +67,8 @@ pub(crate) fn observations(observation: &Observation, usage: ResourceUsage) -> O
     }
 }
 
-/// Returns a sentence that says which observations are still missing for reliable advice, or `None` if there are
-/// enough.
+/// Returns a sentence that lists the observations still missing for reliable advice, or `None` if there are enough
+/// observations.
 pub(super) fn missing(seen: &Observations) -> Option<String> {
     let jobs = (seen.jobs < SUFFICIENT_JOBS).then(|| format!("{} of {SUFFICIENT_JOBS} jobs", seen.jobs));
     let time = (seen.watched < SUFFICIENT_TIME).then(|| {

@@ -32,11 +32,11 @@ const CPU_BOUND: f64 = 0.7;
 /// Maximum share of the machine's memory that the workers of one bulkhead should use.
 const MEMORY_SHARE: f64 = 0.8;
 
-/// Ratio of the p99 run time to the deadline above which the deadline counts as too short.
+/// If the p99 run time reaches this fraction of the deadline, the deadline counts as too short.
 const DEADLINE_NEAR: f64 = 0.8;
 
-/// Ratio of the deadline to the longest run time above which the deadline counts as too long. The proposed deadline has
-/// the ratio `DEADLINE_ROOM` instead.
+/// If the deadline is at least this many times the longest job duration, the deadline counts as too long. The
+/// proposed deadline is `DEADLINE_ROOM` times the longest job duration.
 const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;
 const DEADLINE_MIN: Duration = Duration::from_secs(1);
@@ -103,7 +103,7 @@ impl RecordVerdict for Verdicts {
 
 // Rules for the number of permits (`processes` × `max_in_flight`).
 
-/// The configuration key that the advice changes in order to change the number of permits.
+/// Configuration key whose value the advice adjusts to change the number of permits.
 struct SizingKey {
     key: &'static str,
     now: u64,
@@ -206,7 +206,8 @@ fn processors_permit(seen: &Observations, machine: &Machine) -> Option<u64> {
     Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
 }
 
-/// Returns the maximum number of permits for which the machine has enough memory, or `None` if it cannot be determined.
+/// Returns the maximum number of permits for which the machine has enough memory. Returns `None` if the memory size or
+/// the memory use is unknown, or if the memory use does not depend on the number of permits.
 fn memory_permits(seen: &Observations, settings: &Settings, machine: &Machine) -> Option<u64> {
     let (each, all) = (seen.rss_max_bytes.filter(|each| *each > 0)?, machine.memory_bytes?);
     let sets = u64::from(settings.worker_sets.max(1));
@@ -252,7 +253,7 @@ fn raised(
     (proposed > sizing.now).then_some(proposed)
 }
 
-/// Returns a lower value for the key if the current value has long been at least twice as high as necessary.
+/// Returns a lower value for the key if at most half of the current value was needed over a long observation time.
 fn lowered(
     sizing: &SizingKey,
     wanted: u64,

@@ -372,7 +372,7 @@ struct Load {
 }
 
 impl Load {
-    /// Returns the observations that would be made if this load ran in a bulkhead with the limits in `settings`.
+    /// Returns simulated observations of this load in a bulkhead with the limits in `settings`.
     fn seen(&self, settings: &Settings) -> Observations {
         let limit = settings.permits();
         let below = |marks: Marks<u64>, most: u64| Marks {

@@ -65,7 +65,7 @@ struct AdminListener {
 }
 
 impl AdminListener {
-    /// Accepts connections until the task is cancelled. If the listener is replaced, continues with the new one.
+    /// Accepts connections until the task is cancelled. If the listener is replaced, continues with the new listener.
     async fn run(&mut self, control: &Control, next: &mut NextAdmin, dispatcher: &Dispatcher<UnixStream>) {
         let mut listening = control.handover.watch_listening();
         loop {

@@ -21,7 +21,8 @@ use bulkhead_plane::windows::WindowPair;
 /// Interval between samples of the workers' resource usage.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Maximum number of workers to include in one sample. If there are more, successive samples cover different workers.
+/// Maximum number of workers to include in one sample. If there are more workers, successive samples cover different
+/// workers.
 const SAMPLED_WORKERS_MAX: usize = 512;
 
 /// Resource usage of the workers during the current hour and the previous hour.

@@ -50,8 +50,8 @@ pub(super) fn has_waiting(listener: impl AsFd) -> bool {
 pub(super) struct Admission {
     /// Reason for rejecting the connection, as a sentence. `None` if the connection is admitted.
     pub(super) rejection: Option<Arc<str>>,
-    /// ID of the user who sent the request. The user of a TCP connection is unknown, so the supervisor's own user ID is
-    /// used instead.
+    /// ID of the user who sent the request. For a TCP connection, this is the supervisor's own user ID, because the
+    /// client's user is unknown.
     pub(super) uid: u32,
     pub(super) progress: Arc<Progress>,
     /// Session with the data plane for the jobs of a kept-alive connection. `None` if the connection is closed after
@@ -156,8 +156,7 @@ impl<S: Socket> Dispatcher<S> {
         if has_begun { last.await.ok()?.ok() } else { None }
     }
 
-    /// Passes a connection to the thread that serves requests of this kind. The kind is determined from `head`, the
-    /// beginning of the request.
+    /// Passes a connection to the thread that serves the requested path. `head` is the beginning of the request.
     pub(super) fn dispatch_to(&self, connection: NewConnection<S>, head: &[u8]) {
         let NewConnection { socket, admission, accepted, permit } = connection;
         let readers = self.readers.as_ref().filter(|_| paths::is_for_readers(head));
@@ -173,7 +172,6 @@ impl<S: Socket> Dispatcher<S> {
 /// Receiver of admitted connections.
 pub(super) struct Queue<S: Socket> {
     receiver: mpsc::Receiver<NewConnection<S::Std>>,
-    /// Connections that are being served.
     active: Arc<Active>,
 }
 

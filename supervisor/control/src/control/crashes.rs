@@ -67,7 +67,8 @@ fn busy() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, "crash reports are being written; retry later")
 }
 
-/// Returns the crash report with the given ID. The ID is parsed, so that the text is never used as part of a path.
+/// Returns the crash report with the given ID. Parses the ID first, so that client input never becomes part of a
+/// path.
 async fn find(control: &Shared, id: &str) -> Result<Box<CrashReport>, Response> {
     let unknown = || {
         let detail = format!("there is no crash report '{}'", id.escape_debug());

@@ -23,7 +23,7 @@ use tokio::sync::{Notify, watch};
 /// Maximum time, in addition to `drain_timeout`, to wait for the other supervisor in an upgrade to exit.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
-/// Maximum time for the other supervisor to make room for a message.
+/// Maximum time to wait until the link to the other supervisor accepts a message.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Options for upgrades, including the program to start as a successor, and the predecessor if this supervisor is
@@ -31,7 +31,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct HandoverOptions {
     /// Program to start as the successor, or the reason why this supervisor cannot be upgraded.
     pub program: Result<SuccessorProgram, String>,
-    /// Predecessor that this supervisor takes over from. `None` if it was not started as part of an upgrade.
+    /// Predecessor that this supervisor takes over from. `None` if this supervisor was not started by an upgrade.
     pub predecessor: Option<Predecessor>,
     /// Soft resource limits that were in effect before this supervisor raised them, by resource number.
     pub soft_limits: Vec<(u32, u64)>,
@@ -119,14 +119,14 @@ impl StopRequests {
     }
 }
 
-/// The control plane's state with respect to upgrades.
+/// Upgrade state of the control plane.
 pub(super) struct Handover {
     pub(super) program: Result<SuccessorProgram, String>,
     pub(super) soft_limits: Vec<(u32, u64)>,
     pub(super) end: Arc<ProcessEnd>,
     /// Lock on the folder for crash reports.
     pub(super) crashes_lock: Option<OwnedFd>,
-    /// TCP listeners, by name and address.
+    /// TCP listeners, each with a name and an address.
     pub(super) tcp: Vec<(&'static str, String, OwnedFd)>,
     /// True while this supervisor accepts connections.
     listening: watch::Sender<bool>,
@@ -134,7 +134,7 @@ pub(super) struct Handover {
     stopping: watch::Sender<bool>,
     /// True if the service manager considers this process the main process.
     is_main: AtomicBool,
-    /// True from the beginning of an upgrade. Set to false again if the upgrade fails.
+    /// True once an upgrade has begun. Reset to false if the upgrade fails.
     is_upgrading: AtomicBool,
     /// True while the predecessor is running.
     has_predecessor: AtomicBool,
@@ -142,7 +142,7 @@ pub(super) struct Handover {
     pub(super) started: Notify,
     /// Link to the other supervisor in an upgrade. Present once both supervisors are serving.
     other: Mutex<Option<Arc<Link>>>,
-    /// Stop requests received so far.
+    /// Numbers of stop signals and STOP messages received so far.
     stops: Mutex<StopRequests>,
 }
 
@@ -235,8 +235,8 @@ impl Handover {
         stops.has_effect()
     }
 
-    /// Records a stop signal and notifies the other supervisor in an upgrade. Returns false if the signal only
-    /// duplicates a STOP message, and must be ignored.
+    /// Records a stop signal and notifies the other supervisor in an upgrade. Returns false if the signal must be
+    /// ignored because it duplicates a STOP message.
     pub(super) fn signalled(&self) -> bool {
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -246,8 +246,8 @@ impl Handover {
         has_effect
     }
 
-    /// Records a STOP message from the other supervisor in an upgrade. Returns false if the message only duplicates a
-    /// signal, and must be ignored.
+    /// Records a STOP message from the other supervisor in an upgrade. Returns false if the message must be ignored
+    /// because it duplicates a signal.
     pub(super) fn stop_received(&self) -> bool {
         self.stop_requested(|stops| stops.messages += 1)
     }

@@ -38,7 +38,7 @@ pub(super) fn descriptors(config: &SupervisorConfig) -> u64 {
 /// Counters of the `jobs_http` listener, from which the metrics are computed.
 #[derive(Debug, Default)]
 pub(super) struct JobsHttpCounters {
-    /// Connections that are being served. Empty if there is no listener.
+    /// Connections in progress. Empty if there is no listener.
     active: OnceLock<Arc<Active>>,
     /// Number of connections that were refused because all connections were in use.
     refused: Arc<AtomicU64>,
@@ -47,7 +47,8 @@ pub(super) struct JobsHttpCounters {
 }
 
 impl JobsHttpCounters {
-    /// Closes each connection as soon as it is no longer serving a request, and waits until all connections are closed.
+    /// Closes all connections and waits until they are closed. A connection that is serving a request is closed after
+    /// the response.
     pub(super) async fn close_all(&self) {
         if let Some(active) = self.active.get() {
             active.close_all();

@@ -11,7 +11,7 @@ use super::Shared;
 use super::paths::WITHOUT_TOKEN;
 use super::responses::PROBLEM;
 
-/// A route, which consists of an HTTP method and a path.
+/// A route and its description for the OpenAPI document.
 pub(super) struct Route {
     /// HTTP method in lower case.
     pub(super) method: &'static str,
@@ -77,8 +77,8 @@ pub(super) fn document(routes: &[Route]) -> Value {
     })
 }
 
-/// Generators for the schemas of documents. Responses have serialization schemas, and requests have
-/// deserialization schemas.
+/// Schema generators for JSON documents. Responses need serialization schemas, and requests need deserialization
+/// schemas.
 struct Schemas {
     responses: SchemaGenerator,
     requests: SchemaGenerator,
@@ -196,7 +196,7 @@ fn status_description(status: u16) -> &'static str {
 }
 
 impl Schema {
-    /// Returns the schema of a value that is not a JSON document with its own type.
+    /// Returns a self-contained schema. JSON documents are described only as objects, without their fields.
     fn plain(self) -> Value {
         match self {
             Self::Text => json!({"type": "string"}),

@@ -17,7 +17,7 @@ use super::{CLOSE_TIMEOUT, http, tcp, watch};
 /// increase the latency of jobs.
 const NICE: i32 = 19;
 
-/// Queues of connections for the low-priority reader thread to serve.
+/// Connection queues of the low-priority reader thread.
 pub(super) struct ReaderQueues {
     pub(super) local: Queue<UnixStream>,
     pub(super) tcp: Option<(Queue<TcpStream>, tcp::RequestCheck)>,
@@ -57,7 +57,7 @@ async fn serve_all(control: Shared, reader_queues: ReaderQueues) {
     tokio::join!(serve(local, http::router(control.clone())), over_tcp);
 }
 
-/// Wakes up clients that follow events whenever there are new events.
+/// Wakes the clients that follow events whenever there are new events, until the control plane shuts down.
 async fn wake_followers(control: Shared) {
     control.until_shutdown(control.events.wake_readers_periodically()).await;
 }

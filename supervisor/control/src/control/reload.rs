@@ -55,7 +55,7 @@ pub struct ActiveConfig {
 /// State of configuration reloads: the active configuration, pending requests, and counters.
 pub(super) struct Reloads {
     active_config: tokio::sync::Mutex<ActiveConfig>,
-    /// Permit held by the thread that reads the file. There is only one such thread at a time.
+    /// Semaphore that allows only one thread at a time to read the configuration file.
     reader: Arc<Semaphore>,
     /// Notified on SIGHUP. Signals that arrive before the reload starts count as a single request.
     requested: Notify,
@@ -110,7 +110,7 @@ enum ReloadError {
     Internal(String),
 }
 
-/// A configuration that was read and validated, with its differences from the active configuration.
+/// A validated new configuration, with its differences from the active configuration.
 struct Prepared {
     after: Arc<Config>,
     changes: Changes,
@@ -177,8 +177,8 @@ impl Reloads {
     }
 }
 
-/// Reloads the configuration on SIGHUP until the control plane shuts down. However many signals arrive during a reload,
-/// they cause only one more reload.
+/// Reloads the configuration on SIGHUP until the control plane shuts down. All signals that arrive during a reload
+/// cause a single further reload.
 pub(super) async fn watch(control: Arc<Control>) {
     let mut shutdown = control.shutdown.subscribe();
     loop {

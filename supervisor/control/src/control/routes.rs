@@ -149,7 +149,7 @@ const ROUTES: &[Route] = &[
         (200, &[("text/html; charset=utf-8", Schema::Text)])),
 ];
 
-/// ID of the route for jobs.
+/// Operation ID of the route for submitting jobs.
 const SUBMIT_JOB: &str = "submitJob";
 
 const JOB_HEADERS: &[Parameter] = &[
@@ -202,8 +202,8 @@ fn handler_of(route: &Route) -> MethodRouter<Shared> {
     if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler }
 }
 
-/// Rejects requests that have a query. Used for routes without query parameters, because otherwise clients might expect
-/// the query to have an effect.
+/// Rejects requests that have a query string. Used for routes without query parameters, which would otherwise ignore
+/// the query.
 async fn reject_query(request: Request, next: Next) -> Response {
     match request.uri().query().filter(|query| !query.is_empty()) {
         None => next.run(request).await,

@@ -53,7 +53,7 @@ impl SocketFiles {
         Self { sockets, next_admin: watch::Sender::new(None), missing: Mutex::default(), admin }
     }
 
-    /// Records which of the two supervisors in an upgrade serves the sockets: this one or the other.
+    /// Records whether the sockets are served by this supervisor or by the other supervisor in an upgrade.
     pub(super) fn set_owner(&self, is_owner: bool) {
         for (_, bound) in self.each() {
             bound.lock().unwrap_or_else(PoisonError::into_inner).set_owner(is_owner);

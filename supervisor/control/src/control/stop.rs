@@ -39,8 +39,8 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
     }
 }
 
-/// Stops the supervisor: after `drain_notice` when called for the first signal, and immediately when called for the
-/// second.
+/// Stops the supervisor. The first call begins the drain after `drain_notice`. The second call stops the supervisor
+/// immediately.
 fn stop(control: &Arc<Control>, notice: &mut Option<JoinHandle<()>>) -> Result<(), CommandSendError> {
     let duration = control.config().supervisor.drain_notice;
     if let Some(notice) = notice {

@@ -35,13 +35,13 @@ const BACKLOG_MAX: usize = 4096;
 /// user for a password.
 const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkhead\", charset=\"UTF-8\""];
 
-/// Checks that every request received over TCP must pass.
+/// Data for checking requests received over TCP.
 #[derive(Clone)]
 pub(super) struct RequestCheck {
     /// The admin token, which grants all permissions.
     token: Token,
-    /// The address on which the supervisor listens, if this is a loopback address. The `Host` header of each request
-    /// must then name this machine.
+    /// IP address of the listener if it is a loopback address, otherwise `None`. On a loopback address, the `Host`
+    /// header of each request must name this machine.
     own: Option<IpAddr>,
 }
 
@@ -119,7 +119,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// Builds the router for TCP, which rejects requests that do not pass the check.
+/// Builds the router for requests over TCP. Requests that fail the check are rejected.
 pub(super) fn router(control: Shared, check: RequestCheck) -> Router {
     let state = (check, control.clone());
     http::router(control).layer(from_fn_with_state(state, check_request)).layer(from_fn(complete))

@@ -20,17 +20,17 @@ use bulkhead_plane::command::Command;
 /// Minimum pause between two measurements of the temporary folders.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Minimum ratio of the pause after a measurement of the temporary folders to the duration of the measurement.
+/// Minimum pause after a measurement of the temporary folders, as a multiple of the measurement's duration.
 const PAUSE_FACTOR: u32 = 10;
 
 /// Maximum number of entries to visit when measuring one temporary folder.
 const ENTRIES_MAX: u64 = 1 << 20;
 
-/// Minimum number of bytes counted for each entry of a temporary folder, so that a worker cannot evade the limit with
-/// many small or empty files.
+/// Minimum number of bytes counted for each entry of a temporary folder. Otherwise, a worker could evade the limit
+/// with many small or empty files.
 const ENTRY_BYTES: u64 = 4096;
 
-/// Maximum number of a template's forked workers whose temporary folders are measured separately. If there are more,
+/// Maximum number of forked workers per template whose temporary folders are measured separately. If there are more,
 /// all of their folders count towards the template's folder.
 const WORKERS_MAX: usize = 4096;
 
@@ -88,8 +88,8 @@ fn measure_all(control: &Control, min: u64, max: u64) {
     }
 }
 
-/// Returns the subfolders whose names mark them as forked workers' folders. Returns an empty list if there are too
-/// many.
+/// Returns the subfolders that belong to forked workers, according to their names. Returns an empty list if there are
+/// too many.
 fn forked_worker_folders(path: &Path) -> Vec<(u64, PathBuf)> {
     let Ok(top) = folder::open(rustix::fs::CWD, path, FOLDER_ACCESS) else { return Vec::new() };
     let Ok(entries) = Dir::read_from(&top) else { return Vec::new() };

@@ -57,7 +57,7 @@ impl TokenTable {
     }
 }
 
-/// Marks a request whose token allows only reading. The response to such a request must not contain payloads.
+/// Marker for requests whose token is read-only. Responses to these requests must not contain payloads.
 #[derive(Clone, Copy)]
 pub(super) struct ReadOnly;
 

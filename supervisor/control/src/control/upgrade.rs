@@ -57,8 +57,8 @@ const READY_MARGIN: Duration = Duration::from_secs(10);
 /// Time limit for the new program to confirm that it is serving.
 const ACTIVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Time for which both programs run before the new one becomes the main process. Until then, the upgrade can fail
-/// without a restart of the service.
+/// Time for which both programs run before the new program becomes the main process. A failure during this time does
+/// not require a restart of the service.
 const PROBATION: Duration = Duration::from_secs(10);
 
 /// Interval at which PINGs are sent to the new program until it becomes the main process.
@@ -84,7 +84,7 @@ const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Interval between checks for unfinished HTTP requests.
 const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Maximum number of reported upgrade steps that the client has not received yet.
+/// Maximum number of upgrade steps waiting to be sent to the client.
 const STEPS_MAX: usize = 16;
 
 #[derive(Default, Deserialize)]
@@ -181,7 +181,7 @@ struct Upgrade {
     control: Shared,
     program: super::handover::SuccessorProgram,
     is_forced: bool,
-    /// Channel for reporting steps to the client. `None` after the last step, which completes the response.
+    /// Channel for reporting steps to the client. Set to `None` after the last step to complete the response.
     steps: Mutex<Option<mpsc::Sender<UpgradeStep>>>,
 }
 
@@ -476,8 +476,8 @@ impl Upgrade {
         successor.link.send(kind::SWITCH, &switch, None).await
     }
 
-    /// Waits for the end of the probation period, during which both programs run. Returns an error if the new program's
-    /// data plane stops responding.
+    /// Waits for the end of the probation period, during which both programs run. Returns an error if the new program
+    /// exits or its data plane stops responding.
     async fn probation(&self, successor: &Successor) -> Result<Probation, StepFailure> {
         let control = &self.control;
         let end = Instant::now() + PROBATION;
@@ -548,7 +548,8 @@ impl Upgrade {
         tokio::join!(requests, watched);
     }
 
-    /// Watches the new program until this supervisor has stopped.
+    /// Waits until the new program has exited. If the new program was the main process, stops this supervisor with an
+    /// error.
     async fn watch_stop(&self, successor: &Successor) {
         let control = &self.control;
         // The new program closes the link when all workers of this supervisor have exited.

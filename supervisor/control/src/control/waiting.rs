@@ -34,7 +34,7 @@ const IDLE_CLOSE_TIMEOUT: Duration = Duration::from_millis(250);
 const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
 const REFUSED_BYTES_MAX: u64 = 1024 * 1024;
 
-/// Rules for a listener's connections.
+/// Limits on a listener's connections, and the response to refused clients.
 pub(super) struct ListenerRules {
     /// Maximum number of connections served at the same time.
     pub(super) served_max: usize,
@@ -60,8 +60,8 @@ struct Listener<S: Socket> {
     health_permits: Arc<Semaphore>,
     refused_permits: Arc<Semaphore>,
     refused: Arc<AtomicU64>,
-    /// Waiting connections, each with its number, oldest first. A connection is notified when it must give up its
-    /// place.
+    /// Numbers of the waiting connections, oldest first. A connection is notified when a newer connection displaces
+    /// it.
     waiting: Mutex<VecDeque<(u64, Arc<Notify>)>>,
 }
 

@@ -20,7 +20,7 @@ use super::streams::{
 };
 use crate::observe::events::rfc3339;
 
-/// Interval at which the states of the bulkheads are sent.
+/// Interval between updates of the bulkhead states sent to watchers.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// State shared by all watchers.

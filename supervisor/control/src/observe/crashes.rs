@@ -37,8 +37,8 @@ const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Maximum number of directory entries to read when the folder for crash reports is opened.
 const FOLDER_ENTRIES_MAX: usize = 100_000;
 
-/// Maximum time to wait for a reply from the thread that stores crash reports. After that, the client is asked to
-/// retry.
+/// Maximum time to wait for a reply from the thread that stores crash reports. If no reply arrives in time, the
+/// client is asked to retry.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum time, at shutdown, to wait for the remaining crash reports to be written.
@@ -287,7 +287,8 @@ impl Store {
         self.reports.remove(&id)
     }
 
-    /// Drops the oldest report kept in memory. Takes it from the least important group that has reports in memory.
+    /// Drops the oldest in-memory report of the least important group that has any. Returns false if no report is in
+    /// memory.
     fn drop_oldest_in_memory(&mut self) -> bool {
         let is_in_memory =
             |id: &&CrashId| self.reports.get(id).is_some_and(|stored| stored.in_memory.is_some());
@@ -540,7 +541,7 @@ pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, 
 }
 
 impl CrashThread {
-    /// Waits until all reports have been written, but not longer than a time limit, because a disk can hang.
+    /// Waits until all reports have been written. Stops waiting after a time limit, because a disk can hang.
     pub fn finish(self) {
         // The call returns when the thread exits, because the channel is then closed.
         let _ = self.0.recv_timeout(FINISH_TIMEOUT);
@@ -548,7 +549,8 @@ impl CrashThread {
 }
 
 impl Crashes {
-    /// Stores a report, and holds `permit` until this is done. All later requests see the report.
+    /// Sends a report to the thread that stores reports, which holds `permit` until the report is stored. Later
+    /// requests see the report. Drops the report if the queue is full.
     pub fn add(&self, report: Box<CrashReport>, permit: OwnedSemaphorePermit) {
         if self.0.try_send(StoreRequest::Add { report, permit }).is_err() {
             tracing::error!("a crash report was dropped, because too many are waiting to be written");

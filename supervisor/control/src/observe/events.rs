@@ -21,8 +21,8 @@ pub const EVENTS_MAX: usize = 4096;
 /// logged.
 const LOG_LINES_PER_SECOND: u32 = 20;
 
-/// Burst size, and number of events per second, that the rate limit allows for each frequent kind of event in each
-/// bulkhead.
+/// Rate limit for frequent kinds of events, applied to each kind in each bulkhead: the burst size, and the
+/// number of events per second.
 const FREQUENT_BURST: u64 = 512;
 const FREQUENT_PER_SECOND: u64 = 10;
 
@@ -81,7 +81,7 @@ pub struct Events {
     announced: watch::Sender<u64>,
 }
 
-/// A reader of events, with the position up to which it has read.
+/// A reader of events. Keeps track of its read position.
 #[derive(Debug)]
 pub struct Reader {
     bulkhead: Option<String>,
@@ -102,8 +102,7 @@ pub struct Piece {
     pub events: Vec<Arc<Rendered>>,
 }
 
-/// Key of a flow, which consists of the events of one kind in one bulkhead: the name of the kind and the name of the
-/// bulkhead.
+/// Key of a flow: the name of an event kind and the name of a bulkhead.
 type FlowKey = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
@@ -113,16 +112,16 @@ struct EventRing {
     flows: HashMap<FlowKey, EventFlow>,
 }
 
-/// A flow, which consists of the events of one kind in one bulkhead.
+/// A flow: all events of one kind in one bulkhead.
 #[derive(Debug)]
 struct EventFlow {
     /// Sequence numbers of the events that are still in memory.
     kept: VecDeque<u64>,
-    /// Number of events that the rate limit currently allows before events are suppressed.
+    /// Number of events that can still be stored before the rate limit takes effect.
     allowance: u64,
-    /// Number of events suppressed since the last event that was not suppressed.
+    /// Number of events suppressed since an event was last stored.
     suppressed: u64,
-    /// Second in which the last event occurred, and the number of events in that second that were not suppressed.
+    /// Second in which the last event occurred, and the number of events stored in that second.
     second: u64,
     lines: u32,
 }
@@ -144,7 +143,7 @@ impl Events {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores an event and logs it. If there are too many events of the same kind, the event is only counted.
+    /// Stores and logs an event. An event that exceeds the rate limit is counted but not stored.
     pub fn add(&self, mut event: Event) {
         let mut ring = self.lock();
         let Some(Admitted { suppressed, is_logged }) = ring.admit(&event) else { return };
@@ -171,8 +170,7 @@ impl Events {
         ring.seq = ring.seq.max(number);
     }
 
-    /// Emits an event about each kind of event whose suppressed events have not been reported yet, unless an event of
-    /// that kind occurred recently.
+    /// Reports how many events of each kind were suppressed. Skips kinds that had an event recently.
     pub fn report_suppressed(&self) {
         let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
@@ -181,7 +179,8 @@ impl Events {
         }
     }
 
-    /// Removes the rate limits of all bulkheads that are not in `bulkheads`. Stored events of such a bulkhead are kept.
+    /// Removes the rate limits of all bulkheads that are not in `bulkheads`. Keeps a rate limit while events
+    /// that it applies to are still in memory.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         let is_kept = |name: &str| bulkheads.contains(name);
         self.lock()
@@ -189,7 +188,8 @@ impl Events {
             .retain(|(_, name), flow| !flow.kept.is_empty() || name.as_deref().is_none_or(is_kept));
     }
 
-    /// Returns the events after the sequence number `since`, but at most the newest `limit`.
+    /// Returns events with sequence numbers greater than `since`. If there are more than `limit`, only the
+    /// newest are returned.
     pub fn kept(&self, since: u64, bulkhead: Option<&str>, limit: usize) -> Vec<Arc<Rendered>> {
         let ring = self.lock();
         let mut kept: Vec<_> = ring.newest(since, bulkhead).take(limit).cloned().collect();
@@ -209,7 +209,7 @@ impl Events {
         Reader { bulkhead, last_seq, joined, announced: self.announced.subscribe() }
     }
 
-    /// Wakes readers when there are new events, but at most once per `WAKE_DELAY`.
+    /// Wakes readers when new events arrive, at most once per `WAKE_DELAY`.
     pub async fn wake_readers_periodically(&self) {
         loop {
             self.new_events.notified().await;
@@ -262,7 +262,7 @@ impl Reader {
         piece
     }
 
-    /// Skips the events up to `seq`, which have been evicted. Returns the number of events that this reader missed.
+    /// Skips evicted events up to `seq`. Returns the number of events that this reader missed.
     fn skip_to(&mut self, seq: u64) -> u64 {
         let missed = seq.saturating_sub(self.last_seq.max(self.joined));
         self.last_seq = self.last_seq.max(seq);
@@ -309,7 +309,7 @@ impl EventRing {
         self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))
     }
 
-    /// Evicts an event: the oldest one of the kind and bulkhead with the most events in memory.
+    /// Evicts the oldest event of the flow with the most events in memory.
     fn evict_one(&mut self) {
         let weight =
             |flow: &&mut EventFlow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));
@@ -336,7 +336,7 @@ impl EventRing {
 }
 
 impl EventFlow {
-    /// Begins a new second if the current second is over, and adds to the number of events that the rate limit allows.
+    /// Advances to the given second and refills the rate limit.
     fn advance_to(&mut self, second: u64, key: (&'static str, Option<&str>)) {
         if second == self.second {
             return;

@@ -17,7 +17,7 @@ use tracing_subscriber::fmt::MakeWriter;
 /// Maximum number of log lines waiting to be written. Further lines are dropped and counted.
 const LINES_MAX: usize = 4096;
 
-/// Maximum time to wait, at shutdown, for the remaining lines to be written.
+/// Maximum time to wait at shutdown until the remaining lines have been written.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
 static DROPPED: AtomicU64 = AtomicU64::new(0);
@@ -34,7 +34,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// Channel for log lines that this module itself formats as JSON. Not set if the log format is text.
+/// Channel for log lines that this module itself formats as JSON. Unset if the log format is text.
 static JSON_LINES: OnceLock<SyncSender<Vec<u8>>> = OnceLock::new();
 
 /// `tracing` target of log lines that contain workers' output.
@@ -49,7 +49,8 @@ pub struct LogFilter<'a> {
     pub has_output: bool,
 }
 
-/// Starts logging to standard error. The error is a message for the user, usually about an invalid level.
+/// Starts logging to standard error. On failure, returns an error message for the user, usually about an invalid
+/// level.
 pub fn init(format: LogFormat, log_filter: LogFilter<'_>) -> Result<(), String> {
     let mut filter = filter(log_filter.level)?;
     if !log_filter.has_output {

@@ -116,7 +116,7 @@ fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// Returns the name and the count, or `None` if the count is and will always be zero.
+/// Returns the name and the count, or `None` if the count can never become nonzero.
 fn named_if_possible(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
     number_if_possible(is_possible, count).map(|count| (name, count))
 }
@@ -203,7 +203,7 @@ fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
     page.samples(&[&of.name], counts);
 }
 
-/// Returns the number, or `None` if the number is and will always be zero.
+/// Returns the number, or `None` if it can never become nonzero.
 fn number_if_possible(is_possible: bool, number: u64) -> Option<u64> {
     (is_possible || number > 0).then_some(number)
 }
@@ -228,8 +228,7 @@ fn write_adaptive_changes(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// Returns the resident size of the current worker in each slot, in bytes. Replaced workers and spares are
-/// not included.
+/// Returns the resident size of each slot's current worker, in bytes. Ignores replaced workers and spares.
 fn memory_by_slot(bulkhead: &BulkheadNumbers, resident_sizes: &ResidentSizes) -> Vec<u64> {
     let current = || bulkhead.workers.iter().filter(|worker| worker.is_current);
     let slots = current().map(|worker| worker.slot + 1).chain([bulkhead.slots]).max().unwrap_or_default();

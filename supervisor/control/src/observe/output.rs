@@ -18,11 +18,11 @@ use super::logging::{self, WORKER_TARGET};
 /// Maximum length of a line in bytes. Longer lines are truncated.
 const LINE_BYTES_MAX: usize = 8 * 1024;
 
-/// Maximum number of lines kept for each bulkhead, and their maximum total size in bytes.
+/// Limits on the lines kept for each bulkhead: the number of lines, and their total size in bytes.
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Maximum number of lines, and maximum number of bytes, logged immediately for each bulkhead in one second.
+/// Maximum number of lines and bytes logged immediately per second for each bulkhead.
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
@@ -34,19 +34,19 @@ const DELAYED_BYTES_PER_SECOND: usize = 64 * 1024;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Maximum number of bytes of standard error output to keep for each process, and maximum number of processes for which
-/// such output is kept.
+/// Maximum number of bytes of standard error to keep per process, and maximum number of processes for which
+/// standard error is kept.
 const TAIL_BYTES: usize = 8 * 1024;
 const TAILS_MAX: usize = 256;
 
 /// Maximum number of bytes to read at once.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Maximum number of times that a pipe is read after its process has exited. This is enough to empty a full pipe.
+/// Maximum number of reads from a pipe after its process has exited. Enough to empty a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// Minimum number of process starts between two searches for exited processes. If there are many processes, the number
-/// is higher: one start for every `PROCESSES_FOR_EACH_START` processes.
+/// Minimum number of process starts between two searches for exited processes. If many processes are running, a
+/// search requires one start per `PROCESSES_FOR_EACH_START` processes.
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
@@ -71,13 +71,13 @@ struct State {
 /// such as the template that forked it, keeps the pipes open.
 #[derive(Debug)]
 struct ProcessReader {
-    /// Dropped in order to stop the tasks that read the process's pipes. Each task has a receiver.
+    /// Stops the tasks that read the process's pipes when dropped. Each task has a receiver.
     stop: watch::Sender<()>,
     /// True if the process is a template. A template's pipes stay in use after it exits, because its forked workers
     /// write to the same pipes.
     is_template: bool,
     is_stderr_closed: bool,
-    /// True if the most recent check found that the process had exited.
+    /// True if the process had exited at the time of the last check.
     has_ended: bool,
 }
 
@@ -87,27 +87,27 @@ struct Lines {
     bytes: usize,
     /// Sequence number of the newest line.
     seq: u64,
-    /// Channel to the clients that follow the output. Created only when a client follows the output, because the
-    /// channel allocates memory for many lines.
+    /// Channel to the clients that follow the output. Created for the first follower, because the channel
+    /// allocates memory for many lines.
     live: Option<broadcast::Sender<Arc<str>>>,
     second: Option<Instant>,
     lines_this_second: u32,
     bytes_this_second: usize,
     delayed: DelayedLines,
-    /// Number of delayed lines from the current second that have already been logged.
+    /// Number of delayed lines already logged in the current second.
     delayed_logged: usize,
 }
 
-/// The last lines that arrived in a second with more lines than can be logged immediately. Logged with a delay.
+/// The most recent lines that exceeded the limit for immediate logging. They are logged with a delay.
 #[derive(Debug, Default)]
 struct DelayedLines {
     lines: VecDeque<(LineSource, Box<[u8]>)>,
     bytes: usize,
-    /// Number of lines that were dropped because there were too many to delay.
+    /// Number of lines dropped because too many lines were delayed.
     dropped: u64,
 }
 
-/// Process and stream that a line comes from.
+/// Process and stream that produced a line.
 #[derive(Clone, Debug)]
 struct LineSource {
     bulkhead: Arc<str>,
@@ -223,7 +223,7 @@ impl Output {
         }
     }
 
-    /// Logs a bulkhead's delayed lines, and the number of lines that were dropped before them.
+    /// Logs a bulkhead's delayed lines, preceded by the number of dropped lines.
     fn log_delayed_of(&self, bulkhead: &Arc<str>) {
         let delayed = self.lock().bulkheads.get_mut(bulkhead).map(Lines::take_delayed);
         self.log_delayed(bulkhead, delayed.unwrap_or_default());
@@ -280,7 +280,7 @@ impl Output {
         (lines.lines.iter().skip(skip).cloned().collect(), live.subscribe())
     }
 
-    /// Returns the end of a process's standard error output.
+    /// Returns the last part of a process's standard error output.
     pub fn tail(&self, pid: u32) -> Option<String> {
         let state = self.lock();
         let bytes: Vec<u8> = state.tails.get(&pid)?.iter().copied().collect();
@@ -305,8 +305,8 @@ impl State {
         until
     }
 
-    /// Stops reading from processes that had already exited at the previous check. The delay gives descendants of an
-    /// exited process time to write their last output.
+    /// Stops reading from processes that had already exited at the previous check. The delay gives an exited
+    /// process's descendants time to write their last output.
     fn stop_reading_ended_processes(&mut self) {
         self.readers.retain(|pid, readers| {
             let number = Pid::from_raw(*pid as i32);
@@ -346,7 +346,7 @@ impl State {
 }
 
 impl Lines {
-    /// If the current second is over, begins a new one and returns the delayed lines of the old one.
+    /// If the current second is over, begins a new second and returns the lines that were delayed in the old second.
     fn begin_second(&mut self) -> DelayedLines {
         let now = Instant::now();
         if self.second.is_some_and(|began| now.duration_since(began) < SECOND) {

@@ -68,8 +68,8 @@ pub fn resident_bytes(pid: u32) -> Option<u64> {
     Some(pages * rustix::param::page_size() as u64)
 }
 
-/// Returns the resident size of a process in bytes, and its processor time in milliseconds. Returns `None` if
-/// the process no longer exists.
+/// Returns the resident size of a process in bytes and its processor time in milliseconds, or `None` if the
+/// process no longer exists.
 pub fn usage(pid: u32) -> Option<(u64, u64)> {
     Some((resident_bytes(pid)?, processor_ms(pid, 2)?))
 }

@@ -25,8 +25,8 @@ const SPANS_MAX: usize = 4096;
 /// Minimum interval between warnings about lost spans.
 const LOSS_REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum time to wait, at shutdown, for the thread that processes spans. The thread usually gives up earlier, after
-/// `EXPORT_FINISH_TIMEOUT`.
+/// Maximum time to wait at shutdown for the thread that processes spans. The thread usually gives up earlier,
+/// after `EXPORT_FINISH_TIMEOUT`.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Handle to the thread that processes spans.
@@ -34,7 +34,7 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 pub struct SpanThread(blocking::Receiver<()>);
 
 impl SpanThread {
-    /// Waits until all spans have been logged and sent, or until the time limit has passed. All senders must already
+    /// Waits until all spans have been logged and sent, or until a timeout expires. All senders must already
     /// have been dropped.
     pub fn finish(self) {
         // The call returns when the thread exits, because the channel is then closed.
@@ -113,7 +113,7 @@ async fn step(export: Option<&mut Export>) {
     }
 }
 
-/// Number of lost spans reported so far, and the time of the last report.
+/// Number of lost spans that have been reported, and the time of the last report.
 #[derive(Default)]
 struct LossReports {
     reported: u64,

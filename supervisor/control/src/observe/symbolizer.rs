@@ -31,10 +31,11 @@ const RECORDS_WAITING_MAX: usize = 16;
 /// Maximum time to spend on one record.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time to wait until all processes of a symbolizer have exited, so that its user ID can be reused.
+/// Maximum time to wait for all processes of a symbolizer to exit. The user ID can be reused only after they
+/// have exited.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Number by which the keeper identifies the symbolizer, which is the only process that this keeper starts.
+/// Spawn number of the symbolizer. The keeper starts no other process.
 const SPAWN_NUMBER: u64 = 1;
 
 /// Handle for sending crash records to the thread that starts symbolizers.
@@ -87,7 +88,7 @@ fn serve(options: &SymbolizerOptions, requests: &Receiver<(CrashId, CrashRecord)
 }
 
 impl SymbolizerOptions {
-    /// Returns the document that contains the backtrace. The error is the reason why there is no backtrace.
+    /// Returns the document that contains the backtrace, or the reason why there is no backtrace.
     fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         let taken = match record.kind {
@@ -126,7 +127,7 @@ impl SymbolizerOptions {
         answer
     }
 
-    /// Sends the records to a new symbolizer and returns the answer.
+    /// Starts a symbolizer, sends the records to it and returns the answer.
     fn ask(
         &self,
         keeper: &mut Keeper,
@@ -188,7 +189,7 @@ impl SymbolizerOptions {
     }
 }
 
-/// Explanations that are shown if there is no backtrace.
+/// Explanations for a missing backtrace.
 const NO_RECORD: &str = "the worker wrote no record of its crash; its code may have handled the signal itself, or a \
                          thread without an alternate signal stack may have overflowed its stack";
 const NO_SAMPLE: &str = "the threads of the process could not be stopped within 15 ms";
@@ -214,7 +215,7 @@ fn take_crash_record(file: &OwnedFd, signal: i32) -> io::Result<Option<Vec<u8>>>
     Ok(Some(bytes))
 }
 
-/// Copies the stacks that the keeper has sampled. Returns `None` if there are none.
+/// Copies the stacks sampled by the keeper. Returns `None` if the file contains no stacks.
 fn take_sample(file: &OwnedFd) -> io::Result<Option<Vec<u8>>> {
     let mut count = [0; size_of::<u64>()];
     fill(file, &mut count, 0)?;

@@ -9,11 +9,11 @@ use crate::slab::SlabIndex;
 pub(crate) struct Compartments {
     slab: Slab<CompartmentIndex, Compartment>,
     timers: Timers,
-    /// Compartments to which events have been applied since their timers were last set.
+    /// Compartments to which an event was applied after their timer was last set.
     touched: Vec<CompartmentIndex>,
     /// Random seed for this run of the supervisor.
     seed: u64,
-    /// Number of compartment seeds derived from `seed` so far.
+    /// Number of compartment seeds already derived from `seed`.
     seeds: u64,
     /// Number of jobs submitted to any compartment so far, including compartments that were removed.
     jobs: u64,
@@ -44,12 +44,12 @@ impl Compartments {
         self.jobs
     }
 
-    /// Continues the numbering of jobs where the predecessor stopped.
+    /// Continues the numbering of jobs after the predecessor's last number.
     pub(crate) fn continue_after(&mut self, number: u64) {
         self.jobs = self.jobs.max(number);
     }
 
-    /// Marks a compartment as touched, because an event was applied to it.
+    /// Marks a compartment as touched after an event was applied to it.
     #[inline]
     pub(crate) fn touch(&mut self, index: CompartmentIndex) {
         if !std::mem::replace(&mut self.slab[index].is_touched, true) {
@@ -57,8 +57,8 @@ impl Compartments {
         }
     }
 
-    /// Returns a compartment that was marked as touched, and clears the mark. The compartment might have been removed
-    /// in the meantime.
+    /// Returns the next touched compartment and clears its mark. The compartment might already have been
+    /// removed.
     pub(crate) fn next_touched(&mut self) -> Option<CompartmentIndex> {
         let index = self.touched.pop()?;
         if let Some(compartment) = self.slab.get_mut(index) {
@@ -67,7 +67,7 @@ impl Compartments {
         Some(index)
     }
 
-    /// Sets a compartment's timer to the next deadline in its policy.
+    /// Sets a compartment's timer to the next deadline of the compartment's policy.
     pub(crate) fn set_timer(&mut self, index: CompartmentIndex) {
         match self.slab.get(index).and_then(|compartment| compartment.policy.next_deadline()) {
             Some(at) => self.timers.set(index.number() as u32, at),
@@ -79,7 +79,7 @@ impl Compartments {
         self.timers.next()
     }
 
-    /// Removes an expired timer and returns its compartment, or returns `None` if no timer has expired.
+    /// Removes an expired timer and returns the timer's compartment. Returns `None` if no timer has expired.
     pub(crate) fn pop_due(&mut self, now: Time) -> Option<CompartmentIndex> {
         self.timers.pop_due(now).map(|number| CompartmentIndex::from_number(number as usize))
     }

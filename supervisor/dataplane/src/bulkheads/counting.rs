@@ -36,8 +36,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the outcome of a job for the bulkhead that handled the job, even if the job was passed on from another
-    /// bulkhead.
+    /// Counts a job's outcome for the bulkhead that handled the job, which can be a fallback.
     pub(crate) fn count_answer(&mut self, compartment: &Compartment, answer: &JobOutcome<Box<JobData>>) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         if answer.job.is_some() {
@@ -90,7 +89,7 @@ impl Bulkheads {
 
     // Fallbacks.
 
-    /// Counts the outcome of a job that another bulkhead passed on to this one.
+    /// Counts the outcome of a job that was passed on to a fallback.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,
@@ -120,13 +119,13 @@ impl Bulkheads {
         Some(std::mem::take(jobs))
     }
 
-    /// Returns true if some jobs were sent to a fallback and no event has reported them yet.
+    /// Returns true if an event must still report jobs that were sent to a fallback.
     pub(crate) fn needs_checks(&self) -> bool {
         self.has_unreported_fallbacks
     }
 
-    /// Returns each fallback for which an event is due, with the number of jobs passed on to the fallback since the
-    /// last event.
+    /// Returns the fallbacks for which an event is due, each with the number of jobs passed on since its last
+    /// event.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();
@@ -146,14 +145,14 @@ impl Bulkheads {
 
     // Workers.
 
-    /// Counts the start of a worker that replaces another worker.
+    /// Counts the start of a replacement worker.
     pub(crate) fn count_restart(&mut self, compartment: &Compartment, cause: Option<RestartCause>) {
         if let Some(cause) = cause.filter(|_| !compartment.is_replay) {
             self.slab[compartment.bulkhead].counters.restarts[cause as usize] += 1;
         }
     }
 
-    /// Counts an event from policy, unless events of this kind are counted elsewhere.
+    /// Counts an event from policy if events of this kind are not counted elsewhere.
     pub(crate) fn count_note(&mut self, compartment: &Compartment, note: &OperatorEvent) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         match note {

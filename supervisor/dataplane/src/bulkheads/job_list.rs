@@ -18,12 +18,12 @@ use crate::slab::SessionId;
 /// Maximum number of job and compartment table entries visited per iteration, including empty ones.
 const VISITS_PER_ITERATION_MAX: usize = 8192;
 
-/// The parts of the data plane that a job list is built from.
+/// Parts of the data plane from which a job list is built.
 #[derive(Clone, Copy)]
 pub(crate) struct JobListSource<'a> {
     pub(crate) bulkheads: &'a Bulkheads,
     pub(crate) compartments: &'a Compartments,
-    /// Returns the name of a client, or `None` if the client has disconnected.
+    /// Function that returns a client's name, or `None` if the client has disconnected.
     pub(crate) client: &'a dyn Fn(SessionId) -> Option<Text>,
     pub(crate) now: Time,
 }
@@ -35,13 +35,13 @@ pub(crate) struct JobListQueue(VecDeque<PartialList>);
 struct PartialList {
     request: JobsRequest,
     reply: oneshot::Sender<Jobs>,
-    /// Compartments that have not been fully visited. The last one in the list is visited next.
+    /// Compartments that have not been fully visited. The last compartment in the list is visited next.
     left: Vec<CompartmentIndex>,
     /// Next position to visit in the last compartment of `left`.
     position: usize,
     /// Number of matching jobs found so far.
     total: u64,
-    /// The oldest matching jobs found so far, in a heap whose top is the newest of these jobs.
+    /// Heap of the oldest matching jobs found so far, with the newest of these jobs at the top.
     oldest: BinaryHeap<(Time, CompartmentIndex, JobId)>,
 }
 
@@ -52,7 +52,7 @@ fn received(view: &JobView<'_, Box<JobData>>) -> Time {
 }
 
 impl Bulkheads {
-    /// Returns a job in a bulkhead, and the compartment that holds the job.
+    /// Finds a job in a bulkhead. Returns the job and the compartment that holds it.
     pub(crate) fn find_job<'a>(
         &self,
         compartments: &'a Compartments,
@@ -109,7 +109,7 @@ impl JobListQueue {
         }
     }
 
-    /// Continues building the list that was requested first.
+    /// Continues building the first list in the queue.
     pub(crate) fn advance(&mut self, source: &JobListSource<'_>) {
         let Some(mut list) = self.0.pop_front() else { return };
         if list.reply.is_closed() {

@@ -16,7 +16,7 @@ use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartment
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
-    /// Returns the live changes that a reload would discard because they do not fit the new configuration.
+    /// Returns the live changes that a reload would discard because they conflict with the new configuration.
     pub(crate) fn dropped_changes(&self, compartments: &Compartments, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &ChangedBulkhead| {
             let bulkhead = self.find(&reconfigured.spec.name)?;
@@ -176,7 +176,7 @@ impl BulkheadEntry {
         Ok(events)
     }
 
-    /// Returns the limits set for the tenant that owns the compartment. Returns no limits if the compartment is shared.
+    /// Returns the limits set for a compartment's tenant. Returns no limits if the compartment is shared.
     fn own_limits_of(&self, compartment: &Compartment) -> TenantConfig {
         match (self.isolated(), &compartment.tenant) {
             (Some(isolated), Some(tenant)) => isolated.own.get(&**tenant).copied().unwrap_or_default(),
@@ -287,11 +287,11 @@ impl Isolated {
 pub(crate) struct MergedLimits {
     limits: Limits,
     own: BTreeMap<String, TenantConfig>,
-    /// Keys whose live changes were discarded.
+    /// Keys of the discarded live changes.
     dropped: Vec<String>,
 }
 
-/// Key of a limit that can be changed live, and a function that copies the limit from the second argument to the first.
+/// Key of a limit that can be changed live, and a function that copies the limit from its second argument to its first.
 type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
 
 const LIVE_LIMITS: &[LiveLimit] = &[
@@ -339,7 +339,7 @@ fn own_with_live(
     merged.filter(|(_, numbers)| *numbers != TenantConfig::default()).collect()
 }
 
-/// Returns an error if a worker would run several programs at once without isolating them from each other.
+/// Returns an error if one worker would run several programs at once without isolating them from each other.
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.why_single_program() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Conflict(format!(

@@ -21,17 +21,17 @@ use super::{
     LinkIndex, Presence,
 };
 
-/// Maximum number of compartments visited per iteration. If a bulkhead has more compartments than this, the values in
-/// its snapshot can be from different moments.
+/// Maximum number of compartments visited per iteration. The snapshot of a bulkhead with more compartments can
+/// contain values from different moments.
 const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 
 /// Maximum number of tenants in a snapshot.
 const TENANTS_SHOWN: usize = 10;
 
-/// Maximum number of tenants to collect before all but the busiest are discarded.
+/// Number of collected tenants at which all but the busiest are discarded.
 const TENANTS_SORTED_MAX: usize = 256;
 
-/// Information about a worker that policy does not store.
+/// Worker details that policy does not store.
 #[derive(Default)]
 pub(crate) struct WorkerDetails {
     pub(crate) status: Option<String>,
@@ -40,11 +40,11 @@ pub(crate) struct WorkerDetails {
 
 /// Source of [`WorkerDetails`].
 pub(crate) trait DescribeWorker {
-    /// Returns a worker's details. `link` is the worker's link, if there is one.
+    /// Returns a worker's details. `link` is `None` if the worker has no link.
     fn describe(&self, link: Option<LinkIndex>, worker: WorkerId) -> WorkerDetails;
 }
 
-/// The parts of the data plane that a snapshot is taken from.
+/// Parts of the data plane from which a snapshot is taken.
 #[derive(Clone, Copy)]
 pub(crate) struct SnapshotSource<'a> {
     bulkheads: &'a Bulkheads,
@@ -73,7 +73,7 @@ impl<'a> SnapshotSource<'a> {
         self.complete(entry, sum)
     }
 
-    /// Builds the snapshot of a whole bulkhead from the sum of its compartments' values.
+    /// Builds a bulkhead's snapshot from the totals of its compartments.
     fn complete(&self, entry: &BulkheadEntry, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, entry);
         snapshot.latency_ms = entry.latency.percentiles();
@@ -223,8 +223,7 @@ impl SnapshotQueue {
         self.0.push_front(snapshot);
     }
 
-    /// Adds the values of a compartment that is being removed to each snapshot in progress that does not include them
-    /// yet.
+    /// Adds a removed compartment's values to each snapshot in progress that does not include them yet.
     pub(crate) fn add_forgotten(
         &mut self,
         source: &SnapshotSource<'_>,
@@ -332,7 +331,7 @@ impl Sum {
         }
     }
 
-    /// Adds the counters kept for tenants whose compartments have been removed.
+    /// Adds the counters of tenants whose compartments were removed.
     fn add_forgotten(&mut self, isolated: &Isolated) {
         self.counters.add(&isolated.forgotten_counters);
         self.restarts += isolated.forgotten_restarts;
@@ -382,7 +381,7 @@ impl Sum {
     }
 }
 
-/// Adaptive limits of all compartments combined: the sum of the limits, and the highest latency.
+/// Combined adaptive limits of several compartments: the sum of the limits, and the highest latency.
 #[derive(Default)]
 struct AdaptiveSeen {
     limit: u64,
@@ -420,7 +419,7 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// Combined state of several compartments. Leaves out tenants without workers, because they currently need none.
+/// Combined state of several compartments. Tenants that currently need no workers are left out.
 #[derive(Default)]
 pub(super) struct CombinedState {
     first: Option<BulkheadState>,

@@ -15,18 +15,19 @@ use super::{Bulkheads, Compartment, CompartmentEvent, Compartments, Isolated, La
 use crate::JobData;
 use crate::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Maximum number of tenants whose compartments are kept, per bulkhead. Higher than the number of tenants that can have
+/// Maximum number of tenant compartments kept per bulkhead. Higher than the number of tenants that can have
 /// workers at the same time.
 const REMEMBERED_MAX: usize = 4096;
 
-/// Maximum number of tenants without workers that are examined when looking for a compartment to remove.
+/// Maximum number of tenants examined when choosing a compartment to remove. Only tenants without workers are
+/// examined.
 const FORGET_CANDIDATES_MAX: usize = 16;
 
 /// An action for the caller to perform. Actions must be performed in order, immediately after the call that produced
 /// them.
 pub(crate) enum Effect {
     Apply(CompartmentIndex, Event<Box<JobData>>),
-    /// Applies an event without reporting it, because operators have already been notified for the whole bulkhead.
+    /// Applies an event without reporting it. A single report already covers the whole bulkhead.
     ApplyQuietly(CompartmentIndex, Event<Box<JobData>>),
     /// Adds the values of a removed compartment to each snapshot in progress that does not include them yet.
     Forgotten(BulkheadIndex, CompartmentIndex, Box<Compartment>),
@@ -54,8 +55,8 @@ impl TenantState {
 }
 
 impl Compartment {
-    /// Returns the current state of a compartment. If the compartment has just been scaled to zero, the time in the
-    /// state is `now`.
+    /// Returns the current state of a compartment. The state contains `now` if the compartment was just scaled
+    /// to zero.
     fn current_tenant_state(&self, now: Time) -> TenantState {
         match (self.policy.activity(), self.policy.idle_since()) {
             (Activity::Started, Some(since)) => TenantState::Idle(since),
@@ -78,8 +79,8 @@ impl Isolated {
         self.waiting.remove(at)
     }
 
-    /// Returns the next event, which gives workers to a waiting tenant or makes an idle tenant release its workers for
-    /// a waiting tenant.
+    /// Returns the next event needed to assign workers. The event either gives workers to a waiting tenant or
+    /// makes an idle tenant release its workers.
     fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
         // A waiting compartment might have been stopped in the meantime.
         while let Some(&next) = self.waiting.front()
@@ -294,8 +295,8 @@ impl Bulkheads {
 
     // Commands that apply to a whole bulkhead.
 
-    /// If tenants are isolated, applies an operator's command to compartments created later and returns true. The
-    /// caller must then report a single event for all tenants.
+    /// Applies an operator's command to compartments that will be created later. Returns false if tenants are
+    /// not isolated. If the result is true, the caller must report a single event for all tenants.
     pub(crate) fn steer(&mut self, bulkhead: BulkheadIndex, action: SteerAction) -> bool {
         let Some(isolated) = self.slab[bulkhead].isolated_mut() else { return false };
         match action {
@@ -307,7 +308,7 @@ impl Bulkheads {
         true
     }
 
-    /// Sets whether the breakers of compartments created later are forced open. Returns the previous setting, or `None`
+    /// Sets whether the breakers of future compartments are forced open. Returns the previous setting, or `None`
     /// if tenants are not isolated.
     pub(crate) fn force_breaker(&mut self, bulkhead: BulkheadIndex, open: bool) -> Option<bool> {
         let isolated = self.slab[bulkhead].isolated_mut()?;

@@ -6,8 +6,8 @@ use bulkhead_api::{Cause, CrashId};
 
 use super::ReportLimit;
 
-/// Maximum number of causes remembered per bulkhead. When there are more, the cause that has not occurred for the
-/// longest time is discarded.
+/// Maximum number of causes remembered per bulkhead. The least recent cause is discarded to make room for a new
+/// cause.
 const CAUSES_MAX: usize = 8;
 
 #[derive(Debug, Default)]
@@ -26,8 +26,8 @@ struct Seen {
 }
 
 impl StartFailures {
-    /// Counts a start failure whose cause was already reported. Returns the ID of the crash report about the cause, and
-    /// the new count.
+    /// Counts another start failure with a known cause. Returns the ID of the cause's crash report and the new
+    /// count.
     pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
         let place = self.seen.iter().position(|seen| seen.cause.has_same_cause(cause))?;
         let mut seen = self.seen.remove(place);
@@ -37,7 +37,7 @@ impl StartFailures {
         Some(counted)
     }
 
-    /// Records the first crash report for a cause.
+    /// Records a new cause and its crash report.
     pub(super) fn begin(&mut self, cause: Cause, report: CrashId) {
         if self.seen.len() == CAUSES_MAX {
             self.seen.remove(0);

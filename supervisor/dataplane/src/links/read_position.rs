@@ -11,12 +11,12 @@ use std::os::fd::OwnedFd;
 
 use rustix::net::RecvFlags;
 
-/// Size of the buffer used to read the bytes that a dead worker left unread.
+/// Size of the buffer for reading the bytes that a dead worker left unread.
 const TAKEN_BYTES: usize = 16 * 1024;
 
 /// Tracks how many bytes a worker has read from its link.
 pub(crate) struct ReadPosition {
-    /// Duplicate of the worker's end of the link. Closed when the worker is gone.
+    /// Duplicate of the worker's end of the link. Closed once the worker is gone.
     theirs: Option<OwnedFd>,
     /// Total number of bytes written to the link.
     written: u64,
@@ -27,9 +27,9 @@ pub(crate) struct ReadPosition {
 /// Position of a job on the worker's link.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct JobPosition {
-    /// Number of bytes on the link before the job's frame.
+    /// Number of bytes written to the link before the job's frame.
     offset: u64,
-    /// Sequence number of the job among all jobs on the link.
+    /// Sequence number of the job among all jobs sent over the link.
     number: u64,
     /// True if the worker has reported that it started the job.
     has_started: bool,
@@ -41,12 +41,12 @@ impl JobPosition {
         self.has_started = true;
     }
 
-    /// Returns true if the job cannot have been started by a worker that has read only `read` bytes.
+    /// Returns true if a worker that has read only `read` bytes cannot have started the job.
     pub(crate) fn is_unread(&self, read: u64) -> bool {
         !self.has_started && self.offset >= read
     }
 
-    /// Returns true if the job cannot have been started by a worker that has started only the first `begun` jobs.
+    /// Returns true if a worker that has started only the first `begun` jobs cannot have started this job.
     pub(crate) fn is_unbegun(&self, begun: Option<u64>) -> bool {
         !self.has_started && begun.is_some_and(|begun| self.number > begun)
     }

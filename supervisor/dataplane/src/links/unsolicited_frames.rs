@@ -14,7 +14,7 @@ const PER_SECOND: i64 = 1000;
 /// the SDK reports the progress of a job.
 const PER_SECOND_AND_JOB: i64 = 20;
 
-/// Number of additional notices allowed for each job: RETURNED and the heartbeat that follows it.
+/// Number of additional notices allowed for each job. Covers RETURNED and the heartbeat that follows it.
 const FOR_A_JOB: i64 = 2;
 
 /// Maximum time for which a link is not read after the worker has exceeded its budget. After a longer pause, the worker
@@ -25,14 +25,14 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 /// `docs/protocol.md`). A worker that exceeds this number is killed. The count is reset when the budget is full.
 const EXCESS_MAX: i64 = 300_000;
 
-/// Budget for the notices from one worker.
+/// Budget for a worker's notices.
 pub(crate) struct UnsolicitedFrames {
-    /// Number of notices that the worker can still send. At most the budget for one second. If the number is negative,
-    /// the link is paused.
+    /// Number of notices that the worker can still send, limited to the budget for one second. The link is
+    /// paused if the number is negative.
     remaining: i64,
     filled_at: Time,
     excess: i64,
-    /// End of the pause during which the link is not read.
+    /// End of the current pause, during which the link is not read.
     paused_until: Option<Time>,
     /// True if a notice arrived during the current read.
     has_frames: bool,
@@ -58,13 +58,13 @@ impl UnsolicitedFrames {
         self.remaining += FOR_A_JOB;
     }
 
-    /// Charges the budget for a notice of this size, in bytes.
+    /// Charges the budget for a notice with a size of `bytes`.
     pub(crate) fn charge(&mut self, bytes: usize) {
         self.has_frames = true;
         self.remaining -= 1 + (bytes / 8192) as i64;
     }
 
-    /// Stores a status text. If several texts arrive during the same read, only the last one is kept.
+    /// Stores the status, replacing any that arrived earlier during the same read.
     pub(super) fn set_status(&mut self, text: String) {
         self.status = Some(text);
     }

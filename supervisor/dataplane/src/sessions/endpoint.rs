@@ -67,7 +67,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Returns true if memory files can be lent to this client now.
+    /// Returns true if memory files can currently be lent to this client.
     pub(crate) fn can_lend(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) -> bool {
         match self {
             Self::Socket(socket) => lends.can_lend(socket, receiver),
@@ -99,7 +99,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Prepares to close the connection. Loans that the client has not received still count as in transit.
+    /// Prepares to close the connection. Loans that the client has not received still count as being in transit.
     pub(crate) fn release_files(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) {
         if let Self::Socket(socket) = self {
             lends.close(socket, receiver);

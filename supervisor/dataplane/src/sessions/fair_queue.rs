@@ -14,7 +14,7 @@ pub(super) const QUANTUM_BYTES: usize = 4 * 1024;
 /// Maximum number of bytes read from a connection at a time if no other connection is waiting.
 const QUANTUM_BYTES_ALONE: usize = 16 * 1024;
 
-/// Fixed cost of each frame, charged in addition to the frame's size in bytes.
+/// Fixed cost of a frame, charged in addition to the number of bytes in the frame.
 const FRAME_COST: usize = 256;
 
 /// Number of rejected frames after which a connection has low priority. Each accepted job compensates for
@@ -27,17 +27,16 @@ const JOB_WEIGHT: u32 = 4;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct QueueState {
     is_waiting: bool,
-    /// Scheduling round in which the connection was last read. `bytes` is the number of bytes that were read in that
-    /// round.
+    /// Scheduling round in which the connection was last read. `bytes` is the number of bytes read in that round.
     round: u64,
     bytes: usize,
-    /// True if the client has closed its side. The remaining bytes in the socket then have low priority.
+    /// True if the client has closed its side. Any remaining bytes in the socket then have low priority.
     is_read_closed: bool,
     /// Weighted number of rejected frames (see [`REJECTED_MAX`]).
     rejected: u32,
 }
 
-/// The connections of one user that have input.
+/// A user's connections that have input.
 #[derive(Default)]
 struct User {
     /// Connections from which few bytes have been read in the current round. They come first, so that a connection with
@@ -142,8 +141,8 @@ impl QueueState {
         self.rejected = self.rejected.saturating_sub(JOB_WEIGHT);
     }
 
-    /// Returns true if the connection has low priority because the client has closed its side or because most of its
-    /// frames are rejected.
+    /// Returns true if the connection has low priority. This is the case if the client has closed its side, or if
+    /// most of the connection's frames are rejected.
     pub(super) fn is_low_priority(&self) -> bool {
         self.is_read_closed || self.rejected >= REJECTED_MAX
     }
@@ -167,7 +166,7 @@ impl QueueState {
         is_waiting
     }
 
-    /// Completes a read. Returns its cost.
+    /// Completes a read and returns its cost.
     pub(super) fn end_read(&mut self, bytes: usize, frames: usize) -> usize {
         self.bytes = self.bytes.saturating_add(bytes);
         read_cost(bytes, frames)

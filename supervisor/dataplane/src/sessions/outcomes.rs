@@ -58,8 +58,7 @@ impl Sessions {
         self.schedule_flush(index);
     }
 
-    /// Sends a job's progress to its client. Progress is optional, so it is dropped if the client has a large send
-    /// backlog.
+    /// Sends a job's progress to its client. Drops the progress if the client has a large send backlog.
     pub(crate) fn send_progress(&mut self, client: SessionId, request: u64, progress: Progress<'_>) {
         let Some(session) = self.of_mut(client) else { return };
         if session.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {

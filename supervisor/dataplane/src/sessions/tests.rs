@@ -12,7 +12,7 @@ fn client(uid: u32) -> Client {
     Client { peer: None, grant: Grant::Unrestricted, owner: Owner::User(uid), permit: None }
 }
 
-/// Opens a session for user 1. The session has been waiting for HELLO since `now`.
+/// Opens a session for user 1 that has been waiting for HELLO since `now`.
 fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoint) {
     let (end, peer) = in_process::pair();
     let epoch = sessions.next_epoch();
@@ -108,7 +108,7 @@ fn removes_request_once_it_has_an_outcome() {
     assert!(!sessions.finish_request(id, 8));
 }
 
-/// Lets a session receive the first bytes of a frame.
+/// Makes a session receive the first bytes of a frame.
 fn receive_beginning(sessions: &mut Sessions, index: SessionIndex, now: Time) {
     sessions[index].inbox = Inbox::with_partial(vec![1; 4]);
     sessions.received(index, Received::Drained, now);

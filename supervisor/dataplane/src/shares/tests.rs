@@ -151,8 +151,8 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
     assert_eq!(Some(of_leaf(leaf)), (0..3).filter(gives).map(of_leaf).max());
 }
 
-/// Requests `wanted` bytes for a holder, just as the data plane does: checks the share, counts the bytes, and frees
-/// other holders' memory if necessary.
+/// Requests `wanted` bytes for a holder in the same way as the data plane. Checks the share, counts the bytes,
+/// and frees other holders' memory if necessary.
 fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) -> bool {
     if !shares.can_hold_share(leaf.0, Some(place(leaf.1)), wanted, most) {
         return false;

@@ -12,7 +12,7 @@ use crate::slab::{BulkheadIndex, CompartmentIndex};
 use crate::{DataPlane, Incoming, JobData};
 
 impl DataPlane {
-    /// Passes a job on to the next fallback. If there is none, returns the outcome for the client.
+    /// Passes a job on to the next fallback. If this is impossible, returns the outcome for the client.
     pub(crate) fn pass_to_fallback(
         &mut self,
         index: CompartmentIndex,
@@ -145,8 +145,8 @@ impl DataPlane {
         combined
     }
 
-    /// Reports that jobs are being passed on to another bulkhead. Events are rate-limited, and each contains the number
-    /// of jobs passed on since the last one.
+    /// Reports that jobs are being passed on to another bulkhead. Events are rate-limited. Each event contains the
+    /// number of jobs passed on since the previous event.
     fn report_fallback(
         &mut self,
         origin: BulkheadIndex,
@@ -161,7 +161,7 @@ impl DataPlane {
         self.reporter.bulkhead_event(Severity::Warning, &self.bulkheads[origin].name, what);
     }
 
-    /// Sends the events that are due about jobs that were passed on to fallbacks.
+    /// Sends any due events about jobs that were passed on to fallbacks.
     pub(crate) fn report_skipped_fallbacks(&mut self) {
         for (bulkhead, target, jobs) in self.bulkheads.due_fallback_reports(self.now) {
             let what = EventKind::FallbackUsed { target, reason: None, jobs };

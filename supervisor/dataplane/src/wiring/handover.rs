@@ -30,7 +30,7 @@ use crate::shares::Owner;
 use crate::slab::{BulkheadIndex, CompartmentIndex, SessionIndex};
 use crate::{DataPlane, Incoming, TRANSFER, submissions};
 
-/// Maximum number of connections passed on per iteration.
+/// Maximum number of connections handed over to the successor per iteration.
 const PASSED_ON_PER_ITERATION_MAX: usize = 64;
 
 impl DataPlane {
@@ -160,7 +160,7 @@ impl DataPlane {
         named.into_iter().map(|(bulkhead, tenant)| self.compartment_for(bulkhead, &tenant)).collect()
     }
 
-    /// Notifies the successor of permits that are no longer needed.
+    /// Notifies the successor of permits that this supervisor no longer needs.
     fn report_needed_permits(&mut self) {
         let holders = self.handover.holders();
         if holders.is_empty() {
@@ -253,7 +253,8 @@ impl DataPlane {
         }
     }
 
-    /// Stops the workers of compartments without jobs. Stops the data plane when no jobs or connections are left.
+    /// Stops the workers of compartments that have no jobs. Stops the data plane once no jobs or connections are
+    /// left.
     fn end_idle_workers(&mut self) {
         let mut has_jobs = false;
         for index in self.compartments.indices() {
@@ -291,8 +292,8 @@ impl DataPlane {
         }
     }
 
-    /// Ends the handover because this supervisor is stopping. Requests that were held back for the successor are
-    /// rejected.
+    /// Ends the handover because this supervisor is stopping. Rejects the requests that were held back for the
+    /// successor.
     pub(crate) fn stop_handover(&mut self) {
         if self.handover.has_switched() {
             self.handover.release();

@@ -16,10 +16,11 @@ use crate::links::{Link, death_of};
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, Endpoint, Incoming};
 
-/// Maximum number of reports that are read ahead to find a violation. The keeper's queue cannot contain more reports.
+/// Maximum number of keeper reports to read ahead when looking for a violation. The keeper never queues more reports
+/// than this.
 const REPORTS_AHEAD_MAX: usize = 1024;
 
-/// Maximum number of times that a dead worker's link is read. This is enough to drain a full socket.
+/// Maximum number of reads from a dead worker's link. This is enough to drain a full socket.
 const READS_AFTER_DEATH_MAX: usize = 256;
 
 impl DataPlane {
@@ -76,8 +77,7 @@ impl DataPlane {
         self.descendants_reaped(spawn);
     }
 
-    /// Removes and returns the stored cause of death and resource usage of a worker that runs programs, so that they
-    /// can be reported now.
+    /// Removes and returns the deferred cause of death and resource usage of a worker that runs programs.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.links.of_spawn_mut(spawn).filter(|link| link.program().runs_programs());
         link?.take_deferred_death()
@@ -149,7 +149,7 @@ impl DataPlane {
         self.apply(compartment, Event::Reaped { worker }, Incoming::None);
     }
 
-    /// Removes a dead worker's link. The worker's UID is not returned to the pool yet.
+    /// Removes and returns a dead worker's link. The worker's UID does not return to the pool yet.
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let (index, link) = self.links.remove(spawn)?;
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
@@ -161,7 +161,8 @@ impl DataPlane {
 
     // Violations of the sandbox.
 
-    /// Handles a report that one of a worker's processes made a forbidden system call. The keeper kills the process.
+    /// Handles the keeper's report that one of a worker's processes made a forbidden system call. The keeper kills
+    /// the process.
     pub(crate) fn report_violation(&mut self, spawn: u64, process: u32, call: u32) {
         let Some(link) = self.links.of_spawn_mut(spawn) else { return };
         let Some(pid) = link.add_violation(process, call) else { return };
@@ -241,7 +242,8 @@ impl DataPlane {
     }
 }
 
-/// Returns true if out-of-band bytes are pending. Such bytes are ignored until the worker's process is known.
+/// Returns true if out-of-band bytes are pending. They are ignored until the keeper has reported the worker's
+/// process.
 fn has_out_of_band(socket: &UnixStream) -> bool {
     let mut entries = [PollFd::new(socket, PollFlags::PRI)];
     rustix::event::poll(&mut entries, Some(&Timespec::default())).is_ok_and(|count| count > 0)

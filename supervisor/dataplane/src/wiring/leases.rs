@@ -113,8 +113,8 @@ impl DataPlane {
         self.update_leases(|leases, now| leases.enforce_budget(now, budget));
     }
 
-    /// Sends pending offers to clients. Must not be called while a client's frames are being handled, because a failed
-    /// write closes the client's session.
+    /// Sends pending offers to clients. A failed write closes the client's session, so this must not be called while
+    /// a client's frames are being handled.
     pub(crate) fn offer_leases(&mut self) {
         while let Some(offer) = self.leases.next_offer() {
             let sent = self.send_offer(&offer);
@@ -150,7 +150,7 @@ impl DataPlane {
 
     // Jobs.
 
-    /// Marks a lease as used by a job. Returns the payload, and the worker that has the lease's files, if any.
+    /// Marks a lease as used by a job. Returns the payload and, if a worker has the lease's files, that worker.
     pub(crate) fn begin_leased_job(
         &mut self,
         named: LeaseRef,
@@ -160,7 +160,7 @@ impl DataPlane {
         Some((payload, link.map(Link::worker)))
     }
 
-    /// Prepares a job's payload for sending to a worker. If possible, also lends the files to the worker.
+    /// Prepares a job's payload for sending to a worker. Also lends the files to the worker if possible.
     pub(crate) fn give_leased_payload(
         &mut self,
         index: LinkIndex,
@@ -207,7 +207,7 @@ impl DataPlane {
         self.perform_lease_effects();
     }
 
-    /// Ends a job's use of a lease. Returns the location of the result if the result file contains it.
+    /// Ends a job's use of a lease. If the result is in the result file, returns the result's location.
     pub(crate) fn end_leased_job(
         &mut self,
         payload: LeasedPayload,

@@ -29,13 +29,13 @@ use crate::slab::{CompartmentIndex, LinkIndex, SlabIndex};
 use crate::starvation::{Watch, beat_at};
 use crate::{DataPlane, Endpoint, INTEREST, Incoming};
 
-/// Maximum number of orders to start a worker that are sent per iteration.
+/// Maximum number of worker start orders sent per iteration.
 const SPAWNS_PER_ITERATION_MAX: usize = 4;
 
-/// Number of workers whose journals are read together to check for heartbeats.
+/// Number of neighboring links whose journals are checked together for heartbeats.
 const BEATS_READ_TOGETHER: usize = 128;
 
-/// Method by which a worker's process is created.
+/// Method of creating a worker's process.
 enum SpawnOrigin {
     Spawn,
     /// The worker is forked from the template with this spawn number.
@@ -47,8 +47,8 @@ enum SpawnOrigin {
 impl DataPlane {
     // Ordering workers.
 
-    /// Sends orders to start queued workers. Only a few are sent per iteration, because an order takes time and replies
-    /// are more urgent.
+    /// Sends start orders for queued workers. Sends only a few orders per iteration, because preparing an order takes
+    /// time and replies are more urgent.
     pub(crate) fn spawn_queued_workers(&mut self) {
         for _ in 0..SPAWNS_PER_ITERATION_MAX {
             let Some(order) = self.keeper.next_worker_order() else { return };
@@ -308,8 +308,8 @@ impl DataPlane {
         }
     }
 
-    /// Starts to check whether a silent worker that was being observed got too little processor time. Policy gets the
-    /// result in a later iteration.
+    /// Starts checking whether a silent worker received too little processor time while it was being observed. Policy
+    /// receives the result in a later iteration.
     pub(crate) fn check_starvation(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let index = self.links.of_worker(&self.compartments, (compartment, worker));
         if let Some(index) = index {

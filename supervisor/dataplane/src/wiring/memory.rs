@@ -28,8 +28,7 @@ impl DataPlane {
         }
     }
 
-    /// Publishes the total amount of memory in use, and the share that is always available to payloads that arrive over
-    /// HTTP.
+    /// Publishes the total amount of memory in use, and the amount that payloads arriving over HTTP can always use.
     pub(crate) fn publish_memory(&self) {
         self.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.equal_share(self.limits.buffered_bytes_max);

@@ -11,7 +11,7 @@ use crate::replays::{Step, limits_for_one};
 use crate::slab::CompartmentIndex;
 use crate::{DataPlane, HeldPayload, Incoming, JobData};
 
-/// Maximum time that the worker used for a replay may take to exit after the replayed job has ended.
+/// Maximum time that a replay's worker can take to exit after the replayed job ends.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl DataPlane {

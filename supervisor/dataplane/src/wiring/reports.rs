@@ -53,8 +53,7 @@ impl DataPlane {
         self.send_crash_report(index, (worker, &post), None, context);
     }
 
-    /// Sends a crash report. `link` must be passed if the worker's link has already been removed from the table of
-    /// links.
+    /// Sends a crash report. If the worker's link has already been removed from the table, pass the link as `link`.
     fn send_crash_report(
         &mut self,
         index: CompartmentIndex,
@@ -73,7 +72,7 @@ impl DataPlane {
         self.reporter.notify(context.report(slot, names, (worker, post), confinement, jobs));
     }
 
-    /// For each bulkhead whose event is due, reports the number of crashes for which no crash report was sent.
+    /// Reports the number of crashes that had no crash report, for each bulkhead whose event is due.
     pub(crate) fn report_skipped_crashes(&mut self) {
         for (bulkhead, crashes) in self.crashes.take_skipped(self.now) {
             let what = EventKind::CrashesNotReported { crashes, reported_per_second: 1 };

@@ -24,7 +24,7 @@ use crate::samples::HeldAction;
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, JobData};
 
-/// Context of a stack sample in progress, needed for the report once the sample is complete.
+/// Context of a stack sample in progress. Used for the report once the sample is complete.
 pub(crate) struct SampleSubject {
     compartment: CompartmentIndex,
     worker: WorkerId,
@@ -51,7 +51,7 @@ impl DataPlane {
         self.samples.set_report(report);
     }
 
-    /// Starts a report about a late job. Returns the report's ID, or `None` if no report will be made.
+    /// Starts a report about a late job. Returns the report's ID, or `None` if no report will be written.
     fn begin_late_report(
         &mut self,
         index: CompartmentIndex,
@@ -103,8 +103,8 @@ impl DataPlane {
         true
     }
 
-    /// Delays an action until the worker's current sample is complete. Returns false if the worker is not being
-    /// sampled.
+    /// Delays an action until the worker's current sample is complete. Returns false if no sample of the worker is in
+    /// progress.
     pub(crate) fn is_held(&mut self, link: Option<LinkIndex>, action: HeldAction) -> bool {
         link.is_some_and(|link| self.samples.hold(self.links[link].spawn(), action))
     }

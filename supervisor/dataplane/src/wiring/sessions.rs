@@ -24,15 +24,15 @@ use crate::shares::{Holder, Owner};
 use crate::slab::SessionIndex;
 use crate::{DataPlane, Endpoint, Incoming};
 
-/// Maximum number of connections accepted per iteration. Connected clients take precedence, because identifying a new
-/// client takes time.
+/// Maximum number of connections accepted per iteration. The limit is low because identifying a new client takes
+/// time, and connected clients take precedence.
 const ACCEPTS_PER_ITERATION_MAX: usize = 4;
 
-/// Time budget per iteration for accepting connections. Once it is used up, no further connection is accepted.
+/// Time budget per iteration for accepting connections.
 const ACCEPT_TIME: Duration = Duration::from_micros(100);
 
-/// Maximum cost of reading from clients per iteration: the number of bytes, plus a fixed cost per frame.
-/// Enough for a few hundred small jobs.
+/// Maximum cost of reading from clients per iteration. The cost is the number of bytes plus a fixed amount per frame.
+/// The limit is enough for a few hundred small jobs.
 const READ_COST_MAX: usize = 64 * 1024;
 
 /// Time budget per iteration for reading from clients. Once it is used up, no further client is read. Needed in
@@ -97,8 +97,8 @@ impl DataPlane {
         self.sessions.clients() + self.intake.closing() >= self.limits.clients_max
     }
 
-    /// Opens a session for an in-process client. The client is treated like a jobs-socket client whose identity is
-    /// known.
+    /// Opens a session for an in-process client. The data plane treats the client like a jobs-socket client whose
+    /// identity is known.
     pub(crate) fn open_in_process_session(&mut self, end: in_process::Endpoint) {
         let is_full = self.is_full();
         let owner = Owner::User(rustix::process::geteuid().as_raw());
@@ -146,8 +146,8 @@ impl DataPlane {
         self.counters.clients.store(self.sessions.clients() as u64, Ordering::Relaxed);
     }
 
-    /// Identifies a connecting client. Returns the client's permissions, or the reason why the client is rejected. Fast
-    /// checks come first.
+    /// Identifies a connecting client. Returns the client's permissions, or the reason for rejecting the client.
+    /// Performs fast checks first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
@@ -236,7 +236,7 @@ impl DataPlane {
         }
     }
 
-    /// Discards a connection's incomplete frame. Closes the connection if it has no jobs.
+    /// Discards a connection's incomplete frame. If the connection has no jobs, closes the connection.
     pub(crate) fn evict_frame(&mut self, holder: Holder) {
         let Some(index) = self.sessions.of_holder(holder) else { return };
         let is_alone = self.sessions[index].requests.is_empty();
@@ -311,7 +311,7 @@ impl DataPlane {
 
     // Events.
 
-    /// Records the rejection of a connection or job, and sends the event about it if one is due.
+    /// Records the rejection of a connection or job. Sends the event about the rejection if one is due.
     pub(crate) fn report_rejection(&mut self, socket: SocketKind, refusal: ClientRejection) {
         let (links, compartments) = (&self.links, &self.compartments);
         let worker =

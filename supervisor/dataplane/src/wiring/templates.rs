@@ -68,7 +68,7 @@ impl DataPlane {
         Ok(None)
     }
 
-    /// Calls `update` on the templates and performs the resulting effects.
+    /// Calls `update` to change the templates, and then performs the resulting effects.
     pub(crate) fn update_templates<T>(&mut self, update: impl FnOnce(&mut Templates, Time) -> T) -> T {
         let result = update(&mut self.templates, self.now);
         self.perform_template_effects();

@@ -54,8 +54,8 @@ pub(crate) struct DetachedKeeper {
 }
 
 impl DetachedKeeper {
-    /// Starts the guard and the keeper, and waits until both are running. `theirs` is the
-    /// keeper's socket of the socket pair.
+    /// Starts the guard and the keeper, and waits until both are running. `theirs` is the keeper's end of the socket
+    /// pair.
     pub(crate) fn start(
         program: &Path,
         probe: ProbeMachine,
@@ -136,8 +136,8 @@ fn not_a_keeper(program: &Path) -> io::Error {
     ))
 }
 
-/// Waits for the guard's `GuardReady` message. Fails with [`io::ErrorKind::UnexpectedEof`] if the process is
-/// not a guard.
+/// Waits for the guard's `GuardReady` message. Fails with [`io::ErrorKind::UnexpectedEof`] if the program is not a
+/// guard.
 fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let until = Instant::now() + READY_TIMEOUT;
     let mut buffer = vec![0; ORDER_BYTES_MAX];

@@ -38,14 +38,14 @@ pub(crate) use limits::Limits;
 /// this child group.
 const MAIN_GROUP: &str = "bulkhead-main";
 
-/// Maximum number of rounds in which processes are moved out of a group. Processes forked during one round are moved in
-/// the next.
+/// Maximum number of passes when moving all processes out of a group. Processes forked during one pass are moved in
+/// the next pass.
 const MOVE_ROUNDS_MAX: usize = 16;
 
-/// Maximum number of leaf groups to clean up in one call. These groups were left behind by previous keepers.
+/// Maximum number of leaf groups from previous keepers to clean up in one call.
 const STALE_LEAVES_MAX: usize = 4096;
 
-/// Maximum number of foreign processes to list in an error message.
+/// Maximum number of unrelated processes to list in an error message.
 const NAMED_PROCESSES_MAX: usize = 3;
 
 /// Advice for administrators, appended to errors about control groups.
@@ -66,7 +66,7 @@ const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgr
 /// A failed operation on a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description of the failed action, including the file, for use directly after the words "failed to".
+    /// Description of the failed action, including the file. Completes a sentence that begins with "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel, or the closest match if the keeper itself detected the failure.
     pub(crate) errno: Errno,
@@ -135,8 +135,8 @@ pub(crate) struct DelegatedGroup {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StaleLeaves {
     pub(crate) removed: usize,
-    /// Number of leaf groups whose processes were killed but have not exited yet. If it is not zero, the caller must
-    /// try again later.
+    /// Number of leaf groups whose processes were killed but have not exited yet. The caller must try again later
+    /// unless this is zero.
     pub(crate) left: usize,
 }
 
@@ -180,8 +180,8 @@ impl DelegatedGroup {
         failed.map_or(Ok(stale), Err)
     }
 
-    /// Creates the control group of a worker and applies the limits. `worker` must be a spawn number that has never
-    /// been used.
+    /// Creates a worker's control group and applies the limits. `worker` must be a spawn number that has never been
+    /// used.
     pub(crate) fn create_leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
         let settings = limits.settings()?;
         let controllers = limits.controllers();

@@ -31,8 +31,7 @@ pub(super) fn is_elf(path: &Path) -> bool {
     open(path).is_some()
 }
 
-/// Returns true if the file is an ELF file and does not search for libraries relative to its own location
-/// (`$ORIGIN`).
+/// Returns true if the file is an ELF file whose library search paths do not depend on its own location (`$ORIGIN`).
 pub(super) fn is_self_contained(path: &Path) -> bool {
     open(path).is_some_and(|file| {
         search_paths(&file).is_some_and(|paths| !paths.iter().any(|path| uses_origin(path)))

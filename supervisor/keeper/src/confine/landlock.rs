@@ -47,14 +47,15 @@ pub(crate) struct Rules<'a> {
     /// interpreters and virtual environments need it, and because a process that can read a program can run
     /// it with the dynamic loader anyway.
     pub(crate) read: &'a [&'a Path],
-    /// Files and folders for which the worker has all rights, except the right to create device nodes.
+    /// Files and folders to which the worker has full access, except for creating device nodes.
     pub(crate) write: &'a [&'a Path],
-    /// The worker's private temporary folder. The worker has all rights that `write` grants, except those for sockets
-    /// and devices.
+    /// The worker's private temporary folder. The worker has the same rights here as for `write`, except those for
+    /// sockets and devices.
     pub(crate) temporary: Option<&'a Path>,
     /// Paths that the worker must not access, even inside granted folders.
     pub(crate) withheld: &'a [&'a Path],
-    /// True if the worker has a private root folder, to which a rule for the system's root folder would not apply.
+    /// True if the worker has a private root folder. Rules for the system's root folder do not apply to a private
+    /// root.
     pub(crate) has_own_root: bool,
     pub(crate) network: NetworkAccess,
     /// Ports to which the worker can connect if its network access is [`NetworkAccess::Connections`].
@@ -64,7 +65,7 @@ pub(crate) struct Rules<'a> {
 /// Error from preparing Landlock rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description of the failed action, for use directly after the words "failed to".
+    /// Description of the failed action. Completes a sentence that begins with "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel.
     pub(crate) errno: Errno,
@@ -90,7 +91,7 @@ pub(crate) enum RestrictError {
 }
 
 impl Ruleset {
-    /// Creates the ruleset. Missing system paths are skipped, but a missing path from the configuration is an error.
+    /// Creates the ruleset. Skips missing system paths, but fails if a path from the configuration is missing.
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
         let abi = abi_version().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
@@ -112,7 +113,7 @@ impl Ruleset {
         Ok(Self { descriptor, abi, forbidden, granted })
     }
 
-    /// Returns the rules that the worker applies to the programs that it runs. Each program can access only its own
+    /// Returns the rules that the worker applies to the programs it runs. Each program can access only its own
     /// subfolder of the worker's temporary folder.
     pub(crate) fn program_rules(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
         let abi = ABI::from(self.abi as i32);
@@ -145,8 +146,8 @@ impl Ruleset {
         if has_tmp { self.add_path(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
     }
 
-    /// Grants access to a private temporary file system. Safe in a forked child, because it makes only system
-    /// calls.
+    /// Grants access to a private temporary file system. Makes only system calls, and is therefore safe in a forked
+    /// child.
     pub(crate) fn add_temporary(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_path(folder, temporary_access(ABI::from(self.abi as i32)))
     }

@@ -114,7 +114,7 @@ pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 /// A worker can see names, arguments and PIDs of other processes.
 pub(crate) const PROC_FOLDER: &str = "/proc";
 
-/// Entries that installers create next to a `bin` folder: libraries, data, and the marker of a virtual
+/// Entries that installers create next to a `bin` folder. These are libraries, data, and the marker of a virtual
 /// environment.
 const BESIDE_BIN: [&str; 5] = ["lib", "lib64", "libexec", "share", "pyvenv.cfg"];
 
@@ -186,7 +186,7 @@ pub(crate) fn program_folders(programs: &[&Path], directory: Option<&Path>, writ
     given
 }
 
-/// Returns the real path of each given path that exists.
+/// Returns the real path of each path in `paths` that exists.
 fn real_paths(paths: &[&Path]) -> Vec<PathBuf> {
     paths.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect()
 }
@@ -254,7 +254,8 @@ fn reversed_components(path: &Path) -> Vec<OsString> {
     parts
 }
 
-/// Returns the folder of a program. If this is a `bin` folder, also returns the folders that are installed next to it.
+/// Returns the paths that a program needs. These are usually the program's folder and, if it is a `bin` folder, the
+/// entries that are installed next to it.
 fn installed_with(program: &Path) -> Vec<PathBuf> {
     let Some(folder) = program.parent() else { return Vec::new() };
     if std::fs::canonicalize(folder).is_ok_and(|real| is_shared(&real)) {
@@ -286,8 +287,8 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
     path.is_absolute().then_some(path)
 }
 
-/// Returns the folder itself if no path in it is withheld. Otherwise returns the entries that the folder currently has,
-/// without the withheld ones.
+/// Returns the folder itself if it contains no withheld path. Otherwise returns the folder's current entries without
+/// the withheld ones.
 pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
     let real = std::fs::canonicalize(folder)?;
     let mut secrets: Vec<PathBuf> =

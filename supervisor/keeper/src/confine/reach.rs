@@ -40,7 +40,7 @@ pub(crate) enum Purpose {
     MountPoint,
 }
 
-/// A granted path that is, or leads through, a folder that the user cannot traverse.
+/// A granted path that leads to or through a folder that the user cannot traverse.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HiddenPath {
     /// The granted path, either as given or without symbolic links.
@@ -53,7 +53,7 @@ pub(crate) struct HiddenPath {
 /// Granted paths that a user cannot reach, and the folders that the user cannot traverse.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Unreachable {
-    /// Folders that the user cannot traverse. No folder contains another, and the paths contain no links.
+    /// Folders that the user cannot traverse. No folder is inside another one, and no path contains links.
     pub(crate) folders: Vec<PathBuf>,
     /// Granted paths inside `folders`.
     pub(crate) hidden: Vec<HiddenPath>,
@@ -80,22 +80,22 @@ impl Unreachable {
         self.hidden.iter().all(is_opened_before) && elf::is_elf(granted.program)
     }
 
-    /// Returns the path of the library or program that the host loads or runs, but only if the worker's user has no
-    /// access to this path.
+    /// Returns the path of the library or program that the host loads or runs. Returns `None` if the worker's user
+    /// can access the path.
     pub(crate) fn hidden_hosted_file<'g>(&self, granted: &GrantedPaths<'g>) -> Option<&'g Path> {
         let is_hidden = |path: &Path| self.hidden.iter().any(|hidden| hidden.place == path);
         granted.programs.iter().copied().find(|path| *path != granted.program && is_hidden(path))
     }
 }
 
-/// A granted path that the worker's user cannot use because of the path's permissions, even through a mount.
+/// A granted path that the worker's user cannot use even through a mount, because the path's permissions forbid it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UnusablePath {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// True if the worker's user ID is a subordinate ID. The supervisor's user cannot make such an ID the owner of a
-    /// file.
+    /// True if the worker's user ID is a subordinate ID. The supervisor's user cannot change a file's owner to such
+    /// an ID.
     pub(crate) is_subordinate: bool,
 }
 
@@ -225,8 +225,7 @@ mod tests {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
 
-    /// Creates a home folder with this mode. The folder contains a checkout with a program, and one other
-    /// file.
+    /// Creates a home folder with this mode. It contains a checkout with a program, and one other file.
     fn home(mode: u32) -> tempfile::TempDir {
         let outer = tempfile::tempdir().unwrap();
         folder(outer.path(), 0o755);

@@ -73,7 +73,7 @@ pub(crate) enum Verdict {
 pub(crate) enum FatalAction {
     /// The kernel kills the worker. The only information about the call is that the worker died of SIGSYS.
     Kill,
-    /// The keeper receives a notification and kills the worker, whose call blocks until then. If the keeper made the
+    /// The call blocks until the keeper has received a notification and killed the worker. If the keeper made the
     /// call fail instead, the worker would survive.
     Notify,
 }
@@ -94,8 +94,8 @@ struct Pointer {
     otherwise: Rule,
 }
 
-/// A check of an argument. The lower half of the argument is masked with `mask`, and the first matching case determines
-/// the result.
+/// A check of an argument. Masks the lower half of the argument with `mask`, and applies the rule of the first case
+/// that matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Check {
     argument: u8,
@@ -173,7 +173,7 @@ impl Rules {
         Self { calls: BTreeMap::new(), otherwise: otherwise.into() }
     }
 
-    /// Sets the rule for these system calls, whose names are separated by spaces. Skips names that this
+    /// Sets the rule for the system calls in `names`, which are separated by spaces. Skips names that this
     /// architecture lacks.
     fn set(&mut self, names: &str, rule: impl Into<Rule>) {
         let rule = rule.into();
@@ -185,7 +185,8 @@ impl Rules {
         }
     }
 
-    /// Applies `narrower` to the current rule of each of these system calls, and replaces the rule with the result.
+    /// Replaces the rule of each of these system calls with the result of `narrower`, which receives the current
+    /// rule.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
             debug_assert!(syscalls::is_known(name), "unknown system call {name}");
@@ -225,8 +226,8 @@ impl Rules {
         Filter { program, fatal_action }
     }
 
-    /// Returns ranges of consecutive system call numbers that have the same rule, in ascending order. Each range is
-    /// represented by its first number.
+    /// Returns the ranges of consecutive system call numbers that have the same rule, in ascending order. Each range
+    /// is represented by its first number.
     fn ranges(&self) -> Vec<(u32, &Rule)> {
         const UNKNOWN_CALL: Rule = Rule::Always(Verdict::Errno(Errno::NOSYS));
         let known = (0..=syscalls::NUMBER_MAX).map(|number| (number, self.rule(number)));
@@ -240,8 +241,7 @@ impl Rules {
     }
 }
 
-/// Returns instructions that find the range that contains the loaded system call number, and apply the rule of that
-/// range.
+/// Returns instructions that find the range of the loaded system call number and apply that range's rule.
 fn search(ranges: &[(u32, &Rule)], fatal_action: FatalAction) -> Block {
     if let [(_, rule)] = ranges {
         return rule.assemble(fatal_action);
@@ -309,8 +309,8 @@ impl Filter {
     }
 }
 
-/// Returns a filter for testing whether filters work. The filter makes one system call fail that would otherwise always
-/// succeed; see [`is_test_filter_active`].
+/// Returns a filter for testing whether filters take effect. It makes a system call fail that otherwise always
+/// succeeds; see [`is_test_filter_active`].
 pub(crate) fn test_filter(fatal_action: FatalAction) -> Filter {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("getppid", Verdict::Errno(Errno::NOSYS));

@@ -87,8 +87,8 @@ impl Drop for ProbeLeaf {
     }
 }
 
-/// Checks that the controller can be enabled for child groups of this process's group. If the controller is not enabled
-/// yet, enables it briefly.
+/// Checks that the controller can be enabled for child groups of this process's group. Temporarily enables the
+/// controller if necessary.
 fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
     let lists = |file: &str| -> Result<bool, String> {
         let text =

@@ -10,7 +10,7 @@ use super::error_text;
 /// unless it blocks.
 const TRIAL_SECONDS_MAX: libc::c_uint = 3;
 
-/// Exit code of a trial if the kernel accepts the layer but does not enforce it. No error number has this value.
+/// Exit code of a trial whose layer the kernel accepts but does not enforce. This value is not an error number.
 const NOT_ENFORCED: i32 = 255;
 
 /// Reason why a trial failed.
@@ -40,8 +40,8 @@ impl TrialError {
     }
 }
 
-/// Runs a trial in a child process. `task` must make only system calls, because the child contains only the
-/// calling thread.
+/// Runs a trial in a child process. `task` must make only system calls, because the child has no threads except the
+/// calling one.
 pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result<(), TrialError> {
     // SAFETY: the child makes only raw system calls until it exits.
     let child = unsafe { fork_without_sigchld() }?;

@@ -20,7 +20,7 @@ struct Feature {
     since: u32,
     what_to_do: &'static str,
     handled: HandledAccess,
-    /// Action that must fail with the error `refusal` when the rule is enforced. Without the rule, the action succeeds.
+    /// Action that fails with the error `refusal` if the rule is enforced, and succeeds otherwise.
     forbidden: fn() -> Result<(), Errno>,
     refusal: Errno,
 }

@@ -47,12 +47,11 @@ const STEPS: [(&str, Step, &str); 9] = [
     ("pivot_root", pivot_root, NEEDS_USER_NAMESPACES),
 ];
 
-/// Index of the step that creates the mount namespace. Later steps mount file systems, which must not be
-/// visible in any other mount namespace.
+/// Index of the step that creates the mount namespace. Later steps mount file systems that must not be visible
+/// outside this namespace.
 const MOUNT_NAMESPACE: usize = 5;
 
-/// Size of the message that the child sends after each step, in bytes. The message is the error number, or zero on
-/// success.
+/// Size in bytes of the child's message after each step. The message is the error number, or zero on success.
 const MESSAGE_BYTES: usize = 4;
 
 pub(super) fn probe() -> Vec<LayerSupport> {
@@ -105,8 +104,7 @@ fn receive_result(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Res
     Some(result)
 }
 
-/// Maps this process's user to root in the child's namespace. Writes the same files as the keeper does for
-/// workers.
+/// Maps this process's user to root in the child's namespace. Writes the same files as the keeper writes for workers.
 fn write_id_maps(pid: libc::pid_t) -> Result<(), String> {
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let files = [

@@ -50,15 +50,15 @@ impl WorkerGroups {
         Ok(leaf)
     }
 
-    /// Removes a group whose processes have all been killed. If this fails, [`WorkerGroups::retry_removals`] tries
-    /// again.
+    /// Removes a group whose processes have all been killed. If the removal fails, [`WorkerGroups::retry_removals`]
+    /// tries again.
     pub(super) fn remove(&mut self, leaf: Leaf) {
         if !try_remove(&leaf) {
             self.to_remove.push(leaf);
         }
     }
 
-    /// Tries again to remove the groups that could not be removed. Returns true if no group is left.
+    /// Tries again to remove the groups that could not be removed. Returns true if no such groups are left.
     pub(super) fn retry_removals(&mut self) -> bool {
         self.to_remove.retain(|leaf| !try_remove(leaf));
         self.remove_stale();
@@ -73,7 +73,7 @@ impl WorkerGroups {
     }
 }
 
-/// Tries to remove a group. Returns false only if the group is not empty yet, because all other errors are
+/// Tries to remove a group. Returns false only if the group is not empty yet. All other errors are treated as
 /// permanent.
 fn try_remove(leaf: &Leaf) -> bool {
     leaf.remove().unwrap_or(true)

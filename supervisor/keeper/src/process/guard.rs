@@ -27,8 +27,8 @@ use crate::protocol::{GuardReady, LayerSupport, VERSION};
 use crate::spawn::duplicate_to;
 use crate::{SubordinateIds, wait};
 
-/// Time that the keeper has to exit after the application exits, on top of the keeper's own time limit for killing all
-/// processes.
+/// Additional time for the keeper to exit after the application has exited. Added to the keeper's own time limit for
+/// killing all processes.
 const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
 /// Forks the keeper and turns this process into the guard. Returns only in the keeper, with the guard's PID.

@@ -61,8 +61,8 @@ pub(super) fn open_descriptors(pid: u32) -> io::Result<u32> {
     }
 }
 
-/// Reads `/proc/PID/status` of a process into `observed`. Returns the number of seccomp filters, or 0 if the kernel
-/// does not report the number.
+/// Reads the `/proc/PID/status` file of a process into `observed`. Returns the number of seccomp filters, or 0 if the
+/// kernel does not report it.
 pub(super) fn read_status(pid: u32, observed: &mut Observed) -> io::Result<u32> {
     let text = read_proc_file(&format!("/proc/{pid}/status"))?;
     parse_status(&text, observed);
@@ -104,7 +104,7 @@ pub(super) fn limit_mismatch(
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
 
-/// Returns the name of the first limit in `ordered` that the process's actual limit exceeds.
+/// Returns the name of the first limit in `ordered` that is lower than the process's actual limit.
 pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
     let text = read_proc_file(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {

@@ -9,7 +9,7 @@ use std::fs;
 /// Nice value that gives a process the highest priority.
 const HIGHEST: i32 = -20;
 
-/// File that contains the nice value of the keeper's session. With autogroups (a kernel setting), processor time is
+/// File with the nice value of the keeper's session. If the kernel's autogroup setting is on, processor time is
 /// divided among sessions according to these values.
 const AUTOGROUP: &str = "/proc/self/autogroup";
 

@@ -13,7 +13,8 @@ use crate::protocol::{Exit, ReportMessage, Usage};
 use crate::spawn::{self, SpawnError};
 use crate::wait::{self, Waited};
 
-/// Time after which the keeper gives up on processes that survive SIGKILL, and reports their worker as reaped anyway.
+/// Time after which the keeper gives up on processes that survive SIGKILL. Their worker is then reported as reaped
+/// anyway.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Minimum and maximum pause between runs of the killer while descendants of dead workers are left.
@@ -30,7 +31,7 @@ const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 const REAPS_PER_ITERATION: usize = 64;
 const SCANNED_PER_ITERATION: usize = 64;
 
-/// Number of bytes read from templates after which an iteration stops reaping, because a template can send
+/// Number of bytes read from templates after which an iteration stops reaping. Needed because a template can send
 /// faster than the keeper reads.
 const MESSAGE_BYTES_PER_ITERATION: u64 = 4096;
 
@@ -46,7 +47,7 @@ struct DeadWorker {
     scan_number: u64,
 }
 
-/// Dead workers, and the killer of the processes that they left behind.
+/// Dead workers, and the killer of the processes that these workers left behind.
 pub(super) struct DescendantReaper {
     /// True if the kernel does not distinguish orphans from workers. In that case, only a scan of all
     /// processes shows whether descendants are left.
@@ -63,7 +64,7 @@ pub(super) struct DescendantReaper {
     next_audit: Option<Instant>,
     /// True if some exited processes might not have been reaped yet.
     may_have_unreaped: bool,
-    /// True if the killer's next run is waiting for forks in progress to end.
+    /// True if the killer's next run is waiting for forks to complete.
     waits_for_forks: bool,
 }
 
@@ -299,8 +300,8 @@ impl EventLoop {
         }
     }
 
-    /// Removes the resources of the dead workers for which `is_reaped` returns true. Reports these workers as reaped,
-    /// unless their start failed.
+    /// Removes the resources of all dead workers for which `is_reaped` returns true. Reports each worker as reaped
+    /// unless its start failed.
     fn report_reaped(&mut self, is_reaped: impl Fn(&DescendantReaper, &DeadWorker) -> bool) {
         let all = std::mem::take(&mut self.reaper.dead_workers);
         let (reaped, left) = all.into_iter().partition(|dead| is_reaped(&self.reaper, dead));

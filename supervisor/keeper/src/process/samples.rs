@@ -26,7 +26,7 @@ const WAITING_MAX: usize = 16;
 /// can block this thread until the process dies.
 const BUSY_MAX: Duration = SAMPLE_TIMEOUT.saturating_add(Duration::from_millis(5));
 
-/// Period after a sample during which any stopped thread is assumed to have been stopped by the sampling thread.
+/// Period after a sample in which the keeper assumes that any stopped thread was stopped by the sampling thread.
 const LATE_STOP_TIME: Duration = Duration::from_millis(500);
 
 /// Stack size of the sampling thread, in bytes.
@@ -67,20 +67,21 @@ impl Samples {
         self.current.is_some() || self.ended_at.is_some_and(|end| now < end + LATE_STOP_TIME)
     }
 
-    /// Returns true if threads might currently be stopped for a sample, so that a wait for children could report one of
-    /// them.
+    /// Returns true if threads might be stopped for a sample at this time. Waiting for children could then report
+    /// such a thread.
     pub(super) fn is_busy(&self, now: Instant) -> bool {
         self.next_due(now).is_some()
     }
 
-    /// Returns the time at which the keeper resumes reaping orphans even if the sampling thread is still running.
+    /// Returns the time at which the keeper resumes reaping orphans, even if the sampling thread is still running
+    /// then.
     pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
         self.current.as_ref().map(|current| current.since + BUSY_MAX).filter(|due| *due > now)
     }
 }
 
 impl EventLoop {
-    /// Starts sampling a worker. If this is impossible, reports the reason.
+    /// Adds a worker to the queue for sampling. If the queue is full, reports an error.
     pub(super) fn sample(&mut self, worker: u64, job: Option<&str>, descriptors: Vec<OwnedFd>) {
         if self.samples.waiting.len() >= WAITING_MAX {
             return self.report_sample(worker, Err(Errno::EBUSY));

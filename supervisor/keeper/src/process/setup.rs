@@ -14,8 +14,8 @@ use crate::spawn::{LINK_FD, OomSettings, OriginalSettings, duplicate_to};
 /// Maximum value of `oom_score_adj`. Each point corresponds to a thousandth of the machine's memory.
 const OOM_SCORE_MAX: i32 = 1000;
 
-/// Amount by which the keeper's out-of-memory score exceeds the supervisor's. Corresponds to more memory than the
-/// supervisor usually uses.
+/// Amount by which the keeper's out-of-memory score exceeds the supervisor's. This amount corresponds to more memory
+/// than the supervisor usually uses.
 const OOM_KEEPER_STEP: i32 = 100;
 
 /// Amount by which a worker's out-of-memory score exceeds the keeper's.
@@ -28,7 +28,7 @@ pub(super) struct WatchedProcesses {
 }
 
 impl WatchedProcesses {
-    /// Opens a pidfd for the guard, and duplicates the `application` pidfd, which is still the keeper's standard
+    /// Opens a pidfd for the guard. Duplicates the `application` pidfd, which is still open as the keeper's standard
     /// output.
     pub(super) fn open(guard: Pid, application: impl AsFd) -> io::Result<Self> {
         let guard_process = pidfd_open(guard, PidfdFlags::empty())?;

@@ -18,8 +18,8 @@ use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
 use crate::wait;
 
-/// A forked child: its PID, pidfd and connections, and the part of its confinement that is known before `/proc` is
-/// read.
+/// A forked child: the PID, the pidfd, the connections, and the part of the confinement that is known before `/proc`
+/// is read.
 type Forked = (u32, OwnedFd, ChildConnections, Observed);
 
 /// Creates the socket between the keeper and a template. The first descriptor is the keeper's end, which
@@ -141,8 +141,8 @@ impl EventLoop {
         Ok(pidfd)
     }
 
-    /// Reads messages from a starting child, performs the actions that the child is waiting for, and reports the result
-    /// of the start.
+    /// Reads messages from a starting child and performs the actions for which the child is waiting. Reports the
+    /// result of the start.
     pub(super) fn advance_start(&mut self, pid: u32) {
         while let Some(Child { stage: Stage::Starting(connections), layers, .. }) = self.children.get(&pid) {
             let failure = match spawn::read_progress(&connections.progress) {

@@ -36,7 +36,7 @@ use crate::wait;
 /// Maximum time that a template may take to fork a worker before the keeper kills the template.
 const FORK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Step name in the reports about workers whose template exceeded [`FORK_TIMEOUT`].
+/// Step name in reports about workers whose template exceeded [`FORK_TIMEOUT`].
 const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
                     stopped, or is waiting in `before_fork`";
 
@@ -54,7 +54,7 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of messages read from a template in one iteration.
 const MESSAGES_MAX: usize = 64;
 
-/// State that the keeper stores only for templates, in addition to the state that it stores for every worker.
+/// State that the keeper needs only for templates, in addition to the state of every worker.
 pub(super) struct Template {
     socket: OwnedFd,
     outbox: Outbox,
@@ -66,7 +66,7 @@ pub(super) struct Template {
     attributes: Option<RecordedAttributes>,
     /// True if the template has sent the reason for its failure.
     has_refused: bool,
-    /// Start of the current interval for counting status messages, and the number of messages in this interval.
+    /// Start time of the current interval for status messages, and the number of messages in the interval so far.
     status_rate: Option<(Instant, u32)>,
 }
 
@@ -244,7 +244,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns the earliest time at which a template will exceed the time limit for a fork in progress.
+    /// Returns the earliest time at which a fork in progress will exceed its time limit.
     pub(super) fn next_fork_timeout(&self) -> Option<Instant> {
         let is_awaited = |child: &Child| child.template.as_ref().is_some_and(|template| !template.is_hung);
         let forking = self.forking_templates().filter(|(_, child, _)| is_awaited(child));
@@ -317,8 +317,8 @@ impl EventLoop {
         Some(length)
     }
 
-    /// Kills a template because of a protocol error. Also kills all processes in the template's namespace, because any
-    /// of these might have caused the error.
+    /// Kills a template because of a protocol error. Also kills all other processes in the template's namespace,
+    /// because any of them might have caused the error.
     pub(super) fn kill_for_protocol_error(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
@@ -405,8 +405,8 @@ impl EventLoop {
         }
     }
 
-    /// Reports that a forked process did not become a worker. Removes the worker's temporary folder, in case the
-    /// process had already created the folder.
+    /// Reports that a forked process did not become a worker. Removes the worker's temporary folder, which the
+    /// process might have created.
     fn fork_failed(&mut self, template: u32, fork: &Fork, failure: &SpawnError) {
         let Fork { worker, secret, .. } = *fork;
         if let Some(child) = self.children.get(&template) {
@@ -453,8 +453,8 @@ impl EventLoop {
         }
     }
 
-    /// Registers a process as the forked worker. Returns false if the process violates the protocol. If this function
-    /// fails, the process does not become a worker.
+    /// Registers a process as the forked worker. Returns false if the process violates the protocol. On an error, the
+    /// process does not become a worker.
     fn adopt_worker(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, SpawnError> {
         let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
@@ -528,8 +528,8 @@ fn open_pidfd(pid: u32) -> Result<OwnedFd, SpawnError> {
     })
 }
 
-/// Returns the namespace PIDs of a live process. Fails if the process is reaped during the read, because PIDs might
-/// then be missing.
+/// Returns the namespace PIDs of a live process. Fails if the process is reaped during the read, because the result
+/// might then be incomplete.
 fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError> {
     let pids = observe::namespace_pids(pid);
     let number = Pid::from_raw(pid as i32);

@@ -29,10 +29,11 @@ const BASE_MODE: u32 = 0o711;
 /// Maximum number of attempts to find a name for the base folder that is not in use.
 const NAME_ATTEMPTS_MAX: u32 = 100;
 
-/// Maximum number of folders waiting to be removed and, separately, of folders that are only partially removed.
+/// Maximum number of folders waiting to be removed. Also the maximum number of folders that are only partially
+/// removed.
 const PENDING_REMOVALS_MAX: usize = 16 * 1024;
 
-/// Maximum number of killed keepers' base folders to remove. Each of these folders needs an open descriptor.
+/// Maximum number of base folders of killed keepers to remove. Each folder needs an open descriptor.
 const STALE_FOLDERS_MAX: usize = 64;
 
 /// Maximum number of entries to remove from one folder before the remover turns to the next folder. Needed because a
@@ -69,8 +70,8 @@ impl TemporaryFolders {
         Ok(path)
     }
 
-    /// Schedules the removal of a worker's folder. If the folder has not been removed earlier, it is removed when the
-    /// keeper exits normally.
+    /// Schedules the removal of a worker's folder. Any folder that is still left is removed when the keeper exits
+    /// normally.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
             // If the queue is full, or if the process exits first, the folder is removed together with the
@@ -227,8 +228,8 @@ mod tests {
         stale_folders(parent).iter().for_each(|stale| assert!(remove(&stale.folder, usize::MAX)));
     }
 
-    /// Releases the lock of a base folder, as the death of its keeper does. Closing the descriptor is not enough: a child
-    /// that another test has just forked still has a copy.
+    /// Releases the lock of a base folder, as the death of its keeper does. Closing the descriptor is not enough: a
+    /// child that another test has just forked still has a copy.
     fn unlock(lock: &OwnedFd) {
         rustix::fs::flock(lock, FlockOperation::Unlock).unwrap();
     }
@@ -242,7 +243,8 @@ mod tests {
         }
     }
 
-    /// Another thread removes the folders, so that removing many files does not delay the start of the first worker.
+    /// Folders are removed on another thread, so that removing many files does not delay the start of the first
+    /// worker.
     #[test]
     fn another_thread_removes_folders_of_killed_keepers() {
         let parent = tempfile::tempdir().unwrap();
@@ -310,8 +312,8 @@ mod tests {
         assert!(Path::new("/etc").exists());
     }
 
-    /// Runs the removal as an unprivileged user, because root can access every folder. An unprivileged user cannot move
-    /// a folder that it cannot access.
+    /// Runs the removal as an unprivileged user, which cannot move a folder without access to it. Root can access
+    /// every folder.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread only")]
     fn unprivileged_keeper_removes_nested_locked_folders() {

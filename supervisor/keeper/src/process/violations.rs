@@ -27,8 +27,8 @@ impl EventLoop {
         }
     }
 
-    /// Kills the process that made a forbidden call. Reports the violation first, so that the supervisor
-    /// receives it before the report of the exit.
+    /// Kills the process that made a forbidden call. Reports the violation first, so that the report of the exit
+    /// arrives later.
     pub(super) fn kill_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
         let call = notification.number;
         let Some(child) = self.children.get(&pid) else { return };

@@ -13,8 +13,8 @@ const WORKER_DESCRIPTORS: u32 = 4;
 pub struct Confinement<'a> {
     /// Requested layers of confinement, and their parameters.
     pub layers: Layers,
-    /// Programs that the worker executes, and the files that these programs execute or load. The worker can
-    /// read the folders of these files.
+    /// Programs that the worker executes, and the files that these programs execute or load. The worker can read the
+    /// folders that contain these files.
     pub programs: Vec<&'a str>,
     /// Additional paths that the worker can read.
     pub read: Vec<&'a str>,
@@ -33,7 +33,7 @@ pub struct Confinement<'a> {
 /// Layers of confinement, and their numeric parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Layers {
-    /// True if executing a program cannot give the worker privileges (`no_new_privs`).
+    /// True if the worker cannot gain privileges by executing a program (`no_new_privs`).
     pub no_new_privs: bool,
     /// True if the worker has no capabilities, regardless of its user.
     pub no_capabilities: bool,
@@ -41,25 +41,25 @@ pub struct Layers {
     pub landlock: bool,
     /// Seccomp filter for the worker's system calls.
     pub seccomp: Seccomp,
-    /// True if forbidden calls are reported by name. If false, the kernel kills the calling process without
+    /// True if forbidden calls are reported by name. Otherwise, the kernel kills the calling process without
     /// reporting the call.
     pub seccomp_names: bool,
     /// Namespaces that are created for the worker.
     pub namespaces: Namespaces,
     /// User and group of the worker. `None` means the keeper's user and group.
     pub identity: Option<Identity>,
-    /// True if `identity` is in the keeper's user namespace for subordinate IDs, which the worker then enters. The
-    /// worker's other namespaces are created inside this namespace.
+    /// True if `identity` belongs to the keeper's user namespace for subordinate IDs. The worker enters this
+    /// namespace, and its other namespaces are created inside it.
     pub subordinate_ids: bool,
     /// Network access of the worker.
     pub network: NetworkAccess,
     /// Location of the worker's temporary files.
     pub temporary: TemporaryFiles,
-    /// True if the worker receives a copy of its Landlock rules, so that it can confine each program that it
-    /// runs.
+    /// True if the worker receives a copy of its Landlock rules. The worker uses the copy to confine each program
+    /// that it runs.
     pub program_rules: bool,
-    /// Limits for the worker and all its descendants together, applied with a separate control group. If `None`, no
-    /// control group is created.
+    /// Limits for the worker and all its descendants together. The keeper applies them with a separate control group.
+    /// `None` means no control group.
     pub cgroup: Option<CgroupLimits>,
 }
 
@@ -80,7 +80,8 @@ pub enum NetworkAccess {
     /// No sockets except socket pairs.
     #[default]
     None,
-    /// Only outgoing connections: TCP connections to the ports in [`Confinement::tcp_ports`] and, optionally, UDP.
+    /// Only outgoing connections. TCP connections are limited to the ports in [`Confinement::tcp_ports`], and UDP is
+    /// optional.
     Connections {
         /// True if the worker can use UDP.
         udp: bool,
@@ -110,9 +111,9 @@ pub struct Namespaces {
     pub pid: bool,
     /// Mount namespace with a private root folder.
     pub mount: bool,
-    /// Network namespace, in which the only interface is a loopback interface that is down.
+    /// Network namespace that contains only a loopback interface, which is down.
     pub network: bool,
-    /// Mount namespace with the system's root folder, in which only `/proc` is private.
+    /// Mount namespace with the system's root folder and a private `/proc`.
     pub proc: bool,
 }
 
@@ -142,12 +143,12 @@ pub enum TemporaryFiles {
     Folder,
     /// A private in-memory `/tmp` of this size in bytes. Requires a mount namespace.
     PrivateTmp(u64),
-    /// An in-memory file system of this size in bytes, mounted over a private folder that `TMPDIR` names. The
+    /// An in-memory file system of this size in bytes. It is mounted over a private folder that `TMPDIR` names. The
     /// worker uses the system's root folder.
     MountedTmpfs(u64),
 }
 
-/// The confinement of a worker as read back from the kernel once the program runs.
+/// A worker's confinement as read from the kernel while the program is running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Observed {
     /// True if `NoNewPrivs` is set in `/proc/PID/status`.

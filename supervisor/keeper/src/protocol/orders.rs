@@ -6,12 +6,12 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Confinement;
 
-/// First command-line argument of a keeper, which is undocumented. A program that is started with this argument must
-/// call [`crate::run_as_keeper`].
+/// First command-line argument of a keeper. The argument is undocumented. A program that is started with it must call
+/// [`crate::run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
-/// Environment variables that the service manager sets for the supervisor and that other processes must not
-/// inherit.
+/// Environment variables that the service manager sets for the supervisor only. Other processes must not inherit
+/// them.
 pub(crate) const SERVICE_MANAGER_VARIABLES: [&str; 6] =
     ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
@@ -25,7 +25,7 @@ pub(crate) const SPAWN_DESCRIPTORS: usize = 3;
 /// An order to start a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SpawnOrder<'a> {
-    /// Spawn number, which identifies the worker in reports. Chosen by the caller, and never reused.
+    /// Spawn number, which identifies the worker in reports. The caller chooses the number and never reuses it.
     pub worker: u64,
     /// Path of the program. `PATH` is not searched.
     pub program: &'a str,
@@ -38,12 +38,12 @@ pub struct SpawnOrder<'a> {
     pub environment_files: Vec<(&'a str, &'a str)>,
     /// Working directory.
     pub directory: &'a str,
-    /// Resource limits, which are set in the order in which they are listed.
+    /// Resource limits, in the order in which they are set.
     pub rlimits: Vec<Rlimit>,
     /// Confinement of the worker.
     pub confinement: Confinement<'a>,
-    /// True if the worker is a template, which forks other workers (see [`Keeper::fork`](crate::Keeper::fork)). A
-    /// template has a socket to the keeper instead of a link.
+    /// True if the worker is a template, which forks other workers (see [`Keeper::fork`](crate::Keeper::fork)).
+    /// Instead of a link, a template has a socket to the keeper.
     pub is_template: bool,
 }
 
@@ -58,7 +58,7 @@ pub struct Rlimit {
     pub hard: u64,
 }
 
-/// An order from the supervisor. The keeper exits when it reads the end of file from the order socket.
+/// An order from the supervisor. When the supervisor closes the order socket, the keeper exits.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum Order<'a> {
     /// Starts a worker. The link, standard output and standard error are sent as descriptors.
@@ -69,11 +69,10 @@ pub(crate) enum Order<'a> {
     /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids). The namespace is sent as a
     /// descriptor.
     Namespace,
-    /// Provides a descriptor that the keeper keeps open until it exits. A process that holds the other end can thus
-    /// notice that all workers are gone.
+    /// Provides a descriptor that the keeper keeps open until it exits. The process that holds the other end can then
+    /// tell that all workers are gone.
     Lifeline,
-    /// Kills the worker immediately. The order can refer to an unknown worker, whose exit has already been reported or
-    /// is about to be reported.
+    /// Kills the worker immediately, or cancels its fork. The keeper ignores the order if the worker has already exited.
     Kill { worker: u64 },
     /// Samples the stacks of the worker's threads and of its descendants. With `job`, samples only the programs of this
     /// job or, if there are none, all descendants. Sent with the file for the records and, if the worker can write its

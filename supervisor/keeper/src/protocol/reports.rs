@@ -30,7 +30,7 @@ pub enum Exit {
     /// The kernel killed the worker because its control group had reached the memory limit, or because the
     /// machine was out of memory.
     Oom,
-    /// The keeper killed the worker because of a system call that the filter forbids; see
+    /// The keeper killed the worker because the worker made a forbidden system call; see
     /// [`syscall_name`](crate::syscall_name).
     Violation {
         /// Number of the system call.
@@ -38,7 +38,7 @@ pub enum Exit {
     },
 }
 
-/// Resource usage of a worker. Includes the usage of descendants for which the worker has waited.
+/// Resource usage of a worker, including the descendants for which the worker has waited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Usage {
     /// Processor time in user mode, in microseconds.
@@ -73,7 +73,7 @@ pub enum Report {
         /// The worker's confinement as read back from the kernel.
         observed: Observed,
     },
-    /// One of the worker's processes made a system call that the filter forbids. The keeper kills the process.
+    /// One of the worker's processes made a forbidden system call. The keeper kills the process.
     Violation {
         /// Spawn number of the worker.
         worker: u64,
@@ -116,12 +116,12 @@ pub enum Report {
     Sampled {
         /// Spawn number of the worker.
         worker: u64,
-        /// An error if no thread could be sampled.
+        /// Result of the sample. It is an error if no thread could be sampled.
         result: io::Result<()>,
     },
     /// Reply to [`Keeper::ping`](crate::Keeper::ping).
     Pong,
-    /// Some processes have survived SIGKILL for two seconds. They belong to the workers whose `Reaped` reports follow.
+    /// Some processes have survived SIGKILL for two seconds. The `Reaped` reports of their workers follow.
     Unkillable {
         /// Number of processes that survived.
         count: u64,
@@ -137,7 +137,7 @@ pub enum TemplateReport {
     Status(String),
     /// Reason why the template is about to exit.
     Refused(String),
-    /// Asks for the start deadline to be extended to at least this long from now.
+    /// Requests that the start deadline be at least this long from now.
     Extend(Duration),
 }
 

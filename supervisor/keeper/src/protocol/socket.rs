@@ -9,8 +9,7 @@ use super::ORDER_BYTES_MAX;
 
 pub(crate) use bulkhead_linux::packets::{Outbox, Received, receive};
 
-/// Creates a pair of connected sockets. The first socket is for sending orders, and the second is for sending reports,
-/// which are smaller than orders.
+/// Creates a pair of connected sockets. The first sends orders, and the second sends reports, which are smaller.
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     packets::pair(ORDER_BYTES_MAX)
 }

@@ -32,20 +32,21 @@ pub(crate) struct PreparedConfinement {
     pub(super) ruleset: Option<Ruleset>,
     pub(super) filter: Option<Arc<Filter>>,
     pub(super) root: Option<Arc<PrivateRoot>>,
-    /// File with the worker's own Landlock rules, which becomes the worker's standard input.
+    /// File with the Landlock rules that the worker applies to its programs. The file becomes the worker's standard
+    /// input.
     pub(super) program_rules: Option<OwnedFd>,
-    /// Mounts for paths that the worker's user cannot reach in the system's root folder. Always `None` if the
-    /// worker has a private root folder.
+    /// Mounts for paths that the worker's user cannot reach in the system's root folder. `None` if the worker has a
+    /// private root folder.
     pub(super) covers: Option<Arc<Covers>>,
     /// Descriptor of the program, if it is executed by descriptor instead of by path. In this case, the child
     /// enters the working directory before it changes to the worker's user.
     pub(super) executable: Option<OwnedFd>,
-    /// Descriptor of the file that the host program loads or runs, if the host cannot open the file by path. The host
-    /// keeps the descriptor open.
+    /// Descriptor of the file that the host program loads or runs. Used if the host cannot open the file by its path.
+    /// The host keeps the descriptor open.
     pub(super) hosted_file: Option<OwnedFd>,
     /// Mount point and mount options of a temporary file system.
     pub(super) private_temporary: Option<(CString, CString)>,
-    /// Folder to mount at `/dev/shm`. Used only if the worker has a private mount namespace with the system's root
+    /// Folder to mount at `/dev/shm`. Used only if the worker has a private mount namespace but not a private root
     /// folder.
     pub(super) shared_memory: Option<CString>,
     /// Existing user namespace that the worker enters before all other namespaces.
@@ -54,8 +55,8 @@ pub(crate) struct PreparedConfinement {
     may_mount: bool,
 }
 
-/// Cache of compiled filters, because compiling takes longer than all other preparations. The key contains
-/// all settings that affect a filter.
+/// Cache of compiled filters. Compiling a filter takes longer than all other preparations. The key contains all
+/// settings that affect a filter.
 #[derive(Default)]
 pub(crate) struct FilterCache(HashMap<FilterKey, Arc<Filter>>);
 
@@ -203,7 +204,8 @@ fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
     folder.and_then(root::c_string)
 }
 
-/// If the worker has its own user, finds the granted paths that this user cannot reach.
+/// Finds the granted paths that the worker's user cannot reach. Finds nothing if the worker does not have its own
+/// user.
 fn find_unreachable(granted: &GrantedPaths<'_>, layers: &Layers) -> Result<Unreachable, SpawnError> {
     let Some(identity) = layers.identity else { return Ok(Unreachable::default()) };
     reach::check(granted, identity).map_err(|mut unusable| {

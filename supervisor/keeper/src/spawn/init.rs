@@ -14,8 +14,8 @@ use crate::wait;
 /// Size of an exit status report in bytes: the status from `wait(2)` and three resource usage values.
 const STATUS_BYTES: usize = 4 + 3 * 8;
 
-/// Drops all capabilities except `capabilities`, or all capabilities if those cannot be kept. Closes all descriptors
-/// except `kept`.
+/// Drops all capabilities except `capabilities`. If these cannot be kept, drops all capabilities. Closes all
+/// descriptors except `kept`.
 fn become_init(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     let none = CapabilitySet::empty();
     let set = |all| {
@@ -43,7 +43,7 @@ fn encode(status: i32, usage: &Usage) -> [u8; STATUS_BYTES] {
     bytes
 }
 
-/// Decodes an exit status report. Returns `None` if the bytes are not the status of an exited process.
+/// Decodes an exit status report. Returns `None` if the bytes do not describe an exited process.
 fn decode(bytes: &[u8; STATUS_BYTES]) -> Option<(Exit, Usage)> {
     let (status, numbers) = bytes.split_first_chunk()?;
     let (&[user, system, resident], []) = numbers.as_chunks::<8>() else { return None };

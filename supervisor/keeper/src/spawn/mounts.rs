@@ -31,7 +31,7 @@ pub(super) fn mount(
     check(unsafe { libc::mount(pointer(from), at.as_ptr(), pointer(kind), flags, pointer(options).cast()) })
 }
 
-/// Removes the rights that `access` does not require from a mount and from all mounts below it.
+/// Restricts a mount, and all mounts below it, to the rights that `access` requires.
 pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
     let restrictions = match access {
         Access::Read => libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,

@@ -7,7 +7,7 @@ use rustix::process::Pid;
 use super::prepared::Prepared;
 use crate::protocol::confinement::{Identity, Layers, Namespaces};
 
-/// Input of the child's steps. Borrows data that was prepared before the fork.
+/// Input of the child's steps. The plan borrows data that was prepared before the fork.
 pub(super) struct Plan<'p> {
     pub(super) prepared: &'p Prepared,
     pub(super) arguments: Vec<*const c_char>,

@@ -40,7 +40,7 @@ pub(crate) struct Prepared {
     pub(super) stdout: OwnedFd,
     pub(super) stderr: OwnedFd,
     pub(super) progress: OwnedFd,
-    /// The keeper's end of the `progress` socket. The child has a copy of this descriptor.
+    /// The keeper's end of the `progress` socket. The child has a copy of this descriptor and must close it.
     pub(super) keeper_end: RawFd,
     /// Control group in which the child starts.
     pub(super) cgroup: Option<OwnedFd>,

@@ -41,8 +41,8 @@ pub(crate) struct StepFailure {
     pub(crate) errno: i32,
 }
 
-/// Error from a step. For a limit, `detail` is the resource number. For the root folder, `detail` is the number of the
-/// inner step.
+/// Error from a step. `detail` is the resource number for a resource limit, and the number of the inner step for the
+/// root folder.
 pub(super) struct StepError {
     pub(super) errno: Errno,
     pub(super) detail: u32,
@@ -128,7 +128,7 @@ pub(crate) fn let_continue(socket: &OwnedFd) {
 
 // The child's side, which makes only system calls.
 
-/// Reports a failed step. If the report cannot be sent, the supervisor only sees a worker that exits immediately.
+/// Reports a failed step. If the report cannot be sent, the supervisor sees only that the worker exits immediately.
 pub(super) fn report_failure(socket: BorrowedFd<'_>, failure: &StepFailure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }
@@ -139,8 +139,8 @@ pub(super) fn request_id_maps(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     wait_for_keeper(socket)
 }
 
-/// Maximum number of times that sending the listener is retried. All attempts together take two seconds, well within
-/// `start.handshake`.
+/// Maximum number of retries when sending the seccomp listener. All attempts together take two seconds, which is well
+/// within `start.handshake`.
 const LISTENER_RETRIES_MAX: u32 = 200;
 
 /// Interval between attempts to send the seccomp listener.
@@ -165,7 +165,7 @@ pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -
     wait_for_keeper(socket)
 }
 
-/// Sends the message that the child is confined, along with the seccomp listener if there is one.
+/// Sends the message that the child is confined. Also sends the seccomp listener if there is one.
 fn send_listener(socket: BorrowedFd<'_>, listener: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);

@@ -94,8 +94,8 @@ const RLIMIT_STEP: &str = "rlimit";
 /// Value of `detail` if the Landlock step failed because the kernel accepted the rules but does not enforce them.
 const LANDLOCK_NOT_ENFORCED: u32 = 1;
 
-/// Number of the step that forks the worker. This step is in neither table of steps, because it runs between the two
-/// tables.
+/// Number of the step that forks the worker. This step is not part of a table, because it runs between the two tables
+/// of steps.
 pub(super) const WORKER_FORK_STEP: u32 = u32::MAX;
 
 /// Number of the step that prepares the first process of a template's PID namespace.
@@ -177,7 +177,7 @@ fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     set_identity(plan.layers().identity.unwrap_or(plan.keeper_identity))
 }
 
-/// Switches to the worker's user, unless an earlier step in a new user namespace has already done so.
+/// Switches to the worker's user. Does nothing if an earlier step has already done so in a new user namespace.
 fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     match plan.layers().identity {
         Some(identity) if !plan.layers().namespaces.user => {
@@ -218,7 +218,7 @@ fn private_root(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(ruleset.add_private_mounts(confinement.has_tmp())?)
 }
 
-/// Mounts a private `/proc` in the system's root folder. A private root folder already contains one.
+/// Mounts a private `/proc` in the system's root folder. A private root folder already has a private `/proc`.
 fn private_proc(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.proc {
         return Ok(());
@@ -254,7 +254,7 @@ fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Mounts the granted paths that the worker's user cannot reach, which makes them accessible. Does nothing if the
+/// Makes the granted paths that the worker's user cannot reach accessible by mounting them. Does nothing if the
 /// worker has a private root folder.
 fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
@@ -316,7 +316,7 @@ fn landlock(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Installs the seccomp filter, which is the last layer, and waits until the keeper has checked all layers.
+/// Installs the seccomp filter, which is the last layer. Then waits until the keeper has checked all layers.
 fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let listener = confinement.filter.as_ref().map(|filter| filter.install()).transpose()?.flatten();
@@ -327,7 +327,7 @@ fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Restores the default handling of signals. The keeper ignores signals that would terminate it, and blocks SIGCHLD.
-/// Without this step, the program would inherit both settings.
+/// The program must not inherit these settings.
 fn signals(_: &Plan<'_>) -> Result<(), StepError> {
     // Uses the raw system call, because the C library refuses to change the two signals that it reserves.
     const DEFAULT: [u64; 4] = [0; 4];

@@ -2,7 +2,7 @@
 
 use rustix::process;
 
-/// Defines the resources. Each row contains the variant (spelled as in rustix), the name, and the kernel's label for
+/// Defines the resources. Each row contains the variant as spelled in rustix, the name, and the kernel's label for
 /// the resource.
 macro_rules! resources {
     ($($resource:ident $name:literal $label:literal;)+) => {
@@ -23,7 +23,7 @@ macro_rules! resources {
                 }
             }
 
-            /// Returns the label that the resource has in `/proc/PID/limits`.
+            /// Returns the resource's label in `/proc/PID/limits`.
             pub const fn label(self) -> &'static str {
                 match self {
                     $(Self::$resource => $label,)+

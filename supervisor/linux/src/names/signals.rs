@@ -2,8 +2,8 @@
 
 use nix::sys::signal::{SigHandler, Signal, signal};
 
-/// Restores the default action of SIGCHLD. A program that has inherited an ignored SIGCHLD cannot wait for its
-/// children, because the kernel reaps them.
+/// Restores the default action of SIGCHLD. If a program inherits an ignored SIGCHLD, the kernel reaps the program's
+/// children, and the program cannot wait for them.
 pub fn restore_default_sigchld() {
     // SAFETY: installs no handler function.
     #[expect(unsafe_code, reason = "setting the disposition of a signal")]
@@ -15,7 +15,7 @@ pub fn known_name(signal: i32) -> Option<&'static str> {
     Signal::try_from(signal).ok().map(Signal::as_str)
 }
 
-/// Returns the name of a signal, or its number as a string if the signal has no name.
+/// Returns the name of a signal. If the signal has no name, returns its number as a string.
 pub fn name(signal: i32) -> String {
     known_name(signal).map_or_else(|| signal.to_string(), str::to_owned)
 }

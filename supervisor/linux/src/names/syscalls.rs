@@ -39,7 +39,7 @@ macro_rules! on_x86_64 {
     };
 }
 
-/// Strips the prefix of the C library's constants: `SYS_read` becomes `read`.
+/// Strips the prefix of the C library's constants. For example, `SYS_read` becomes `read`.
 const fn without_prefix(constant: &'static str) -> &'static str {
     constant.split_at("SYS_".len()).1
 }

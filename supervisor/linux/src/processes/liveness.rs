@@ -76,7 +76,7 @@ impl LivenessDescriptor {
     }
 }
 
-/// Returns true if the socket has a peer and reports when the peer closes its end.
+/// Returns true if the socket has a peer and can report that the peer closes its end.
 fn is_connected(socket: BorrowedFd<'_>) -> bool {
     let kind = rustix::net::sockopt::socket_type(socket);
     matches!(kind, Ok(SocketType::STREAM | SocketType::SEQPACKET)) && rustix::net::getpeername(socket).is_ok()

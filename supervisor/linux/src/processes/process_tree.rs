@@ -15,10 +15,11 @@ mod killer;
 
 pub use killer::{DescendantKiller, Progress};
 
-/// Maximum number of ancestors to read for one process. An ordinary process has fewer than twenty.
+/// Maximum number of ancestors to read for one process. Ordinary processes have fewer than twenty ancestors.
 const ANCESTORS_MAX: usize = 64;
 
-/// Maximum number of attempts to read the ancestors of a process. Ancestors can exit during an attempt.
+/// Maximum number of attempts to read the ancestors of a process. An attempt fails if an ancestor exits in the
+/// meantime.
 const READ_ATTEMPTS_MAX: usize = 8;
 
 /// Initial buffer capacity for reading a process's file in `/proc`, in bytes. A file of up to this size is read with

@@ -125,8 +125,8 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     }
 }
 
-/// Converts strings to the form that `execve` expects: a list of pointers to the strings, followed by a null pointer.
-/// The strings must outlive the list.
+/// Converts strings to the list of pointers that `execve` expects, which ends with a null pointer. The strings must
+/// outlive the list.
 pub fn null_terminated(texts: &[CString]) -> Vec<*const c_char> {
     texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!(status(&child), libc::SIGTERM);
     }
 
-    /// Only a pidfd shows that the orphan has exited, because the orphan is not a child of this process.
+    /// The orphan's exit is visible only through a pidfd, because the orphan is not a child of this process.
     #[test]
     fn spawned_orphan_is_not_a_child() {
         let arguments = [c"/bin/sh".as_ptr(), c"-c".as_ptr(), c"exit 7".as_ptr(), ptr::null()];
@@ -296,8 +296,8 @@ mod tests {
         });
     }
 
-    /// The child's signals have their default actions, even though this process ignores SIGPIPE and a thread may have
-    /// blocked any signal.
+    /// The child's signals have their default actions, even though this process ignores SIGPIPE and a thread might
+    /// have blocked any signal.
     #[test]
     fn spawned_child_has_default_signal_dispositions() {
         let _blocked = BlockedSignals::all();

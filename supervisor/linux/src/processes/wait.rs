@@ -24,7 +24,8 @@ fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> 
     }
 }
 
-/// Returns the PID of a child that has exited, without reaping it. The PID cannot be reused until the child is reaped.
+/// Returns the PID of a child that has exited, but does not reap the child. The PID cannot be reused until the child
+/// is reaped.
 pub fn peek_ended() -> Option<u32> {
     peek_child(libc::P_ALL, 0, 0).ok().filter(|&pid| pid != 0)
 }
@@ -62,8 +63,8 @@ pub fn wait_for_exit_code(pid: i32) -> Result<Option<i32>, Errno> {
     Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
 }
 
-/// Waits until the descriptor is readable. Returns false after `timeout`. A pidfd is readable once its process has
-/// exited.
+/// Waits until the descriptor is readable. Returns false after `timeout`. A pidfd becomes readable when its process
+/// exits.
 pub fn wait_until_readable(descriptor: impl AsFd, timeout: Duration) -> io::Result<bool> {
     let limit = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
     let mut events = [PollFd::new(&descriptor, PollFlags::IN)];

@@ -113,7 +113,7 @@ mod tests {
         }
     }
 
-    /// Connects clients repeatedly while the listener is being stopped. Each established connection must receive a
+    /// Keeps connecting clients while the listener is being stopped. Each established connection must receive a
     /// reply.
     #[test]
     fn stopped_listener_serves_all_established_connections() {

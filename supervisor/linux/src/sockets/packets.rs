@@ -18,8 +18,8 @@ use rustix::net::{
 /// Maximum number of descriptors in a message.
 pub const DESCRIPTORS_MAX: usize = 3;
 
-/// Creates a pair of connected sockets, both close-on-exec. `message_bytes_max` is the maximum size of the messages
-/// that the first socket sends, in bytes.
+/// Creates a pair of connected close-on-exec sockets. `message_bytes_max` is the maximum size in bytes of a message
+/// that the first socket sends.
 pub fn pair(message_bytes_max: usize) -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (here, there) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -82,8 +82,8 @@ fn send(socket: impl AsFd, message: &[u8], descriptors: &[OwnedFd]) -> rustix::i
 
 /// Result of [`receive`].
 pub enum Received {
-    /// A message with this number of bytes, and its descriptors. Descriptors are missing if this process has reached
-    /// its descriptor limit.
+    /// A message of this size in bytes, and its descriptors. Descriptors are missing if this process has reached its
+    /// descriptor limit.
     Message(usize, Vec<OwnedFd>),
     /// No message is available yet.
     Nothing,

@@ -34,11 +34,11 @@ pub struct Peer {
     pub uid: u32,
     /// Effective group ID.
     pub gid: u32,
-    /// Process ID, or `None` if the process is in a PID namespace that is not visible from here.
+    /// Process ID, or `None` if the process is in a PID namespace that this process cannot see.
     pub pid: Option<u32>,
 }
 
-/// Relationship between a process and this supervisor process.
+/// Relationship of a process to this supervisor process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Descent {
     /// The process is not a descendant of this one.
@@ -46,7 +46,7 @@ pub enum Descent {
     /// The process is a descendant of this process, or of the process set with [`UnrelatedProcesses::set_other_root`].
     /// Contains the PIDs of the descendant and of its ancestors, up to and including this process or the other process.
     Descendant(Vec<u32>),
-    /// The process has exited, so its ancestors cannot be determined.
+    /// The process has exited, and its ancestors can no longer be determined.
     Ended,
 }
 
@@ -103,8 +103,7 @@ impl Peer {
 #[derive(Debug, Default)]
 pub struct UnrelatedProcesses {
     known: Mutex<VecDeque<(u32, u64)>>,
-    /// PID of a second process whose descendants are treated like descendants of this process, or 0 if there is no such
-    /// process.
+    /// PID of a second process whose descendants count as descendants of this process, or 0 if there is none.
     other_root: AtomicU32,
 }
 
@@ -173,8 +172,8 @@ pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
     }
 }
 
-/// Checks that [`Peer::descent`] works on this machine. This requires that `/proc` belongs to this PID namespace and
-/// does not hide processes.
+/// Checks that [`Peer::descent`] works on this machine. For this, `/proc` must belong to this PID namespace and must
+/// not hide processes.
 pub fn check_proc_visibility() -> io::Result<()> {
     let own = std::process::id();
     let seen = std::fs::read_link("/proc/self")?;
@@ -192,7 +191,7 @@ mod tests {
 
     use super::*;
 
-    /// Limit for conditions that normally become true much sooner.
+    /// Maximum time to wait for a condition. Conditions normally become true much sooner.
     const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
     /// Accepts a connection, or panics if no process connects in time.

@@ -24,8 +24,7 @@ impl<T> Bulkhead<T> {
         self.own_permits(self.workers.totals().permits.min(self.adaptive_bound()))
     }
 
-    /// Returns true if missing workers reduce the number of permits below the configured number. Ignores the adaptive
-    /// limit.
+    /// Returns true if there are fewer permits than configured because workers are missing. Ignores the adaptive limit.
     pub fn is_short_of_workers(&self) -> bool {
         self.workers.totals().permits
             < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)

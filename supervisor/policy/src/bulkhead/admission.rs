@@ -1,7 +1,7 @@
 //! Admission: decides whether a new job runs immediately, waits, or is rejected. The checks run in the order of the
 //! table in `docs/semantics.md`. The rate limit comes before the checks that depend on load, so that a client that
-//! exceeds its rate gets the `rate_limited` reason even under load. The rate limit is also the only check that charges a job
-//! even if a later check rejects the job.
+//! exceeds its rate gets the `rate_limited` reason even under load. The rate limit is also the only check that charges
+//! a job even if a later check rejects the job.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,14 +51,13 @@ fn rejected_with(reason: RejectReason, message: String) -> Rejection {
 }
 
 impl<T> Bulkhead<T> {
-    /// Looks up the tenant with this name, and adds the tenant if necessary. Returns the number that identifies the
-    /// tenant in the next submission.
+    /// Returns the ID of the tenant with this name, for use in the next submission. Adds the tenant if necessary.
     pub fn tenant(&mut self, name: &str) -> TenantId {
         self.tenants.find_or_add(name)
     }
 
-    /// Returns the index of a tenant in [`crate::TenantLimits::labelled`], or the length of that list if the tenant is
-    /// not in it.
+    /// Returns the index of a tenant in [`crate::TenantLimits::labelled`], or the length of that list if the list
+    /// does not contain the tenant.
     pub fn label(&mut self, tenant: TenantId) -> usize {
         self.tenants.get(tenant).label as usize
     }
@@ -159,7 +158,7 @@ impl<T> Bulkhead<T> {
         Err(Rejection { verdict: rejection(RejectReason::CircuitOpen), wait })
     }
 
-    /// Charges the cost of the job to the rate limit.
+    /// Charges the job's cost against the rate limit.
     fn charge(&mut self, now: Time, submission: &Submission<T>) -> Result<(), Rejection> {
         let Some((limit, whose)) = self.rate_of(submission.tenant) else { return Ok(()) };
         match self.tenants.get(whose).bucket.take(now, &limit, submission.cost.max(1)) {
@@ -207,7 +206,7 @@ impl<T> Bulkhead<T> {
         self.tenants.look_up(tenant).overrides.max_in_flight.or(self.limits.tenants.max_in_flight)
     }
 
-    /// Returns true if a tenant's quota is used up. Withheld places count as used.
+    /// Returns true if a tenant has used up its quota. The withheld part of the quota counts as used.
     pub(super) fn is_at_quota(&self, id: TenantId) -> bool {
         let tenant = self.tenants.look_up(id);
         self.quota(id).is_some_and(|most| tenant.in_flight + tenant.withheld >= most)
@@ -421,7 +420,7 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, due);
     }
 
-    /// Dispatches waiting jobs as long as workers have free permits.
+    /// Dispatches waiting jobs while workers have free permits.
     pub(super) fn pump(&mut self, now: Time) {
         if !self.suspects.is_empty() || self.workers.reserved().is_some() {
             self.dispatch_suspects(now);
@@ -509,7 +508,8 @@ impl<T> Bulkhead<T> {
 
     // Reports to operators.
 
-    /// Reports queue pressure. Does not report it again until the queue length has fallen below 90 % of the threshold.
+    /// Reports queue pressure. After a report, the queue length must fall below 90 % of the threshold before the
+    /// next report.
     fn report_pressure(&mut self) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =

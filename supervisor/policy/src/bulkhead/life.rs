@@ -15,7 +15,7 @@ use crate::time::Time;
 use crate::worker::{Assignment, EndEffect, Phase, Revision, SilenceCheck, Worker};
 use crate::workers::SlotState;
 
-/// Maximum time that an idle worker may take to exit.
+/// Maximum time that an idle worker can take to exit before it is killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Maximum number of consecutive times that a worker's silence is attributed to a busy machine. After that, a silent
@@ -375,8 +375,8 @@ impl<T> Bulkhead<T> {
 
     // New program or configuration.
 
-    /// Replaces all workers, because new workers will run a different program or configuration. Earlier failures are
-    /// forgotten, because they do not apply to the new program.
+    /// Replaces all workers with workers that run a new program or configuration. Forgets earlier failures,
+    /// because they do not apply to the new program.
     pub(super) fn replace(&mut self, now: Time) {
         for place in self.workers.places() {
             self.edit_timing(place, |worker| worker.revision = Revision::BeforeReload { retry_at: None });
@@ -497,7 +497,7 @@ impl<T> Bulkhead<T> {
         self.edit_timing(place, |worker| worker.next_age_check = again);
     }
 
-    /// Handles the end of a worker and all its descendants after the death of the keeper. This does not count as a
+    /// Handles the exit of a worker and all its descendants after the keeper died. The exit does not count as a
     /// failure of the worker.
     pub(super) fn lost_with_keeper(&mut self, now: Time, id: WorkerId) {
         let killed = Phase::Killing(KillReason::KeeperDied);
@@ -507,7 +507,7 @@ impl<T> Bulkhead<T> {
         self.reaped(now, id);
     }
 
-    /// Refills the slot of a dead worker after all its descendants are gone.
+    /// Refills the slot of a dead worker after all of the worker's descendants are gone.
     pub(super) fn reaped(&mut self, now: Time, id: WorkerId) {
         let worker = self.workers.get(id.place).filter(|worker| worker.id == id);
         if let Some(&Worker { phase: Phase::Dead(effect), .. }) = worker {
@@ -686,7 +686,7 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::Report(OperatorEvent::BulkheadFailed { reason, message }));
     }
 
-    /// Rejects all waiting jobs if no slot has a worker or will get one.
+    /// Rejects all waiting jobs if no slot has a worker and no slot will get a worker.
     pub(super) fn reject_without_workers(&mut self, now: Time) {
         if self.workers.totals().live_slots == 0 && self.queued() > 0 {
             let sentence = self.no_worker_message();

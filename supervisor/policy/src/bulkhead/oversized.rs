@@ -11,7 +11,7 @@ use crate::messages::WorkerId;
 use crate::time::Time;
 use crate::worker::Phase;
 
-/// Minimum time that a worker may pause while sending an oversized result, even if `grace` is shorter.
+/// Minimum stall timeout for a worker that is sending an oversized result. Used if `grace` is shorter.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Minimum grace period for an `exec` worker that also has jobs whose clients are waiting. Such a worker kills the

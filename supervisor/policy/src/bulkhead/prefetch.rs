@@ -29,15 +29,15 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// Minimum time, as a multiple of `lookahead`, that must be left until a job's deadline and queue timeout for the job
-/// to be prefetched.
+/// Minimum time left before a job's deadline or queue timeout for the job to be prefetched, in multiples of
+/// `lookahead`.
 const TIME_LEFT_FACTOR: u32 = 2;
 
 /// Time allowed for a worker to start a job, in addition to `lookahead`. On a busy machine, a worker can wait this long
 /// for a processor.
 const BEGIN_GRACE: Duration = Duration::from_millis(2);
 
-/// Maximum number of times that the interval between two checks, or the time allowed for a job to start, is doubled.
+/// Maximum number of doublings of the check interval and of the time allowed for a job to start.
 const DOUBLINGS_MAX: u8 = 10;
 
 /// Index of the job that causes a recall, and the verdict with which the job ends. If the verdict is `None`, the job
@@ -315,8 +315,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls prefetched jobs from workers that accept no more jobs. Recalls them from all workers if prefetching is
-    /// no longer allowed.
+    /// Recalls prefetched jobs from workers that accept no more jobs. If prefetching is no longer allowed,
+    /// recalls prefetched jobs from all workers.
     pub(super) fn recall_pending(&mut self, now: Time) {
         while let Some(place) = self.workers.pop_to_recall() {
             let takes = |worker: &Worker| worker.is_available() && worker.exclusivity == Exclusivity::Shared;
@@ -448,7 +448,6 @@ impl<T> Bulkhead<T> {
         });
     }
 
-    /// Removes a prefetched job from its worker.
     fn remove_prefetched(&mut self, index: u32, place: u32) {
         let job = self.jobs.get(index);
         let (bytes, is_wanted) = (job.bytes, job.record.is_some());
@@ -500,7 +499,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Resends jobs that hold a permit but were recalled. Each job is sent again to the worker that had it.
+    /// Resends recalled jobs that still hold a permit. Each job is sent to the worker that had it.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));

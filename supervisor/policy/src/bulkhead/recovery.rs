@@ -96,7 +96,7 @@ impl<T> Bulkhead<T> {
         digest.is_some_and(|digest| self.poison.is_quarantined(now, digest))
     }
 
-    /// Returns true if the job may be retried. In that case, charges the retry to the budget.
+    /// Returns true if the job can be retried. If so, charges the retry to the budget.
     fn may_retry(&mut self, now: Time, index: u32) -> bool {
         let is_open = self.mode == Mode::Open && self.workers.totals().live_slots > 0;
         let job = self.jobs.get(index);
@@ -229,5 +229,5 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Maximum number of workers that may die before reading a job. After that, the job is no longer requeued.
+/// Maximum number of workers that can die before reading a job. After that, the job is not requeued again.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;

@@ -42,7 +42,6 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Checks all workers against `recycle.jobs`.
     pub(super) fn check_all_job_limits(&mut self, now: Time) {
         for place in self.workers.places() {
             self.check_job_limit(now, place);
@@ -66,8 +65,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Starts successors for all workers that have been given the last job that `recycle.jobs` allows. Called when the
-    /// failures of earlier successors no longer count.
+    /// Starts a successor for each worker that has been given the last job that `recycle.jobs` allows. Called
+    /// after the failures of earlier successors have been forgotten.
     pub(super) fn start_successors_at_job_limit(&mut self, now: Time) {
         for slot in self.workers.slot_numbers() {
             self.start_successor_at_job_limit(now, slot);

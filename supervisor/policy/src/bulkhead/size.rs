@@ -140,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces, one at a time, the workers that cannot raise their own maximum number of jobs.
+    /// Replaces, one at a time, the workers that cannot accept a higher `max_in_flight` while running.
     fn replace_unresizable(&mut self, now: Time) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.sent_max_in_flight < most);
@@ -195,7 +195,7 @@ impl<T> Bulkhead<T> {
         self.reject_without_workers(now);
     }
 
-    /// Starts a worker in a slot now, or as soon as the slot can have a worker.
+    /// Starts a worker in a slot immediately, or once the slot becomes available.
     fn open_slot(&mut self, now: Time, slot: u32) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(now, slot) {
             return;
@@ -331,7 +331,7 @@ impl<T> Bulkhead<T> {
 
     // Tenants.
 
-    /// Applies new tenant limits. They can block or unblock any tenant in the queue.
+    /// Applies new tenant limits, and updates which tenants are blocked in the queue.
     fn reconfigure_tenants(&mut self, now: Time) {
         let general = self.limits.rate_limit;
         self.tenants.reconfigure(now, &self.limits.tenants.overrides, general.as_ref());

@@ -110,7 +110,7 @@ impl<T> Bulkhead<T> {
         });
     }
 
-    /// Moves a worker whose slot was taken over to a spare slot.
+    /// Moves a worker to a spare slot after a spare has taken over the worker's slot.
     fn move_to_spare_slot(&mut self, now: Time, place: u32, spare_slot: u32, reason: Option<RecycleReason>) {
         let Some(worker) = self.workers.get(place) else { return };
         let (assignment, charged_slot) = (worker.assignment, worker.assignment.charged_slot());

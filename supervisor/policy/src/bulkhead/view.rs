@@ -22,7 +22,7 @@ const REASONS: usize = RejectReason::ALL.len() + 1;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each field is the outcome of the same name")]
 pub struct Counters {
-    /// Number of submissions, regardless of their outcome.
+    /// Number of submitted jobs, excluding jobs passed on from other bulkheads.
     pub submitted: u64,
     pub ok: u64,
     pub failed: u64,
@@ -66,7 +66,7 @@ impl Counters {
         self.rejected[reason.code() as usize] += 1;
     }
 
-    /// Adds the counters of another bulkhead.
+    /// Adds another bulkhead's counts to these counts.
     pub fn add(&mut self, other: &Self) {
         self.submitted += other.submitted;
         self.ok += other.ok;
@@ -129,10 +129,10 @@ pub struct WorkerView {
     /// True if the worker is the slot's current worker. False if the worker is starting as a successor or has been
     /// replaced.
     pub is_current: bool,
-    /// True if the worker is running a suspect job alone, or is finishing its jobs so that it becomes idle for a
-    /// suspect job.
+    /// True if the worker is reserved for a suspect job. The worker finishes its other jobs first and then runs
+    /// the suspect job alone.
     pub is_exclusive: bool,
-    /// True if the worker was late in starting a job, and therefore gets no more jobs until its next sign of life.
+    /// True if the worker was late in starting a job. Such a worker gets no new jobs until its next sign of life.
     pub is_stalled: bool,
     /// True if the worker is a spare, whether ready or starting.
     pub is_spare: bool,
@@ -187,9 +187,9 @@ pub struct HeldJob {
     pub ran: Duration,
     /// Number of attempts, including the current one.
     pub attempts: u32,
-    /// True if the worker exited without reading the job.
+    /// True if the worker exited without starting the job.
     pub is_unread: bool,
-    /// Digest of operation and payload, or `None` if the bulkhead does not use poison detection.
+    /// Digest of the job's operation and payload, or `None` if the bulkhead does not use poison detection.
     pub digest: Option<Digest>,
 }
 
@@ -299,7 +299,7 @@ impl<T> Bulkhead<T> {
         Some(wait)
     }
 
-    /// Counts a job as passed on to another bulkhead, and no longer as rejected.
+    /// Recounts a rejected job as a job that was passed on to another bulkhead.
     pub fn count_fallback(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
         *count = count.saturating_sub(1);

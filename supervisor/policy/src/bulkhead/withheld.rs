@@ -15,7 +15,7 @@ use crate::worker::Worker;
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
-    /// Time at which the place is released even if the slot has no ready worker.
+    /// Time at which the place in the quota is released even if the slot still has no ready worker.
     until: Time,
 }
 
@@ -46,7 +46,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Releases each withheld place that has expired, or whose slot has a ready worker or will not get one.
+    /// Releases withheld places in quotas. A place is released when it expires, when its slot has a ready worker,
+    /// or when its slot will not get a worker.
     pub(super) fn release_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {
@@ -66,7 +67,7 @@ impl<T> Bulkhead<T> {
         self.workers.slot(slot).is_live() && !is_ready && !self.is_stopping()
     }
 
-    /// Returns the earliest time at which a withheld place expires.
+    /// Returns the time at which the next withheld place in a quota expires.
     pub(super) fn next_withheld_release(&self) -> Option<Time> {
         self.withheld.iter().map(|place| place.until).min()
     }

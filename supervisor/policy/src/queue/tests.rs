@@ -17,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// Steps of work: the maximum number for a single operation, and the total number.
+/// Maximum number of steps in a single operation, and total number of steps.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -108,7 +108,7 @@ fn returned_job_comes_first_without_a_second_charge() {
     assert_eq!(drain(&mut queue), [0, 13, 14, 15, 16, 1, 17, 18, 19, 20, 2, 21]);
 }
 
-/// While a tenant is blocked, it keeps its position in the round.
+/// A blocked tenant keeps its position in the round.
 #[test]
 fn blocked_tenant_keeps_its_credit() {
     let mut queue = Queue::default();
@@ -157,8 +157,7 @@ fn cancelled_jobs_do_not_earn_extra_turns() {
 
 // Fairness.
 
-/// Queues all jobs, and then calls `pop` `pops` times. Returns the total cost of each tenant's served jobs after each
-/// call.
+/// Queues all jobs, and pops up to `pops` of them. Returns the total cost of each tenant's served jobs after each pop.
 fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     let (mut queue, mut owner) = (Queue::default(), Vec::new());
     for (tenant, &(count, cost)) in flows.iter().enumerate() {
@@ -176,8 +175,7 @@ fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     (0..pops).map_while(next).collect()
 }
 
-/// Checks that the total costs served for any two tenants with waiting jobs never differ by more than the maximum cost
-/// plus one.
+/// Checks that the total costs served for any two backlogged tenants differ by at most the maximum cost plus one.
 fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
     let bound = 1 + flows.iter().map(|flow| u64::from(flow.1)).max().unwrap_or(0);
     let all: Vec<u64> = flows.iter().map(|&(count, cost)| count as u64 * u64::from(cost)).collect();
@@ -290,8 +288,8 @@ fn evictions_are_nearly_even_at_equal_rates() {
 
 // Comparison with the paper and with a model.
 
-/// Returns the jobs that deficit round robin, as described in the original paper, serves in each round with a quantum
-/// of 1.
+/// Returns the jobs served in each round by deficit round robin with a quantum of 1, as described in the
+/// original paper.
 fn textbook(flows: &[Vec<u32>]) -> Vec<Vec<(usize, u32)>> {
     let mut active: VecDeque<(usize, u32, VecDeque<u32>)> = flows
         .iter()
@@ -363,7 +361,7 @@ struct Model {
     /// All waiting jobs, from oldest to newest.
     jobs: Vec<Waiting>,
     standings: BTreeMap<(Priority, u32), (u64, i64)>,
-    /// Tenants with jobs that were returned to the queue, latest first.
+    /// Tenants with jobs that were returned to the queue, most recent first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
     /// Time at which the number of each tenant's waiting jobs last changed.
@@ -701,7 +699,7 @@ fn cancelled_jobs_release_memory() {
     }
 }
 
-/// Repeatedly adding and removing a single job with a high number does not grow and shrink a table each time.
+/// Repeatedly adding and removing one job with a high number does not resize a table each time.
 #[test]
 fn large_tables_shrink_only_after_many_operations() {
     let mut queue = Queue::default();

@@ -22,7 +22,7 @@ struct Load {
     waiting: usize,
     random: u64,
     done: u64,
-    /// The limit at the end of each millisecond.
+    /// Limit at the end of each millisecond.
     limits: Vec<u32>,
 }
 
@@ -46,7 +46,7 @@ impl Load {
             .limit
     }
 
-    /// Runs the clients for `time`. A job takes `service(running)`, where `running` is the number of running jobs.
+    /// Runs the clients for `time`. Each job takes `service(running)`, where `running` is the number of running jobs.
     fn run(&mut self, time: Duration, service: impl Fn(usize) -> Duration) {
         let end = self.fixture.now + time;
         while self.fixture.now < end {
@@ -82,7 +82,7 @@ impl Load {
         }
     }
 
-    /// Returns the lowest and the highest limit during the last part of the run. `last` is the length of this part.
+    /// Returns the lowest and highest limits during the last part of the run, which has the length `last`.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))
@@ -149,7 +149,7 @@ fn limit_recovers_within_seconds_after_an_overload() {
     assert_eq!(load.limit(), 64);
 }
 
-/// Slow jobs are taken into account when the limit is adjusted, even though quick jobs end first.
+/// Slow jobs affect the limit even though quick jobs end first.
 #[test]
 fn limit_stays_low_if_a_third_of_the_jobs_are_slow() {
     let mut load = Load::new(crowded(1, 32, adaptive(1, 32, 50 * MS)), 100);
@@ -274,8 +274,7 @@ fn monitor_mode_reports_limit_without_enforcing_it() {
     assert_eq!(load.limit(), 64);
 }
 
-/// The limit must rise even if the permits reserved for critical jobs are free, because ordinary jobs cannot use these
-/// permits.
+/// The limit must rise even if the permits reserved for critical jobs are free. Ordinary jobs cannot use these permits.
 #[test]
 fn limit_rises_although_reserved_permits_are_free() {
     for reserved_permits in [0.1, 0.25, 0.5] {
@@ -289,7 +288,7 @@ fn limit_rises_although_reserved_permits_are_free() {
     }
 }
 
-/// As long as jobs take too long, the reported limit falls, regardless of the number of running jobs.
+/// While jobs take too long, the reported limit must not rise, regardless of the number of running jobs.
 #[test]
 fn monitored_limit_does_not_rise_if_jobs_are_slow() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
@@ -322,7 +321,7 @@ fn limit_changes_are_reported_at_most_once_every_ten_seconds() {
     assert!(told.windows(2).all(|pair| pair[0].1 == pair[1].0), "{told:?}");
 }
 
-/// A postponed report of a changed limit is sent as soon as the report is due, without waiting for the next job.
+/// A delayed report of a limit change is sent when it is due, even if no further jobs arrive.
 #[test]
 fn reports_final_limit_even_without_further_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);

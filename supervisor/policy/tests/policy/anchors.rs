@@ -183,7 +183,7 @@ fn breaker() -> BreakerLimits {
     }
 }
 
-/// Returns a bulkhead with a ready worker and a breaker that was opened by five crashes.
+/// Returns a bulkhead with a ready worker and an open breaker. Five crashes have opened the breaker.
 fn tripped(max_in_flight: u32) -> Fixture {
     let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, max_in_flight, 10) });
     for _ in 0..5 {

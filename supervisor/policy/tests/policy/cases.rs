@@ -38,7 +38,7 @@ fn rejects_jobs_beyond_permits_and_queue() {
     }
 }
 
-/// During an upgrade, the jobs that run in both supervisors together never exceed the bulkhead's limit
+/// During an upgrade, the two supervisors together never run more jobs than the bulkhead's limit allows
 /// (`docs/operations/upgrade.md`).
 #[test]
 fn does_not_use_permits_of_the_other_supervisor() {
@@ -256,8 +256,8 @@ fn job_cancelled_while_queued_never_runs() {
     assert_eq!(fixture.bulkhead.counters().ok, 3);
 }
 
-/// Checks a rule in `docs/semantics.md`: the outcome of a waiting job depends on whether the queue timeout or the
-/// deadline passes first.
+/// Checks a rule in `docs/semantics.md`: the outcome of a waiting job depends on whether the queue timeout or
+/// the deadline expires first.
 #[test]
 fn queue_timeout_and_deadline_have_different_reasons() {
     let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(1, 1, 5) });
@@ -272,7 +272,8 @@ fn queue_timeout_and_deadline_have_different_reasons() {
     fixture.expect(running, "deadline_exceeded", Some("running"));
 }
 
-/// Checks a rule in `docs/semantics.md`: a job never runs after its deadline, even if no tick was handled before then.
+/// Checks a rule in `docs/semantics.md`: a job never starts after its deadline, even if no tick was handled
+/// before then.
 #[test]
 fn expired_job_never_runs() {
     let mut fixture = Fixture::ready(limits(1, 1, 2));
@@ -288,8 +289,7 @@ fn expired_job_never_runs() {
     );
 }
 
-/// Checks a rule in `docs/semantics.md`: even without a queue, as many jobs can wait as there will be permits in the
-/// workers that are still starting.
+/// Checks a rule in `docs/semantics.md`: even without a queue, one job can wait for each permit of a starting worker.
 #[test]
 fn jobs_wait_for_starting_workers() {
     let mut fixture = Fixture::starting(limits(2, 3, 0));
@@ -336,8 +336,7 @@ fn unread_job_ends_if_no_worker_will_start() {
 
 // Deadlines.
 
-/// Checks a rule in `docs/semantics.md`: a client that requests a short deadline ends its own job, but never the
-/// worker's other jobs.
+/// Checks a rule in `docs/semantics.md`: a short deadline requested by a client never ends the worker's other jobs.
 #[test]
 fn short_deadline_does_not_stop_other_jobs() {
     let mut fixture = Fixture::ready(limits(1, 2, 0));
@@ -353,8 +352,8 @@ fn short_deadline_does_not_stop_other_jobs() {
     assert_eq!(fixture.killed.len(), 1, "the worker must be killed because it has no other jobs");
 }
 
-/// Checks a rule in `docs/semantics.md`: at the bulkhead's own deadline, the worker is killed together with its other
-/// jobs.
+/// Checks a rule in `docs/semantics.md`: when a job exceeds the bulkhead's own deadline, its worker is killed
+/// and the worker's other jobs crash.
 #[test]
 fn bulkhead_deadline_kills_the_worker_and_its_other_jobs() {
     let limits = Limits { deadline: 5 * SECOND, deadline_max: 60 * SECOND, ..limits(1, 2, 0) };
@@ -385,8 +384,7 @@ fn worker_that_replies_within_grace_survives() {
     assert_eq!((fixture.killed.len(), fixture.verdicts(job).len()), (0, 1));
 }
 
-/// Checks a rule in `docs/semantics.md`: the run limit is measured from dispatch, regardless of the time in the queue,
-/// and starts over with each attempt.
+/// Checks a rule in `docs/semantics.md`: the run limit excludes time in the queue, and starts over with each attempt.
 #[test]
 fn run_limit_counts_from_each_dispatch() {
     let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
@@ -517,8 +515,8 @@ fn recycled_worker_continues_until_its_replacement_is_ready() {
     assert_eq!((fixture.bulkhead.last_failure(), fixture.bulkhead.limit()), ("", 1));
 }
 
-/// Checks a rule in `docs/architecture.md`: everything is bounded. The number of workers must not grow because of jobs
-/// that hang in replaced workers.
+/// Checks the rule in `docs/architecture.md` that everything is bounded. Jobs that hang in replaced workers
+/// must not cause the number of workers to grow.
 #[test]
 fn slot_has_at_most_two_workers() {
     let mut limits = limits(1, 2, 0);
@@ -581,8 +579,8 @@ fn drain_rejects_queued_jobs_and_keeps_running_jobs() {
     assert!(fixture.was_dispatched(next));
 }
 
-/// Checks a rule in `docs/semantics.md`: when the bulkhead stops, jobs in flight can continue until `by`. Jobs that are
-/// still running then end as `crashed/stopped`.
+/// Checks a rule in `docs/semantics.md`: when the bulkhead stops, jobs in flight can continue until `by`. Jobs
+/// still running at that time end as `crashed/stopped`.
 #[test]
 fn stop_waits_for_jobs_until_its_time_limit() {
     for finishes in [true, false] {
@@ -655,7 +653,7 @@ fn slowly_ending_job_does_not_stop_other_jobs() {
     }
 }
 
-/// Each restart is reported with its cause: how the previous worker ended, or why it was replaced.
+/// Each restart is reported with its cause: the exit of the previous worker, or the reason for replacing it.
 #[test]
 fn restarts_report_their_causes() {
     let mut fixture = Fixture::ready(Limits { grace: MS, ..limits(1, 1, 0) });

@@ -5,8 +5,8 @@ use bulkhead_policy::{Death, Event, KillReason, OperatorEvent};
 
 use crate::fixture::{Fixture, SECOND, limits};
 
-/// When a worker dies, its slot has to wait until the worker's descendants are gone, but the clients get the outcomes
-/// of their jobs immediately.
+/// When a worker dies, clients receive the outcomes of their jobs immediately. The worker's slot waits until
+/// all descendants are gone.
 #[test]
 fn slot_waits_for_descendants_of_a_dead_worker() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
@@ -105,7 +105,7 @@ fn forked_worker_waits_for_its_template() {
     assert_eq!(fixture.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// The time between the request to start a process and the report that it is running is limited.
+/// A process must be reported as running within a limited time after the request to start it.
 #[test]
 fn spawn_order_without_report_times_out() {
     let mut fixture = Fixture::starting(limits(1, 1, 0));

@@ -39,8 +39,7 @@ fn prefetched(fixture: &Fixture) -> Vec<JobId> {
     fixture.prefetched.iter().map(|&(_, job)| job).collect()
 }
 
-/// Returns a bulkhead with two workers, the first of which is stuck and starts no further jobs. Also returns the ID of
-/// the stuck worker.
+/// Returns a bulkhead whose first worker is stuck and starts no further jobs. Also returns the ID of this worker.
 fn beside_a_stuck_one(limits: Limits) -> (Fixture, WorkerId) {
     let mut fixture = fixture(limits);
     let stuck = fixture.spawned[0];

@@ -11,8 +11,7 @@ use bulkhead_shared::JobId;
 
 // Workers that hang at exit.
 
-/// Runs one job in each worker, and returns the bulkhead once all outcomes have been sent. No worker exits in the
-/// meantime.
+/// Runs one job in each worker, and returns the bulkhead after all outcomes have been sent. None of the workers exits.
 fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
     let mut limits = limits(1, 1, count);
     limits.recycle.jobs = Some(1);
@@ -261,7 +260,8 @@ fn restarting_a_starting_worker_does_not_stop_its_slot() {
     }
 }
 
-/// During a restart, the slot's new worker is replaced because of a resize and not because of the restart.
+/// During a restart, a resize replaces a slot's new worker. The cause of this replacement is the resize, not
+/// the restart.
 #[test]
 fn resize_during_a_restart_replaces_new_workers() {
     let mut fixture = Fixture::ready(limits(2, 1, 0));
@@ -430,7 +430,7 @@ fn standby_takes_over_an_idle_slot() {
     assert_eq!(fixture.holder(next), standby);
 }
 
-/// A successor starts as soon as the worker is given its last job, unless another successor has just failed.
+/// A successor starts when the worker is given its last job, unless another successor has just failed.
 #[test]
 fn worker_at_its_job_limit_immediately_gets_a_successor() {
     let mut limits = counted(2, limits(1, 1, 0));

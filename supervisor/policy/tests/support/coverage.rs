@@ -27,7 +27,7 @@ impl Coverage {
         }
     }
 
-    /// Panics if any of the situations in `all` never occurred, and lists these situations.
+    /// Panics if any situation in `all` never occurred, and lists the missing situations.
     pub(crate) fn demand(&self, all: &[&str]) {
         let missing: Vec<_> = all.iter().filter(|what| !self.0.contains_key(**what)).collect();
         assert!(missing.is_empty(), "the simulation never reached {missing:?}");

@@ -12,15 +12,15 @@ pub(crate) struct Registry(Arc<Mutex<HashMap<WorkerId, Record>>>);
 /// Journal of one worker.
 #[derive(Debug, Default)]
 pub(crate) struct Record {
-    /// Number of the last job started, as written by the worker.
+    /// Sequence number of the last job started, as written by the worker.
     pub(crate) begun: u64,
-    /// Number of the last recalled job.
+    /// Sequence number of the last recalled job.
     pub(crate) recalled_up_to: u64,
-    /// Number of the last job that the worker had started before the first recall in this step.
+    /// Sequence number of the last job that the worker had started before the first recall in this step.
     pub(crate) begun_at_recall: Option<u64>,
     /// True to simulate a worker that starts its next job just as that job is recalled.
     pub(crate) begins_during_recall: bool,
-    /// Number of the job that the worker started just as the job was recalled.
+    /// Sequence number of the job that the worker started just as the job was recalled.
     pub(crate) begun_during_recall: Option<u64>,
 }
 
@@ -37,7 +37,7 @@ impl Registry {
         self.with(worker, |record| record.begun)
     }
 
-    /// Returns the number of the last job that the worker had started before the first recall in this step.
+    /// Returns the sequence number of the last job that the worker had started before the first recall in this step.
     pub(crate) fn begun_at_recall(&self, worker: WorkerId) -> u64 {
         self.with(worker, |record| record.begun_at_recall.unwrap_or(record.begun))
     }

@@ -26,9 +26,9 @@ use super::coverage::Coverage;
 use super::journal::Registry;
 use slots::{Slot, SlotState};
 
-/// Minimum time that a worker is given to send the next part of an oversized result.
+/// Minimum time that a worker has to send the next part of an oversized result.
 const STALL_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
-/// Minimum time that a worker is given to end an overdue job itself while clients are waiting for its other jobs.
+/// Minimum time that a worker has to end an overdue job itself while clients are waiting for its other jobs.
 const SLOW_END_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
@@ -49,10 +49,9 @@ pub(crate) struct Model {
     /// All jobs without an outcome, and jobs that have an outcome but are still in a worker.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
-    /// Suspect jobs that are waiting for an idle worker, in which they must run alone.
+    /// Suspect jobs, each waiting to run alone in an idle worker.
     suspects: VecDeque<JobId>,
-    /// Withheld places. Each entry contains the tenant, the slot, and the time by which the place is released at the
-    /// latest.
+    /// Withheld places. Each entry contains the tenant, the slot, and the latest time at which the place is released.
     withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
     /// Workers, by their indexes in the bulkhead's table.
@@ -60,9 +59,9 @@ pub(crate) struct Model {
     slots: Vec<Slot>,
     /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Time of the most recent start that was delayed, or may have been delayed, because of early deaths.
+    /// Time of the most recent start that early deaths delayed or might have delayed.
     last_spaced_start: Option<Time>,
-    /// Slots whose workers a rolling restart has yet to replace.
+    /// Slots whose workers still have to be replaced by a rolling restart.
     rolling: BTreeSet<u32>,
     /// True after a restart or a program change, until the replacement of a worker fails.
     is_restarting: bool,
@@ -72,7 +71,7 @@ pub(crate) struct Model {
     release_count: u64,
     newest_job: JobId,
     step: Step,
-    /// True if the breaker was not closed either before or after the current event.
+    /// True if the breaker was not closed before the current event, or is not closed after the event.
     is_breaking: bool,
     was_breaking: bool,
     pub(crate) coverage: Coverage,
@@ -122,7 +121,7 @@ struct Job {
     worker: Option<u32>,
     /// Worker to which the job was prefetched, or `None` if the job is not prefetched.
     prefetched: Option<u32>,
-    /// Number of the job among all jobs sent to its worker.
+    /// Sequence number of the job among all jobs sent to its worker.
     send_number: u64,
     recalled_from: Option<WorkerId>,
 }
@@ -143,7 +142,7 @@ struct Worker {
     sent: u64,
     /// Prefetched jobs, oldest first.
     prefetched: Vec<JobId>,
-    /// True if the worker gets no jobs because it was late in starting one. This value is taken from the bulkhead.
+    /// True if the worker receives no jobs because it was late in starting a job. Copied from the bulkhead.
     is_stalled: bool,
     /// Value that `is_stalled` will have at the end of this step.
     stalls: bool,
@@ -159,11 +158,11 @@ struct Worker {
     retry_replacement_at: Option<Time>,
     /// Most recent `max_in_flight` sent to the worker.
     sent_max_in_flight: u32,
-    /// True if the worker is reserved for a suspect job. This value is taken from the bulkhead.
+    /// True if the worker is reserved for a suspect job. Copied from the bulkhead.
     is_exclusive: bool,
     /// True if the worker had already been killed when another worker took over its slot.
     killed_before_replacement: bool,
-    /// Time at which the supervisor began to observe the silent worker's use of processor time.
+    /// Time at which the supervisor began to measure the silent worker's use of processor time.
     observed_since: Option<Time>,
     /// True once the caller has been asked how much processor time the silent worker used.
     was_checked: bool,
@@ -172,7 +171,7 @@ struct Worker {
     served: u64,
     /// Number of jobs given to the worker.
     begun: u64,
-    /// True if `recycle.jobs` does not allow any more jobs to be given to the worker.
+    /// True if the worker has been given all the jobs that `recycle.jobs` allows.
     is_at_job_limit: bool,
     pid: Option<u32>,
     /// True if the worker was started as a successor because the slot's worker is about to reach `recycle.jobs`.
@@ -180,8 +179,7 @@ struct Worker {
     killed: Option<KillReason>,
     /// Consequences of the worker's exit, which are stored until its descendants are gone.
     dead: Option<Dead>,
-    /// Value that `release_count` had when the worker left its slot, or `None` if the slot is still waiting for the
-    /// worker to leave.
+    /// Value of `release_count` when the worker left its slot, or `None` if the worker has not left the slot yet.
     left: Option<u64>,
     /// Earliest time at which the worker can be killed because of its jobs. Set only if the worker was already stuck
     /// before this step.
@@ -211,7 +209,7 @@ enum Phase {
     Draining { idle_since: Option<Time> },
 }
 
-/// Meaning of the current event, and the actions that the event requires.
+/// Details of the current event, and the actions that the event requires.
 #[derive(Default)]
 struct Step {
     cause: Cause,
@@ -239,7 +237,7 @@ struct Step {
     returned: Option<(WorkerId, JobId)>,
     /// Jobs whose outcomes depend on the order in which the bulkhead handles several jobs at once.
     ambiguous: BTreeSet<JobId>,
-    /// Workers that must be sent a new maximum number of jobs.
+    /// Workers to notify of a new maximum number of jobs.
     to_resize: BTreeMap<WorkerId, u32>,
     /// Jobs that must be cancelled in their workers.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
@@ -480,8 +478,8 @@ impl Model {
         matches!(self.mode, Mode::Stopping { .. })
     }
 
-    /// Returns the maximum number of jobs for the worker. The result is never higher than the most recent number sent
-    /// to the worker.
+    /// Returns the maximum number of concurrent jobs for the worker. The result never exceeds the most recent
+    /// maximum sent to the worker.
     fn capacity(&self, worker: &Worker) -> usize {
         let most = self.limits.max_in_flight.min(worker.sent_max_in_flight) as usize;
         most.min(worker.jobs.len() + self.jobs_left(worker))
@@ -505,7 +503,7 @@ impl Model {
         jobs().any(|job| job.is_oversized) && !jobs().any(|job| job.is_overdue)
     }
 
-    /// Returns the time at which a stuck worker is killed.
+    /// Returns the time at which a stuck worker will be killed.
     fn killed_at(&self, worker: &Worker) -> Time {
         let at = self.now + self.kill_delay(worker);
         match worker.killed_at {
@@ -514,8 +512,8 @@ impl Model {
         }
     }
 
-    /// Returns the time after which a stuck worker is killed. While the worker is sending an oversized result, this
-    /// time starts over whenever data arrives.
+    /// Returns the delay before a stuck worker is killed. While the worker is sending an oversized result, the
+    /// delay starts over whenever data arrives.
     fn kill_delay(&self, worker: &Worker) -> std::time::Duration {
         let grace = self.limits.grace;
         let is_wanted = worker.jobs.iter().any(|job| !self.jobs[job].is_answered);

@@ -87,8 +87,7 @@ fn any_limits(random: &mut Random) -> Limits {
     }
 }
 
-/// Returns random heartbeat settings. In some histories, the interval is long, so that fewer steps are heartbeats and
-/// the history covers more time.
+/// Returns random heartbeat settings. Histories with a long interval contain fewer heartbeats and cover more time.
 fn health(random: &mut Random) -> Health {
     let (low, high) = if random.percent(70) { (50, 1000) } else { (5000, 30_000) };
     Health { heartbeat: random.millis(low, high), missed: random.pick(&[0, 1, 3, 5]) }
@@ -131,7 +130,7 @@ fn breaker(random: &mut Random) -> BreakerLimits {
     }
 }
 
-/// Value of `recycle.rss` in those random histories that set this key.
+/// Value of `recycle.rss` in random histories that set this key.
 pub(crate) const RSS_LIMIT_BYTES: u64 = 1 << 20;
 
 /// Behaviour of the simulated workers and clients during one random history. Most fields are probabilities in percent.

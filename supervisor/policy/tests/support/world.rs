@@ -16,7 +16,7 @@ use super::journal::Registry;
 use super::random::Random;
 use super::settings::{self, Behaviour, RSS_LIMIT_BYTES};
 
-/// A future event. An event that concerns a worker is dropped if the worker has exited by then.
+/// A scheduled event. If the event concerns a worker that has exited by then, the event is dropped.
 #[derive(Debug)]
 enum WorldEvent {
     Arrival,
@@ -41,9 +41,9 @@ enum WorkerMessage {
     Ready,
     Beat,
     Reply(JobId),
-    /// The worker starts every job whose number is not greater than this one.
+    /// The worker starts every job whose sequence number is at most this value.
     Begins(u64),
-    /// The worker returns the job with this number because the supervisor has recalled the job.
+    /// The worker returns the job with this sequence number because the supervisor has recalled the job.
     ReturnsJob(u64),
     /// Part of an oversized result. The second value is the number of parts that are still to come.
     Part(JobId, u64),
@@ -59,7 +59,6 @@ enum WorkerMessage {
 struct Process {
     has_dispatch_thread: bool,
     can_resize: bool,
-    /// True if the worker has a journal.
     has_journal: bool,
     /// All jobs ever sent to the worker, in order.
     sent: Vec<JobId>,
@@ -143,7 +142,7 @@ impl World {
         self.agenda.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// Returns a random duration by which the supervisor is late, or `None` if it is on time, as in most cases.
+    /// Returns a random delay of the supervisor, or `None` if the supervisor is on time.
     pub(crate) fn supervisor_delay(&mut self) -> Option<Duration> {
         self.random.percent(self.behaviour.supervisor_delay).then(|| self.random.millis(1, 5000))
     }
@@ -218,7 +217,7 @@ impl World {
         })
     }
 
-    /// Handles a job's acceptance. Sometimes schedules a cancellation by the job's client.
+    /// Handles the acceptance of a job. Sometimes schedules the job's cancellation or a shortage of memory.
     pub(crate) fn accepted(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.behaviour.cancels) {
             let after = self.random.millis(0, 2 * self.behaviour.job_ms + 20);
@@ -260,8 +259,8 @@ impl World {
         }
     }
 
-    /// Returns random limits in which either all keys or only a few keys are new, as if the configuration file had been
-    /// edited.
+    /// Returns randomly changed limits, as if the configuration file had been edited. Either all keys or only a few
+    /// have new values.
     fn limits(&mut self) -> Limits {
         let fresh = settings::limits(&mut self.random);
         if self.random.percent(50) {
@@ -413,7 +412,7 @@ impl World {
         self.schedule(now + after, WorldEvent::Reaped(worker));
     }
 
-    /// Returns a job that started just as it was recalled, so that the bulkhead can decide which worker runs the job.
+    /// Returns a recalled job to the bulkhead, which decides whether to run the job again.
     fn return_job(&mut self, now: Time, worker: WorkerId, send_number: u64) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
         let job = *process.sent.get(send_number as usize - 1)?;
@@ -565,7 +564,7 @@ impl World {
         }
     }
 
-    /// Makes a process drain. The process exits once it has no jobs left.
+    /// Makes a process start draining. The process exits once it has no jobs left.
     fn start_draining(&mut self, now: Time, worker: WorkerId) {
         let disobeys = self.random.percent(self.behaviour.ignores_drain);
         let after = self.random.millis(0, 50);
@@ -740,7 +739,7 @@ impl World {
         }
     }
 
-    /// Returns a recalled job to the bulkhead.
+    /// Removes a recalled job from a worker. If the worker had just started the job, schedules the return of the job.
     fn recall(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let begun_during_recall = self.registry.with(worker, |record| record.begun_during_recall.take());
         let begun = self.registry.begun(worker);

@@ -53,7 +53,7 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Makes a raw system call, because attempts must bypass the checks made by libraries. Safe only with the arguments
+/// Makes a raw system call. This bypasses the checks of libraries, which would stop some attacks. Safe only with the arguments
 /// listed in the SAFETY comment.
 pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) -> Result<usize, Errno> {
     let mut all = [0; 6];
@@ -65,12 +65,12 @@ pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) 
     if result == -1 { Err(Errno::last()) } else { Ok(result as usize) }
 }
 
-/// Returns the address of a value, for use as an argument.
+/// Returns the address of a value, for use as a system call argument.
 pub(crate) fn address<T>(value: &T) -> usize {
     std::ptr::from_ref(value) as usize
 }
 
-/// Returns the address of a value that a system call overwrites, for use as an argument.
+/// Returns the address of a value that a system call overwrites, for use as a system call argument.
 pub(crate) fn address_mut<T>(value: &mut T) -> usize {
     std::ptr::from_mut(value) as usize
 }

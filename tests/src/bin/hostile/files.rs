@@ -146,7 +146,7 @@ fn write_and_remove(folder: &Path) -> Tried {
     Ok("written and removed".into())
 }
 
-/// Removes the file at this path when the value is dropped.
+/// Path of a file that is removed on drop.
 struct Gone<'p>(&'p Path);
 
 impl Drop for Gone<'_> {
@@ -201,7 +201,7 @@ fn watch_neighbour(to: &Targets) -> Tried {
     Ok("sees when files in the folder are opened and changed".into())
 }
 
-/// Changes the mode of a file in another bulkhead to the mode that the file already has.
+/// Sets the mode of a file in another bulkhead to its current value.
 fn chmod_neighbour(to: &Targets) -> Tried {
     const SECRET_MODE: u32 = 0o600;
     let permissions = fs::Permissions::from_mode(SECRET_MODE);

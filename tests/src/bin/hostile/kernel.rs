@@ -127,7 +127,7 @@ fn load_bpf() -> Tried {
     reached(call(libc::SYS_bpf, [0xffff, 0, 0]), &[Errno::EINVAL, Errno::EFAULT], "load a BPF program")
 }
 
-/// Calls `bpf` in a child process. An error counts as success if it shows that the call got through the filter.
+/// Calls `bpf` in a child process. An error counts as success if it shows that the call passed the filter.
 fn load_bpf_in_a_child() -> Tried {
     let what = "load a BPF program in a child";
     let load = || match call(libc::SYS_bpf, [0xffff, 0, 0]) {

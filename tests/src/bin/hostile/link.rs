@@ -108,8 +108,8 @@ fn garbage_on_the_link() -> Tried {
     }
 }
 
-/// Overwrites the whole journal with garbage and then dies, because the supervisor reads a worker's journal after its
-/// death.
+/// Overwrites the whole journal with garbage and then dies. The supervisor reads a worker's journal after the
+/// worker's death.
 fn garbage_in_the_journal() -> Tried {
     let maps = std::fs::read_to_string("/proc/self/maps").at("read its own memory map")?;
     let line = maps.lines().find(|line| line.contains("memfd:journal"));

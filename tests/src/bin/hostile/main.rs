@@ -112,7 +112,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs, during startup, the attempts that are no longer possible in a sealed worker. The `prepared` operation returns
+/// Runs, during startup, the attempts that are impossible once a worker is sealed. The `prepared` operation returns
 /// the results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {

@@ -97,7 +97,7 @@ fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
     Ok(what)
 }
 
-/// Binds an unused abstract name to a listening socket. If that fails, binds it to one end of a socket pair.
+/// Binds a listening socket to an unused abstract name. If that fails, binds one end of a socket pair instead.
 fn take_an_abstract_name(like: &str) -> Tried {
     let what = "take an abstract name";
     let name = format!("{like}-{}", std::process::id());

@@ -202,8 +202,7 @@ fn kill_everything(_: &Targets) -> Tried {
     Err(Refused::nothing(what))
 }
 
-/// Sets the limit on CPU time of another process to the value that it already has. A lower limit could kill the
-/// supervisor.
+/// Sets another process's CPU time limit to its current value. A lower limit could kill the supervisor.
 fn limit(pid: i32) -> Tried {
     let pid = pid as usize;
     let resource = libc::RLIMIT_CPU as usize;
@@ -214,7 +213,7 @@ fn limit(pid: i32) -> Tried {
     Ok("limited".into())
 }
 
-/// Attempts to set the priority of a process, to the priority that the process already has.
+/// Tries to set a process's priority to its current value.
 fn renice(pid: i32) -> Tried {
     let pid = pid as usize;
     let what = "change another process's priority";
@@ -225,7 +224,7 @@ fn renice(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Attempts to set the I/O priority of a process, to the priority that the process already has.
+/// Tries to set a process's I/O priority to its current value.
 fn serve_as_before(pid: i32) -> Tried {
     const OF_A_PROCESS: usize = 1;
     let what = "change another process's disk priority";
@@ -264,7 +263,7 @@ fn pin(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Creates a child of this process's parent, which would have to reap it.
+/// Creates a process as a child of this process's parent. The parent would have to reap the new process.
 fn become_child_of_keeper() -> Tried {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("create a child of its own parent")?;

@@ -83,7 +83,7 @@ fn grow_a_file() -> Tried {
     Ok("grown".into())
 }
 
-/// Fills the temporary folder. Because a folder on disk is checked only periodically, it has to stay full for a while.
+/// Fills the temporary folder and keeps it full for a while, because a folder on disk is checked only periodically.
 fn fill_temporary_folder() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-full-{}", std::process::id()));
     let file = File::create(&path);
@@ -101,7 +101,7 @@ fn sleep() -> Result<(), Errno> {
     call(libc::SYS_nanosleep, [address(&time), 0]).map(drop)
 }
 
-/// Creates processes until a limit prevents it or a maximum number is reached, and then kills them.
+/// Creates processes until the kernel refuses or [`PROCESSES`] exist, and then kills them all.
 fn make_many_processes() -> Tried {
     let (mut made, mut end) = (Vec::new(), Ok(()));
     while made.len() < PROCESSES && end.is_ok() {

@@ -147,7 +147,7 @@ fn say(word: TemplateMessage<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for an order to fork a worker. Returns the number of the worker.
+/// Waits for an order to fork a worker. Returns the worker's spawn number.
 fn next_order() -> io::Result<u64> {
     next_order_with_descriptors().map(|(worker, _)| worker)
 }

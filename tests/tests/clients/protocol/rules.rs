@@ -7,21 +7,21 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// Payload small enough that the supervisor keeps a copy for another worker, and large enough that a worker cannot
-/// accidentally read it together with the header.
+/// Payload that is small enough for the supervisor to keep a copy, and too large for a worker to read accidentally
+/// together with the header.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
-/// Capability that a worker announces if its heartbeats do not depend on its handlers.
+/// Capability of a worker whose heartbeats do not depend on its handlers.
 const DISPATCH_THREAD: u64 = 1;
 
-/// Starts a supervisor and a worker that behaves as the test of `rule` requires.
+/// Starts a supervisor, and a worker that behaves as the test of `rule` requires.
 fn start(rule: &str, keys: &str) -> Supervisor {
     let heartbeat =
         if keys.contains("health") { "" } else { "health = { heartbeat = \"200ms\", missed = 50 }" };
     Supervisor::start(&by_hand(&format!("rules-{rule}"), &format!("{heartbeat}\n{keys}")))
 }
 
-/// Sends HELLO with the given capabilities, and then READY.
+/// Sends HELLO with the given capabilities. Then sends READY.
 fn open(worker: &mut Worker, capabilities: u64) {
     let hello = Meta::default().u16(1).u16(1).u8(2).u32(u32::MAX).u64(capabilities);
     worker.send(HELLO, BULKHEAD, hello.text("by hand").text("1").end(), b"");
@@ -38,7 +38,7 @@ fn mark(name: &str) -> u64 {
     before
 }
 
-/// Reads as much of the first job as `rule` specifies, then aborts. Workers started later serve jobs normally.
+/// Reads as much of the first job as `rule` specifies, then aborts. Workers that start later serve jobs normally.
 fn leave(worker: &mut Worker, rule: &str) {
     while !worker.has_bytes() {
         worker.send(HEARTBEAT, 0, empty(), b"");
@@ -83,7 +83,7 @@ fn peek(socket: &UnixStream, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// Answers every job with its payload, and counts the jobs that have begun.
+/// Answers every job with its payload. Counts the jobs that have begun.
 fn serve(worker: &mut Worker) {
     loop {
         let frame = worker.next();
@@ -137,7 +137,7 @@ pub(super) fn work(mut worker: Worker, rule: &str) {
     }
 }
 
-/// Sends STOPPING while the supervisor is still sending jobs. Serves these jobs until DRAIN arrives.
+/// Sends STOPPING while the supervisor is still sending jobs. Continues to serve jobs until DRAIN arrives.
 fn stop(worker: &mut Worker) {
     if mark("came") > 0 {
         return serve(worker);
@@ -149,8 +149,8 @@ fn stop(worker: &mut Worker) {
     mark("drained");
 }
 
-/// Sends no heartbeats for ten heartbeat intervals while a job is running, and stays silent after the result. The
-/// worker does not announce the `DISPATCH_THREAD` capability.
+/// Sends no heartbeats for ten heartbeat intervals while a job is running, and none after the result. The worker
+/// does not announce the `DISPATCH_THREAD` capability.
 fn fall_silent(worker: &mut Worker) {
     let again = mark("came") > 0;
     let job = read_frame(&worker.socket).unwrap();
@@ -194,7 +194,7 @@ fn unread_job_goes_to_next_worker() {
     assert_eq!((supervisor.file_bytes("came"), supervisor.file_bytes("begun")), (2, 1));
 }
 
-/// The worker dies after beginning the first job, and before reading the second job.
+/// The worker dies after it has begun the first job but before it reads the second job.
 #[test]
 fn worker_death_requeues_only_unread_jobs() {
     let supervisor = start("reads-one-of-two", "max_in_flight = 2");
@@ -233,7 +233,7 @@ fn half_closed_client_counts_as_disconnected() {
     wait_for("the worker gets the cancellation", || (supervisor.file_bytes("cancelled") == 1).then_some(()));
 }
 
-/// A value of 2 for `idempotent` counts as 1. Cancelling an unknown job number has no effect.
+/// The supervisor treats an `idempotent` value of 2 like 1. Cancelling an unknown job number has no effect.
 #[test]
 fn unusual_client_values_are_accepted() {
     let supervisor = start("reads-a-byte", "retry = { attempts = 2, budget = 1.0 }");
@@ -270,7 +270,7 @@ fn unusual_worker_values_are_accepted() {
     assert_eq!(supervisor.number("rules-strays", "restarts"), 0);
 }
 
-/// "It keeps reading until DRAIN, finishes all jobs that have arrived, and exits with status 0".
+/// A worker that has sent STOPPING reads until DRAIN, finishes all jobs that have arrived, and exits with status 0.
 #[test]
 fn stopping_worker_finishes_all_received_jobs() {
     let supervisor = start("stops", "max_in_flight = 8\nmax_queue = 100");

@@ -45,7 +45,7 @@ fn failed_start_leaves_the_old_program_in_service() {
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
 }
 
-/// Points at which a program dies: just before it sends a message, or just after it has received one.
+/// Points at which a program dies. Each point is just before a message is sent, or just after a message was received.
 const DEATHS: [&str; 26] = [
     "send 1",
     "receive 1",
@@ -80,7 +80,7 @@ fn deaths() -> usize {
     std::env::var("BULKHEAD_UPGRADE_DEATHS").ok().and_then(|count| count.parse().ok()).unwrap_or(10)
 }
 
-/// Number of upgrades with a dying program that run at the same time.
+/// Number of upgrades with a dying program to run at the same time.
 const DEATHS_AT_ONCE: usize = 5;
 
 #[test]
@@ -109,7 +109,7 @@ fn one_program_serves_if_the_other_dies_at_any_message() {
     println!("{} deaths: {:?}", deaths(), all.lock().unwrap());
 }
 
-/// Performs an upgrade under load in which a program dies at the given point. Returns the number of jobs by outcome.
+/// Runs an upgrade under load in which a program dies at the given point. Returns the number of jobs by outcome.
 fn die_at(death: &str) -> BTreeMap<String, usize> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("death");
@@ -174,7 +174,7 @@ fn old_program_serves_after_death_of_its_successor() {
     upgraded(&manager);
 }
 
-/// A stopped thread. The other threads of its process continue to run.
+/// A thread that is stopped while the other threads of its process continue to run.
 struct StoppedThread(Pid);
 
 impl StoppedThread {

@@ -23,15 +23,16 @@ const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax
                      [bulkhead.files]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      [defaults]\ndeadline = \"60s\"\ncwd = \".\"\n";
 
-/// Files in which workers record their jobs. The number is the maximum number of jobs recorded in the file that can run
-/// at the same time.
+/// Names of files in which workers record their jobs. The number is the maximum number of jobs in the file that can
+/// run at the same time.
 const RECORDS: [(&str, usize); 4] =
     [("record-b", 4), ("record-tenants-x", 1), ("record-tenants-y", 1), ("record-files", 1)];
 
 /// Size of the payloads that are sent in memory files, in bytes.
 const FILE_BYTES: usize = 128 * 1024;
 
-/// Maximum number of unread outcomes of the raw client, which encodes frames without the client library.
+/// Maximum number of outcomes that the raw client leaves unread. The raw client encodes frames without the client
+/// library.
 const UNREAD_MAX: u64 = 3;
 
 /// Reads a file in which workers have recorded their jobs. Returns the number of jobs that began, and the maximum
@@ -67,7 +68,7 @@ pub(super) struct Load {
     lent: Arc<AtomicU64>,
 }
 
-/// Returns an operation that takes two milliseconds and records the beginning and the end of the job.
+/// Returns an operation that lasts two milliseconds and records the beginning and the end of the job.
 fn recorded(manager: &Manager, record: &str, id: &str) -> String {
     format!("steps:ledger {} 2 {id}", manager.folder.path().join(record).display())
 }
@@ -84,7 +85,7 @@ impl Load {
         }
     }
 
-    /// Adds a client. `run` runs a job with the given ID and returns its outcome.
+    /// Adds a client thread. `run` runs a job with the given ID and returns the job's outcome.
     fn add(&mut self, mut run: impl FnMut(&str) -> String + Send + 'static) {
         let (is_over, ids) = (self.is_over.clone(), self.ids.clone());
         self.clients.push(std::thread::spawn(move || {
@@ -202,7 +203,7 @@ impl Load {
         }));
     }
 
-    /// Starts clients that reconnect after their connection has ended, for tests in which a supervisor dies.
+    /// Starts clients that reconnect when their connection is lost. Used by tests in which a supervisor dies.
     pub(super) fn start_tolerant(manager: &Manager) -> Self {
         let mut load = Self::new();
         for _ in 0..3 {

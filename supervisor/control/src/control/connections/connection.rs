@@ -35,8 +35,7 @@ pub(super) struct Connection<S> {
     progress: Arc<Progress>,
     timer: Pin<Box<Sleep>>,
     phase: Phase,
-    /// A response that is sent in place of hyper's own response, and the number of bytes of it that have already been
-    /// written.
+    /// Response that is sent in place of hyper's own response, and the number of response bytes already written.
     replacement: Option<(Vec<u8>, usize)>,
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
 
-/// Value that `waiting_since` has while a request is being served.
+/// Value of `waiting_since` while a request is being served.
 const SERVING: u64 = u64::MAX;
 
 /// Progress of one connection. Shared by the socket and the task that serves the requests.
@@ -26,7 +26,7 @@ pub(in crate::control) struct Progress {
     is_closing: AtomicBool,
     /// Notified when `is_closing` becomes true.
     close: Notify,
-    /// Marker that shows that a request is unfinished. Dropped when the response to the request is complete.
+    /// Marker for an unfinished request. Dropped when the response is complete.
     held: Mutex<Option<Arc<()>>>,
 }
 
@@ -132,7 +132,7 @@ impl Active {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a connection, which is removed when the returned guard is dropped.
+    /// Adds a connection. Dropping the returned guard removes the connection.
     pub(super) fn add(self: &Arc<Self>, progress: Arc<Progress>) -> ActiveGuard {
         let mut connections = self.lock();
         connections.last_number += 1;
@@ -153,7 +153,7 @@ impl Active {
         })
     }
 
-    /// Closes each connection as soon as it is no longer serving a request.
+    /// Closes all connections. A connection that is serving a request is closed after the response.
     pub(in crate::control) fn close_all(&self) {
         self.lock().by_number.values().for_each(|progress| progress.close());
     }

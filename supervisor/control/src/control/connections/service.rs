@@ -114,8 +114,8 @@ impl RequestBody {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Discards the unread rest of a small body so that the connection can be kept alive. Returns false if the rest is
-    /// too large.
+    /// Discards the unread rest of a small body so that the connection can be kept alive. Returns false if this
+    /// fails, for example because the rest is too large or does not arrive in time.
     async fn discard_rest(&self, expects_continue: bool) -> bool {
         let (is_complete, least) = {
             let body = self.lock();
@@ -168,7 +168,7 @@ impl Drop for ResponseGuard {
     }
 }
 
-/// The body of a response.
+/// Response body that records when the response is complete.
 struct TrackedBody {
     body: Body,
     _guard: ResponseGuard,

@@ -36,7 +36,7 @@ pub(super) type Reader = BufReader<OwnedReadHalf>;
 pub(in crate::control) struct Session {
     pub(super) reader: Reader,
     pub(super) writer: OwnedWriteHalf,
-    /// Number of the last request sent in this session.
+    /// Sequence number of the last request sent in this session.
     pub(super) number: u64,
     client: HttpClient,
 }
@@ -123,8 +123,7 @@ pub(super) fn submit_frame(
     Ok(bytes)
 }
 
-/// Reads frames until the metadata of the outcome has been read. Returns this metadata and the number of
-/// result bytes that follow.
+/// Reads frames up to the metadata of the outcome. Returns the metadata and the number of result bytes that follow.
 pub(super) async fn read_outcome(
     reader: &mut Reader,
     number: u64,

@@ -36,7 +36,7 @@ pub(super) enum Length {
     Unknown,
 }
 
-/// Size of the payload in bytes, as announced to the data plane, and the way in which the payload will be sent.
+/// Payload size announced to the data plane, in bytes. The variant determines how the payload is sent.
 pub(super) enum Announced {
     /// The payload is sent to the data plane while it is still being received.
     Streamed(u64),
@@ -217,8 +217,7 @@ impl Spool {
         ))
     }
 
-    /// Removes and returns all segments. Their bytes are no longer counted here, because the data plane now counts
-    /// them.
+    /// Returns all segments. Stops counting their bytes, because the data plane counts them from now on.
     fn take_segments(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
         self.release();
         std::mem::take(&mut self.segments).into_iter()

@@ -7,7 +7,7 @@ use super::own_process::OwnProcess;
 use super::text::{FamilyInfo, Kind, Page};
 use super::{MetricInputs, write_histogram};
 
-/// A metric family: one metric with all combinations of label values.
+/// A metric family, which consists of all samples of one metric.
 #[derive(Debug)]
 pub(super) struct Family {
     pub(super) info: FamilyInfo,

@@ -12,7 +12,7 @@ pub(super) struct OwnProcess {
     pub(super) virtual_bytes: f64,
     pub(super) resident_bytes: f64,
     pub(super) threads: f64,
-    /// Time between the boot of the machine and the start of the process, in seconds.
+    /// Start time of the process, in seconds since the machine booted.
     started_after: f64,
 }
 

@@ -75,7 +75,7 @@ pub(super) struct FamilyInfo {
     pub(super) help: &'static str,
 }
 
-/// Initial capacity of a page in bytes, large enough for a few bulkheads.
+/// Initial capacity of a page, in bytes. Large enough for a few bulkheads.
 const PAGE_BYTES: usize = 256 * 1024;
 
 /// Builder for a page that contains metrics in a text format.
@@ -83,7 +83,7 @@ pub(super) struct Page {
     format: Format,
     text: String,
     family: Option<&'static FamilyInfo>,
-    /// Buffer for the common prefix of a group of lines. Kept in the page so that the allocation is reused.
+    /// Buffer for the common prefix of a group of lines. Stored here to reuse its allocation.
     common: String,
     #[cfg(test)]
     pub(super) families: Vec<&'static str>,
@@ -101,7 +101,7 @@ impl Page {
         }
     }
 
-    /// Begins a metric family. All samples written until the next call belong to this family.
+    /// Begins a metric family. All samples belong to this family until the next call.
     pub(super) fn family(&mut self, family: &'static FamilyInfo) {
         #[cfg(test)]
         self.families.push(family.name);
@@ -131,7 +131,7 @@ impl Page {
         self.lines("_bucket", values, "le", counts);
     }
 
-    /// Returns the suffix of all sample names in the current family.
+    /// Returns the suffix of the current family's sample names.
     fn suffix(&self) -> &'static str {
         match self.family {
             Some(FamilyInfo { kind: Kind::Counter, .. }) => "_total",

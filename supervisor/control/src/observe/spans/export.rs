@@ -18,14 +18,14 @@ const BATCH_SPANS: usize = 512;
 /// Maximum number of spans in the queue. Further spans are dropped and counted.
 const QUEUED_SPANS_MAX: usize = 4096;
 
-/// Maximum time that a span waits for other spans before a message is sent.
+/// Maximum time that a span waits in the queue for a batch to fill up.
 const BATCH_DELAY_MAX: Duration = Duration::from_secs(1);
 
-/// Minimum and maximum pause after a failure. The pause doubles with each consecutive failure.
+/// Minimum and maximum delay after a failed attempt to send. The delay doubles with each consecutive failure.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
-/// Maximum time, at shutdown, for sending the remaining spans.
+/// Maximum time to spend on sending the remaining spans at shutdown.
 const EXPORT_FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// An encoded message and the number of spans in it.
@@ -39,12 +39,12 @@ pub(super) struct Export {
     queued_spans: VecDeque<Box<JobSpan>>,
     /// Time when the oldest span in the queue arrived.
     oldest_at: Instant,
-    /// Message that is being sent, or that must be resent because an attempt failed.
+    /// Message that is being sent or that must be resent after a failure.
     batch: Option<Batch>,
     sending: Option<JoinHandle<Result<(), SendError>>>,
-    /// Earliest time for the next attempt to send the message after a failure.
+    /// Earliest time of the next attempt to send after a failure.
     retry_at: Instant,
-    /// Length of the pause that will follow the next failure.
+    /// Length of the delay that will follow the next failure.
     pause: Duration,
     lost: u64,
 }
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!((export.queued_spans.len(), export.lost()), (QUEUED_SPANS_MAX, 10));
     }
 
-    /// The test begins by checking that an incomplete batch waits for more spans and that a full batch is due
+    /// The test first checks that an incomplete batch waits for more spans and that a full batch is due
     /// immediately.
     #[test]
     fn failed_span_export_is_retried_after_pause() {

@@ -34,8 +34,7 @@ const KIND_SERVER: u32 = 2;
 /// Value of `STATUS_CODE_ERROR` in OTLP.
 const STATUS_ERROR: u32 = 2;
 
-/// Flags set on every span. They state that the span is sampled, and that its parent span is known to be in another
-/// process.
+/// Flags set on every span. They state that the span is sampled and that its parent is known to be in another process.
 const FLAGS: u32 = 0x01 | 0x100 | 0x200;
 
 /// Address of the collector, and the service name that is sent with the spans.
@@ -47,12 +46,12 @@ pub(super) struct Collector {
     service: String,
 }
 
-/// Error for a message that could not be sent or that the collector did not accept.
+/// Error for a message that could not be sent or was not accepted by the collector.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
 pub(super) struct SendError {
     why: String,
-    /// True if sending the message again later may succeed.
+    /// True if sending the message again might succeed.
     pub(super) is_retryable: bool,
 }
 
@@ -61,7 +60,7 @@ impl SendError {
         Self { why: why.to_string(), is_retryable: true }
     }
 
-    /// Returns the error for a message whose sending task ended early.
+    /// Returns the error for a message whose sending task did not complete.
     pub(super) fn ended() -> Self {
         Self::retryable("the request was interrupted")
     }
@@ -74,8 +73,8 @@ impl fmt::Display for Collector {
 }
 
 impl Collector {
-    /// Returns the collector configured by environment variables, or `None` if there is none. The error is a message
-    /// for the log.
+    /// Returns the collector configured by environment variables, or `None` if no collector is configured.
+    /// The error is a message for the log.
     pub(super) fn find(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
         let read = |name| variable(name).filter(|value| !value.is_empty());
         let (name, address) = match (read(TRACES_ENDPOINT), read(ENDPOINT)) {
@@ -214,7 +213,7 @@ fn attributes<const N: usize>(values: [(&str, Value); N]) -> Vec<Value> {
     values.into_iter().filter_map(one).collect()
 }
 
-/// Returns a time as a string that contains the number of nanoseconds since 1970.
+/// Formats a time as the number of nanoseconds since 1970.
 fn nanos(at: SystemTime) -> String {
     at.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos().to_string()
 }

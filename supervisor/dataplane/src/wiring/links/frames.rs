@@ -95,7 +95,7 @@ impl DataPlane {
         }
     }
 
-    /// Passes on to policy all notices that were received in one read. Returns an error if the worker must be killed.
+    /// Passes to policy all notices that were received in one read. Returns an error if the worker must be killed.
     fn apply_unsolicited_frames(&mut self, index: LinkIndex) -> Result<(), String> {
         let (compartment, worker) = self.links[index].key();
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;
@@ -165,8 +165,8 @@ impl DataPlane {
 
     // Journals of workers.
 
-    /// Lends a journal to a worker that has sent HELLO. Without a journal, a worker's jobs are neither prefetched nor
-    /// recalled.
+    /// Lends a journal to a worker that has sent HELLO. A worker without a journal is not sent prefetched jobs, and
+    /// its jobs are not recalled.
     fn lend_journal(&mut self, index: LinkIndex, capabilities: u64) {
         let link = &mut self.links[index];
         let is_replay = self.compartments[link.compartment()].is_replay;
@@ -196,7 +196,7 @@ impl DataPlane {
         (is_on && begun > 0).then_some(begun)
     }
 
-    /// Handles the frames in a worker's journal like frames received over the worker's link.
+    /// Handles the frames in a worker's journal as if they had arrived over the worker's link.
     fn apply_journal_frames(&mut self, index: LinkIndex, frames: &[u8]) {
         let (compartment, worker) = self.links[index].key();
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));
@@ -558,7 +558,7 @@ fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M,
     decode_all(metadata, &[]).map(|(message, _)| message)
 }
 
-/// Decodes metadata and its extensions. Returns an error if a critical extension has a tag that is not in `known`.
+/// Decodes metadata and its extensions. Returns an error if a critical extension's tag is not in `known`.
 fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     metadata: &'m [u8],
     known: &[u16],
@@ -583,14 +583,13 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks metadata that consists only of extensions. Returns an error if any extension is critical, because none is
-/// known.
+/// Checks metadata that must contain only extensions. Returns an error if any extension is critical.
 fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
 
-/// Decodes a result's metadata. Returns the result's location if the result is in a memory file, and the program's exit
-/// status if one was sent.
+/// Decodes a result's metadata. Returns the location of a result in a memory file, and the program's exit status.
+/// Both are optional.
 fn check_result(metadata: &[u8]) -> Result<(Option<LeaseRef>, Option<&[u8]>), String> {
     if metadata == [0; 8] {
         return Ok((None, None));

@@ -9,7 +9,7 @@ use crate::sessions::OutcomeExtensions;
 use crate::slab::CompartmentIndex;
 use crate::{DataPlane, Incoming, JobData};
 
-/// Returns the payload of an outcome: the result, or the data that the handler sent along with a failure.
+/// Returns the payload of an outcome. This is either the result, or the data that the handler sent with a failure.
 fn result_payload<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
     match verdict {
         Verdict::Ok | Verdict::Failed(_) => incoming.take(),

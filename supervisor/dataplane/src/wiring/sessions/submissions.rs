@@ -101,8 +101,8 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Returns a violation if an unfinished job already has this request number, because the client could not tell the
-    /// two outcomes apart.
+    /// Returns a violation if the request number belongs to an unfinished job. The client could not tell the outcomes
+    /// of two jobs with the same number apart.
     pub(super) fn check_request_number(&self, index: SessionIndex, number: u64) -> Result<(), Violation> {
         match self.sessions.request(index, number) {
             Some(_) => {
@@ -113,7 +113,7 @@ impl DataPlane {
         }
     }
 
-    /// Checks a submission, and checks that the client is permitted to submit the job.
+    /// Checks a submission, including the client's permission to submit the job.
     pub(super) fn check_submission<'m>(
         &self,
         index: SessionIndex,

@@ -14,7 +14,8 @@ use rustix::io::Errno;
 use super::parse;
 use super::{Failure, MOUNT_ADVICE, failure};
 
-/// Maximum size of a control group's file, in bytes. The longest such file is `cgroup.procs`, the list of processes.
+/// Maximum size of a control group's interface file, in bytes. The longest such file is `cgroup.procs`, the list of
+/// processes.
 const FILE_BYTES_MAX: usize = 64 * 1024;
 
 /// Maximum size of a file in `/proc`, in bytes. The longest such file is the list of mounts, which has thousands of
@@ -29,7 +30,7 @@ const STEPS_MAX: usize = 4 * DEPTH_MAX;
 /// Magic number of the cgroup v2 file system.
 const CGROUP2_MAGIC: u64 = 0x6367_7270;
 
-/// Mode of a new group: only the owner can change the group, and all users can read it.
+/// Mode of a new group's folder. Only the owner can change the group, but all users can read it.
 const GROUP_MODE: Mode = Mode::from_raw_mode(0o755);
 
 /// An open control group.

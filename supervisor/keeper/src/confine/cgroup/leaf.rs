@@ -8,8 +8,7 @@ use rustix::io::Errno;
 use super::folder::Folder;
 use super::{Failure, parse};
 
-/// The control group of one worker. The group exists until it is [removed](Leaf::remove), even if this value
-/// is dropped.
+/// The control group of one worker. Dropping this value does not [remove](Leaf::remove) the group.
 #[derive(Debug)]
 pub(crate) struct Leaf {
     folder: Folder,

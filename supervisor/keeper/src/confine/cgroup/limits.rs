@@ -12,7 +12,7 @@ pub(crate) struct Limits {
     pub(crate) memory_bytes: Option<u64>,
     /// Maximum number of processes and threads.
     pub(crate) pids: Option<u64>,
-    /// Maximum processor time as a number of cores, which can be a fraction. At least [`CORES_MIN`].
+    /// Maximum processor time as a number of cores, which can be fractional. Must be at least [`CORES_MIN`].
     pub(crate) cpu_cores: Option<f64>,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct Setting {
     is_optional: bool,
 }
 
-/// Period for the quota in `cpu.max`, in µs. Very low limits use a longer period, because the kernel requires a minimum
+/// Quota period for `cpu.max`, in µs. Very low limits need a longer period, because the kernel requires a minimum
 /// quota.
 const PERIOD_US: f64 = 100_000.0;
 
@@ -47,7 +47,7 @@ impl Limits {
         needed.iter().filter(|(_, is_needed)| *is_needed).map(|(name, _)| *name).collect()
     }
 
-    /// Returns the files to write in a new leaf group, and the value for each file.
+    /// Returns the files to write in a new leaf group, each with its value.
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };

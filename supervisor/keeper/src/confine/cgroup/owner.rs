@@ -8,13 +8,13 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// Identity of a process, which stays unique even if the PID is reused or the same PID exists in another PID namespace.
+/// Identity of a process. It stays unique even if the PID is reused or also exists in another PID namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     /// Inode of the PID namespace.
     pub(super) namespace: u64,
     pub(super) pid: u32,
-    /// Start time, in clock ticks since boot.
+    /// Start time of the process, in clock ticks since boot.
     pub(super) started: u64,
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// Returns true if the text of `cgroup.events` says that the group, or a group below it, contains a live process.
+/// Returns true if `cgroup.events` says that the group, or a group below it, contains a live process.
 pub(super) fn is_populated(text: &str) -> Option<bool> {
     number(text, "populated").filter(|number| *number <= 1).map(|number| number == 1)
 }

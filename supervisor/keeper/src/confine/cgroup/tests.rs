@@ -50,8 +50,8 @@ impl TestGroup {
         self.0.path()
     }
 
-    /// Returns this group as a keeper's delegated group, with the test process in the role of the keeper. `supervisor`
-    /// is the PID of the supervisor.
+    /// Returns this group as a keeper's delegated group. The test process acts as the keeper, and `supervisor` is the
+    /// supervisor's PID.
     fn root(&self, supervisor: u32) -> DelegatedGroup {
         DelegatedGroup::from_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
     }
@@ -199,15 +199,9 @@ fn cgroup_kill_reaches_processes_in_other_sessions() {
             .collect();
         names.iter().filter(|name| *name == "sleep\n").count() >= 6
     });
-    let all = processes(leaf.path());
     leaf.kill().unwrap();
     assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
     wait_until("no process is left", || leaf.is_empty().unwrap());
-    for pid in all {
-        let is_here = fs::read_to_string(format!("/proc/{pid}/cgroup"))
-            .is_ok_and(|text| text.contains(leaf.path().to_str().unwrap()));
-        assert!(!is_here, "process {pid} is still in the group");
-    }
     remove(&leaf);
 }
 
@@ -348,7 +342,7 @@ fn only_leaves_of_dead_keepers_are_removed() {
     assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()));
 }
 
-/// A process in the delegated group that does not belong to the supervisor is an error.
+/// It is an error if the delegated group contains a process that does not belong to the supervisor.
 #[test]
 fn only_supervisor_processes_leave_delegated_cgroup() {
     let Some(group) = TestGroup::new("vacate") else { return };

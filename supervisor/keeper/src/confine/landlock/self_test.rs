@@ -17,10 +17,10 @@ use rustix::io::Errno;
 pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
     ListRoot,
-    /// Creates a device node with this path. Used if the rules grant access to the root folder, because no rule allows
-    /// creating device nodes.
+    /// Creates a device node at this path. No rule allows this, so it is tested if the rules grant access to the root
+    /// folder.
     CreateDevice(CString),
-    /// No test is possible, because the rules allow reading all files and the worker has no folder of its own.
+    /// No test is possible. The rules allow reading all files, and the worker has no folder of its own.
     None,
 }
 
@@ -30,8 +30,8 @@ const NODE_NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 
 impl ForbiddenAction {
-    /// Chooses the action to attempt: listing the root folder or, if the rules grant access to the root folder,
-    /// creating a device node.
+    /// Chooses the action to attempt. This is listing the root folder or, if the rules allow that, creating a device
+    /// node.
     pub(super) fn choose(root_is_given: bool, temporary: Option<&Path>) -> Self {
         let node =
             temporary.and_then(|folder| CString::new(folder.join(NODE_NAME).as_os_str().as_bytes()).ok());

@@ -19,8 +19,8 @@ use super::{Rules, Ruleset, abi_version};
 use crate::confine::paths::ETC_ENTRIES;
 use crate::protocol::confinement::NetworkAccess;
 
-/// Returns true if the kernel supports at least this version of Landlock. Otherwise prints a message, so that
-/// a skipped test is visible.
+/// Returns true if the kernel supports at least this version of Landlock. Otherwise prints a message to show that the
+/// test was skipped.
 fn has_abi(min: u32) -> bool {
     match abi_version() {
         Ok(abi) if abi >= min => true,
@@ -357,7 +357,7 @@ fn landlock_restricts_sockets_passed_to_the_worker() {
 
 /// The rules apply to `connect` even with TCP fast open, where `connect` returns before a connection is established.
 #[test]
-fn landlock_restricts_delayed_connections() {
+fn landlock_restricts_tcp_fast_open() {
     if !has_abi(4) {
         return;
     }
@@ -472,7 +472,8 @@ fn landlock_protects_other_processes_in_proc() {
     });
 }
 
-/// Applies a filter to the calling thread that makes `landlock_restrict_self` succeed without executing it.
+/// Installs a filter for the calling thread. With the filter, `landlock_restrict_self` returns success without doing
+/// anything.
 fn fake_restrict_self() {
     let instruction = |code: u32, jf, k| libc::sock_filter { code: code as u16, jt: 0, jf, k };
     let number = std::mem::offset_of!(libc::seccomp_data, nr) as u32;

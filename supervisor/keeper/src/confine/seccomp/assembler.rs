@@ -7,8 +7,8 @@ use std::mem::offset_of;
 
 use libc::{seccomp_data, sock_filter};
 
-/// A block of filter instructions. Execution enters at the first instruction, and either ends with a verdict or
-/// continues after the block.
+/// A block of filter instructions. Execution starts at the first instruction. The block either returns a verdict or
+/// continues with the instruction after the block.
 pub(super) type Block = Vec<sock_filter>;
 
 const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -81,7 +81,7 @@ pub(super) fn branch_on_null(argument: u8, null: Block, otherwise: Block) -> Blo
     block
 }
 
-/// Returns the offset of the lower half of an argument in `seccomp_data`. The upper half follows the lower
+/// Returns the offset of an argument's lower half in `seccomp_data`. The upper half comes directly after the lower
 /// half.
 fn argument_offset(argument: u8) -> u32 {
     (offset_of!(seccomp_data, args) + usize::from(argument) * size_of::<u64>()) as u32

@@ -18,7 +18,7 @@ const CALLS_WITH_MODE: [(u8, &str); 2] =
 /// the mode only if the flags create a file.
 const OPEN_CALLS: [(u8, u8, &str); 2] = [(1, 2, "open"), (2, 3, "openat")];
 
-/// Flags with which a call creates a file. `O_TMPFILE` consists of a separate bit and `O_DIRECTORY`.
+/// Flags with which a call creates a file. Excludes `O_DIRECTORY`, which is part of `O_TMPFILE`.
 const CREATE_FLAGS: u32 = (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) as u32;
 
 /// System calls that send data on a socket, grouped by the index of the flags argument.
@@ -59,8 +59,8 @@ pub(super) fn deny_fast_open(rules: &mut Rules) {
 /// truncation: a worker could otherwise truncate files that it can only read.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
-    /// File access mode 3. A file opened in this mode can be neither read nor written, although the kernel checks both
-    /// permissions.
+    /// File access mode 3. The kernel checks read and write permission, but the opened file can be neither read nor
+    /// written.
     const NO_ACCESS: u32 = libc::O_ACCMODE as u32;
     let refused = || Rule::from(Verdict::Errno(Errno::PERM));
     rules.narrow("truncate", |_| refused());

@@ -15,10 +15,10 @@ use bulkhead_linux::errno;
 /// Notification of a system call that blocks until the keeper responds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Notification {
-    /// Identifies the call in the response.
+    /// ID of the notification. The response must contain the same ID.
     pub id: u64,
-    /// ID of the calling thread, which can be any thread of any process of the worker. 0 if the thread is not
-    /// in this PID namespace.
+    /// ID of the calling thread, which can belong to any process of the worker. Zero if the thread is not in this PID
+    /// namespace.
     pub thread: u32,
     /// Number of the system call.
     pub number: u32,
@@ -80,7 +80,7 @@ pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> i
     }
 }
 
-/// Checks that a call is still blocked. As long as it is, the thread ID in the call's notification is valid.
+/// Checks that a call is still blocked. While the call is blocked, the thread ID in the call's notification is valid.
 pub(crate) fn check_pending(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
 }

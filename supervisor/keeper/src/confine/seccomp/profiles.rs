@@ -148,8 +148,8 @@ const NEW_NAMESPACES: u32 = (libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWUTS) as u32;
 
-/// Refuses calls whose first argument contains any of these flags. CLONE_PARENT is refused because the new process
-/// would be a child of the keeper.
+/// Refuses calls whose first argument contains any of these flags. CLONE_PARENT is included because it would make the
+/// new process a child of the keeper.
 fn refuse_flags(flags: u32) -> Rule {
     check(0, vec![(HasAny(flags), REFUSE.into())], Verdict::Allow)
 }
@@ -161,8 +161,8 @@ fn personality() -> Rule {
     only_values(0, &[QUERY, 0, libc::ADDR_NO_RANDOMIZE as u32], REFUSE)
 }
 
-/// Refuses `PTRACE_TRACEME`, which programs use to detect a debugger. All other requests are made only by
-/// debuggers, and are fatal.
+/// Refuses `PTRACE_TRACEME`, which programs use to detect a debugger. All other requests are fatal, because only
+/// debuggers make them.
 fn ptrace() -> Rule {
     const TRACE_ME: u32 = 0;
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
@@ -193,7 +193,7 @@ fn limits() -> (Rule, Rule) {
     (only_self, is_core(0, Verdict::Ignore.into()))
 }
 
-/// Allows only a single process as the target, not a process group or all processes of a user.
+/// Allows only a single process as the target. Process groups and all processes of a user are denied.
 fn only_process_target(kind: impl TryInto<u32>, rule: Rule) -> Rule {
     let kind = kind.try_into().unwrap_or_default();
     check(0, vec![(Is(kind), rule)], REFUSE)
@@ -315,8 +315,8 @@ fn bind_address_sizes() -> Rule {
     check(2, sizes.into_iter().map(|size| (size, Verdict::Allow.into())).collect(), REFUSE)
 }
 
-/// Allows pairs of connected Unix sockets, which are bidirectional pipes. Denies datagram pairs, because they can send
-/// to any path, just like sockets created by `socket`.
+/// Allows pairs of connected Unix sockets, which work like bidirectional pipes. Denies datagram pairs, because a
+/// datagram socket can send to any path.
 fn socketpair() -> Rule {
     let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET];
     let cases = kinds.into_iter().map(|kind| (Is(kind as u32), Verdict::Allow.into())).collect();
@@ -325,8 +325,8 @@ fn socketpair() -> Rule {
     check(0, vec![(Is(libc::AF_UNIX as u32), connected.into())], NO_FAMILY)
 }
 
-/// Denies terminal requests that insert input, paste into a console, or load a line discipline. All of these have been
-/// used to escape from sandboxes.
+/// Denies terminal requests that insert input, paste into a console, or load a line discipline. Each of them has been
+/// used to escape from a sandbox.
 fn deny_terminal_requests() -> Rule {
     let requests = [libc::TIOCSTI, libc::TIOCLINUX, libc::TIOCSETD];
     check(
@@ -436,8 +436,8 @@ const STRICT_ALLOWED_CALLS: &[&str] = &[
      setsockopt shutdown",
 ];
 
-/// System calls that are useful only for network sockets. Denied without network access, because `bind` could
-/// give a name to the end of a socket pair.
+/// System calls that are useful only for network sockets. Denied without network access, because `bind` could give a
+/// name to a socket of a socket pair.
 const CONNECTION_CALLS: &str = "accept accept4 bind connect listen";
 
 /// System calls that ordinary programs try but do not need. `strict` refuses these calls in addition to the calls that

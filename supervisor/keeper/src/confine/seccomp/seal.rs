@@ -7,15 +7,15 @@ use super::{FatalAction, allow_all, deny_siblings, sealed};
 /// A stricter filter that a worker installs itself when it is ready for its first job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seal<'a> {
-    /// True if the worker has [`Seccomp::AllowList`](crate::Seccomp::AllowList). In that case, the seal also
-    /// denies executing programs and creating sockets.
+    /// True if the worker has [`Seccomp::AllowList`](crate::Seccomp::AllowList). The seal then also denies executing
+    /// programs and creating sockets.
     pub is_strict: bool,
     /// True if the worker has network access and can therefore create sockets.
     pub network: bool,
     /// Names of the system calls that remain allowed.
     pub allow: &'a [&'a str],
-    /// True if a template forked the worker. In that case, the seal denies forking siblings, which only the
-    /// template is allowed to do.
+    /// True if the worker was forked by a template. The seal then denies forking siblings, because only the template
+    /// is allowed to do so.
     pub is_forked: bool,
 }
 

@@ -232,8 +232,8 @@ impl Confined {
             let start = Instant::now();
             while let Some(listener) = &listener {
                 if start.elapsed() > PATIENCE {
-                    // SAFETY: accesses no memory. Kills the child's process group, which exists as long as the child or a
-                    // descendant in the group does.
+                    // SAFETY: accesses no memory. Kills the child's process group, which exists as long as the child or
+                    // a descendant in the group does.
                     unsafe { libc::kill(-pid, libc::SIGKILL) };
                 }
                 let Some(notification) = next_notification(listener) else { break };
@@ -285,7 +285,8 @@ struct Finished {
 }
 
 impl Finished {
-    /// Returns the results that [`helper_child_makes_system_calls`] printed: an error number for each call, or 0.
+    /// Returns the results that [`helper_child_makes_system_calls`] printed. Each result is a call's error number, or
+    /// 0 on success.
     fn outcomes(&self) -> Vec<i32> {
         let outcome = |line: &str| line.split_once("outcome ").map(|(_, number)| number.parse().unwrap());
         self.stdout.lines().filter_map(outcome).collect()
@@ -338,7 +339,7 @@ fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     command
 }
 
-/// Invalid arguments. With these, every call fails even if the kernel executes it.
+/// Arguments that are always invalid. Every call that the kernel executes with these arguments fails.
 const INVALID_ARGUMENTS: [u64; 3] = [u64::MAX; 3];
 
 fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
@@ -346,8 +347,7 @@ fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
     syscalls::number(name).map(|number| (u64::from(number), arguments))
 }
 
-/// Makes each call in a child process under the filter, and compares the error number of each call with the expected
-/// error number.
+/// Makes each call in a child process under the filter, and compares the call's error number with the expected one.
 fn assert_outcomes(filter: Filter, expectations: &[(&str, [u64; 3], i32)]) {
     let here: Vec<_> = expectations
         .iter()
@@ -421,8 +421,8 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
-/// Calls with and without set-user-ID or set-group-ID bits in the mode. Allowed calls fail because the path is
-/// missing.
+/// Calls that set a file mode, with and without the set-user-ID or set-group-ID bit. Allowed calls fail because the
+/// path is a null pointer or the descriptor is invalid.
 fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
     let here = libc::AT_FDCWD as u64;
     let mut all = Vec::new();

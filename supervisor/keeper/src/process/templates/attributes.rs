@@ -6,7 +6,7 @@
 use std::fs;
 use std::io::Read;
 
-/// Size of the buffer for an attribute's value, in bytes. The largest value is a set of 8,192 processors.
+/// Size of the buffer for an attribute's value, in bytes. The largest value is a set of up to 8,192 processors.
 const VALUE_BYTES: usize = 1024;
 
 type Value = [u8; VALUE_BYTES];

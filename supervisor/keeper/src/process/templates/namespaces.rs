@@ -42,24 +42,24 @@ const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 /// State of a template's PID namespace.
 pub(crate) struct TemplateNamespace {
     socket: OwnedFd,
-    /// Unsent orders to the namespace's first process: at most one kill per worker, one kill of the template, and one
-    /// order to kill leftover processes.
+    /// Orders that have not been sent to the namespace's first process: at most one kill per worker, one kill of the
+    /// template, and one order to kill leftover processes.
     outbox: Outbox,
     /// The template's PID in the namespace. `None` until the PID is known.
     pub(crate) template: Option<u32>,
     /// Workers in the namespace. Maps each worker's PID inside the namespace to its PID outside.
     workers: HashMap<u32, u32>,
-    /// Children of the namespace's first process that are neither the template nor known workers, each with the time at
-    /// which it was discovered.
+    /// Children of the namespace's first process that are neither the template nor a known worker. Each entry
+    /// contains the time at which the child was discovered.
     unidentified: Vec<(u32, Instant)>,
     /// True if the namespace might contain more unidentified children than are listed.
     has_more: bool,
     /// PIDs of unidentified processes that exited recently.
     recent_exits: VecDeque<u32>,
-    /// Workers that have exited. They are reported as reaped once no unidentified process is left.
+    /// Exited workers, which are reported as reaped once no unidentified process is left.
     exited: Vec<ExitedWorker>,
-    /// Set while leftover processes are being killed. Contains the start time, the time of the next order, and the
-    /// pause after the next order.
+    /// Start time, time of the next order, and pause after that order. `None` unless leftover processes are being
+    /// killed.
     kills: Option<(Instant, Instant, Duration)>,
 }
 
@@ -145,8 +145,8 @@ impl EventLoop {
         self.send_namespace_orders(pid, has_more);
     }
 
-    /// Sends pending orders. If `has_more` is true, the socket might already contain messages for which polling reports
-    /// no new event.
+    /// Sends pending orders. If `has_more` is true, registers the socket again, because it might already contain
+    /// messages for which polling reports no new event.
     fn send_namespace_orders(&mut self, pid: u32, has_more: bool) {
         let Some(namespace) = self.namespace_mut(pid) else { return };
         // If the first process has exited, it is reaped next.
@@ -158,7 +158,7 @@ impl EventLoop {
         let _ = register_again(&self.poll, &socket, pid as usize | NAMESPACE, is_blocked);
     }
 
-    /// Reads and handles a limited number of exit reports. Returns true if there might be more.
+    /// Reads and handles a limited number of exit reports. Returns true if there might be more reports.
     pub(crate) fn handle_exits(&mut self, pid: u32) -> bool {
         let (exits, has_more) = self.read_exits(pid);
         let child = self.children.get(&pid);
@@ -170,7 +170,7 @@ impl EventLoop {
         has_more
     }
 
-    /// Reads a limited number of exit reports. The returned boolean is true if there might be more.
+    /// Reads a limited number of exit reports. The returned boolean is true if there might be more reports.
     fn read_exits(&mut self, pid: u32) -> (Vec<ChildExit>, bool) {
         let mut exits = Vec::new();
         let Some(namespace) = self.namespace_mut(pid) else { return (exits, false) };

@@ -47,7 +47,7 @@ const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_CHILDREN_MAX;
 const ORDERS_PER_ITERATION: usize = 16;
 const EXITS_PER_ITERATION: usize = 64;
 
-/// Maximum time for which a single order may keep the other processes in the namespace stopped.
+/// Maximum time for which an order can keep the other processes in the namespace stopped.
 const STOP_TIME_MAX: Duration = Duration::from_millis(250);
 
 /// Maximum duration of one wait for killed processes while the namespace is stopped, and the number of unsuccessful
@@ -81,7 +81,7 @@ impl Order<'_> {
     }
 }
 
-/// Report on the exit of a child.
+/// A report that a child has exited.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ChildExit {
     /// PID of the child inside the namespace.
@@ -176,7 +176,7 @@ impl TemplateInit<'_> {
     }
 
     /// Reaps at most `EXITS_PER_ITERATION` exited children and reports their exits. Returns the number of reaped
-    /// children. Exits when no child is left.
+    /// children. Exits this process when no child is left.
     fn reap(&self) -> usize {
         let (mut count, mut last) = (0, None);
         let has_no_child = loop {
@@ -232,8 +232,8 @@ impl TemplateInit<'_> {
         }
     }
 
-    /// Fills `numbers` with the PIDs of the remaining children. Returns the number of PIDs, and true if there might be
-    /// more children.
+    /// Fills `numbers` with the PIDs of the remaining children. Returns the number of PIDs, and whether there might
+    /// be more children.
     fn list_children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
         let (mut count, mut offset, mut number) = (0, 0, 0_u32);
         let mut text = [0; 4096];

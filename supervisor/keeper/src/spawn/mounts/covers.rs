@@ -26,17 +26,17 @@ const COVERS_MAX: usize = 32;
 /// Maximum number of entries to show individually if a folder is not shown as a whole.
 const ENTRIES_MAX: usize = 4096;
 
-/// Mount options of the file system that covers a folder. This file system contains only folders and mount points, and
-/// is made read-only in the end.
+/// Mount options of the file system that covers a folder. This file system contains only folders and mount points. It
+/// is made read-only at the end.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
-/// Layout of the mounts that cover unreachable folders, decided before the fork.
+/// Layout of the mounts that cover unreachable folders. The layout is decided before the fork.
 pub(crate) struct Covers {
     covers: Vec<CString>,
     /// Folders and files that serve as mount points.
     nodes: Vec<LayoutStep>,
     binds: Vec<Bind>,
-    /// Folders that are not shown as a whole. Their entries are shown one by one instead.
+    /// Folders whose entries are shown individually instead of the folder as a whole.
     expanded: Vec<CString>,
 }
 
@@ -53,8 +53,8 @@ struct Bind {
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
 impl Covers {
-    /// Decides the layout. Returns `None` if the user can reach everything. On error, returns the folder that cannot
-    /// be covered.
+    /// Decides the layout. Returns `None` if the user can reach everything. The error is the folder that cannot be
+    /// covered.
     pub(crate) fn prepare(unreachable: &Unreachable, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
         if unreachable.folders.is_empty() {
             return Ok(None);
@@ -138,7 +138,7 @@ impl Covers {
         shown
     }
 
-    /// Adds `folder` and all folders on the path from the covered folder to `folder`.
+    /// Adds `folder` and all of its parent folders below the covered folder.
     fn make_folders(&mut self, unreachable: &Unreachable, folder: &Path, made: &mut BTreeSet<PathBuf>) {
         let mut missing: Vec<&Path> = folder
             .ancestors()

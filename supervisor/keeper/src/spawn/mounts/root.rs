@@ -23,12 +23,12 @@ use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
 /// Path at which the system's root folder is mounted while the private root folder is being assembled.
 const OLD_ROOT: &CStr = c"/old";
 
-/// Folder at which the new root folder is first mounted. It exists on every system, and its contents are not needed
-/// before the root is changed.
+/// Folder at which the new root folder is first mounted. This folder exists on every system, and its contents are not
+/// needed until the root is changed.
 const STAGING_FOLDER: &CStr = c"/proc";
 
-/// Mount options of the file system that contains the folders and links of the new root. This file system is made
-/// read-only in the end.
+/// Mount options of the file system that contains the folders and links of the new root. It is made read-only at the
+/// end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
 /// A private `/tmp` can contain one file for each `BYTES_PER_FILE` bytes of its size. The limit is never lower than
@@ -65,10 +65,10 @@ pub(crate) enum LayoutStep {
     },
 }
 
-/// All steps for creating a root folder, decided before the fork.
+/// All steps for creating a root folder. The steps are decided before the fork.
 pub(crate) struct PrivateRoot {
     steps: Vec<LayoutStep>,
-    /// Folders that are not shown as a whole. Their entries are shown individually.
+    /// Folders whose entries are shown individually instead of the folder as a whole.
     expanded: Vec<CString>,
     has_pid_namespace: bool,
     tmp_options: Option<CString>,
@@ -85,7 +85,7 @@ const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
 
 impl PrivateRoot {
-    /// Decides the layout of the root folder. On error, returns the configured path that does not exist.
+    /// Decides the layout of the root folder. The error is the configured path that does not exist.
     pub(crate) fn prepare<'v>(
         granted: &GrantedPaths<'v>,
         withheld: &'v [&'v Path],
@@ -212,12 +212,12 @@ impl LayoutStep {
     }
 }
 
-/// Contents of the root folder, ordered by path, so that each folder precedes its contents.
+/// Contents of the root folder. Ordered by path, so that each folder comes before its contents.
 #[derive(Default)]
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Folders that are not shown as a whole. Their entries are shown individually.
+    /// Folders whose entries are shown individually instead of the folder as a whole.
     expanded: BTreeSet<PathBuf>,
 }
 
@@ -230,8 +230,8 @@ impl Layout {
         }
     }
 
-    /// Adds the granted paths. Returns the links in folders whose entries are granted one by one, each with its target. If a path does not exist,
-    /// returns this path as the error.
+    /// Adds the granted paths. Returns the links in folders whose entries are granted one by one, each with its
+    /// target. If a path does not exist, returns this path as the error.
     fn add_granted<'v>(
         &mut self,
         granted: &GrantedPaths<'v>,
@@ -368,7 +368,7 @@ impl Layout {
         path.ancestors().any(|above| self.links.contains_key(above))
     }
 
-    /// Hides a path in all places where it would be visible, unless access to it was explicitly granted.
+    /// Hides a path everywhere it would be visible, unless access to the path was granted explicitly.
     fn hide(&self, path: &Path) -> Vec<LayoutStep> {
         let Ok(real) = std::fs::canonicalize(path) else { return Vec::new() };
         let is_folder = real.is_dir();
@@ -390,8 +390,8 @@ pub(crate) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString
     CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
 }
 
-/// Returns true if the entries of a folder are shown individually because the folder denies access to the worker's
-/// user.
+/// Returns true if the folder's entries are shown individually because the worker's user cannot access the folder
+/// itself.
 pub(crate) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
     !unreachable.expanded.is_empty()
         && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))

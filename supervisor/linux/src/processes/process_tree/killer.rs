@@ -12,8 +12,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{Process, descendants, read_process};
 
-/// Maximum number of scans in one run before the processes found are killed. Repeated scans find processes that were
-/// forked while others were being stopped.
+/// Maximum number of scans before a run kills the processes found. Repeated scans find processes that were forked
+/// while others were being stopped.
 const STOP_SCANS_MAX: usize = 32;
 
 /// Finds and kills the descendants of this process. The work is done in runs, each of which begins with
@@ -37,7 +37,7 @@ enum Stage {
     Idle,
     /// The killer is reading the table of all processes.
     Scanning { entries: ReadDir, table: HashMap<u32, Process> },
-    /// The killer is sending `signal` to the target processes, starting with the last target.
+    /// The killer is sending `signal` to the target processes. It starts with the last target.
     Signalling { targets: Vec<u32>, signal: Signal },
 }
 
@@ -46,7 +46,7 @@ struct Found {
     parent: u32,
     /// Number of the scan in which the process was first found.
     first_seen: u64,
-    /// True if the killer has sent SIGSTOP to the process or has tried to do so.
+    /// True if the killer has tried to send SIGSTOP to the process.
     is_stopped: bool,
 }
 
@@ -55,8 +55,8 @@ struct Found {
 pub enum Progress {
     /// The run is not finished.
     InProgress,
-    /// The run is not finished, but a scan has just been completed. Only at this point can the result of
-    /// [`DescendantKiller::has_nothing_new_since`] change.
+    /// The run is not finished, but a scan has just been completed. The result of
+    /// [`DescendantKiller::has_nothing_new_since`] changes only at this point.
     ScanComplete,
     /// The run is finished. Contains the number of killed processes, which is 0 if there were no descendants left.
     Finished(usize),
@@ -217,8 +217,7 @@ mod tests {
         }
     }
 
-    /// Runs a test case in a separate process, because the case would otherwise also kill the processes of all other
-    /// tests.
+    /// Runs a test case in a separate process. Otherwise, the case would also kill the processes of all other tests.
     fn in_separate_process(case: &str, run: impl FnOnce()) {
         if std::env::var_os("BULKHEAD_TEST_CASE").is_some_and(|chosen| chosen == case) {
             return run();

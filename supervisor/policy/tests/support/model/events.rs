@@ -14,7 +14,7 @@ use super::slots::SlotState;
 use super::{Cause, Dead, Job, Mode, Model, PendingSubmission, Phase, Step, Worker};
 use crate::support::Tag;
 
-/// Maximum number of workers that can die before reading a job. After that, the job is no longer requeued.
+/// Maximum number of workers that can die before reading a job. If more workers die, the job is not requeued.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
 /// Maximum number of times in a row that a worker's silence can be attributed to a busy machine.
@@ -537,7 +537,7 @@ impl Model {
         self.step.required.insert(job, verdict);
     }
 
-    /// Gives the client its outcome while the job stays in its worker.
+    /// Requires a failure outcome for a job whose result is oversized. The job stays in its worker.
     fn oversized(&mut self, id: WorkerId, job: JobId, failure: &HandlerFailure) {
         let is_held = self.live(id).is_some_and(|worker| worker.jobs.contains(&job));
         let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
@@ -664,7 +664,7 @@ impl Model {
         }
     }
 
-    /// Records that the bulkhead's program has changed, so that workers started from now on run the new one.
+    /// Records that the bulkhead's program has changed. All current workers run the old program.
     fn replace(&mut self) {
         self.restart();
         for worker in self.workers.values_mut() {
@@ -741,7 +741,7 @@ fn event_name(event: &Event<Tag>) -> &'static str {
     }
 }
 
-/// Returns the verdict on the jobs of a worker, given how the worker ended.
+/// Returns the verdict on the jobs of a worker that has died.
 fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
     match (killed, death) {
         (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),

@@ -88,7 +88,7 @@ impl Model {
 
     // Jobs that were sent to a worker but have not started.
 
-    /// Returns the jobs that a worker has not started, newest first. This is the order in which they are recalled.
+    /// Returns the worker's unstarted jobs in the order of their recall, newest first.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
         let begun = self.registry.begun_at_recall(worker.id);
         let is_unbegun = |job: &JobId| worker.has_journal && self.jobs[job].send_number > begun;
@@ -203,7 +203,7 @@ impl Model {
         self.step.required.insert(id, verdict);
     }
 
-    /// Recalls a dead worker's prefetched jobs. A job that has started must not run again unless it is idempotent.
+    /// Requeues a dead worker's prefetched jobs. A job that has started must not run again unless it is idempotent.
     pub(super) fn requeue_prefetched(&mut self, place: u32, verdict: &Verdict) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         let begun = self.registry.begun(worker.id);
@@ -264,8 +264,7 @@ impl Model {
         }
     }
 
-    /// Handles a result for a job that was merely prefetched or has been recalled. Sending such a result is a protocol
-    /// violation.
+    /// Handles a result for a prefetched or recalled job. Sending such a result is a protocol violation.
     pub(super) fn kill_for_invalid_reply(&mut self, id: WorkerId, job: JobId) {
         let Some(worker) = self.live(id) else { return };
         let is_too_soon = worker.prefetched.contains(&job);

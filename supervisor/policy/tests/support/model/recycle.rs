@@ -8,7 +8,7 @@ use super::slots::SlotState;
 use super::{Cause, Model, Phase, Worker};
 
 impl Model {
-    /// Returns the number of jobs that can still be given to the worker.
+    /// Returns the number of jobs that the worker can still be given under `recycle.jobs`.
     pub(super) fn jobs_left(&self, worker: &Worker) -> usize {
         let left = self.limits.recycle.jobs.map(|most| most.saturating_sub(worker.begun));
         left.map_or(usize::MAX / 2, |left| left as usize)
@@ -28,7 +28,7 @@ impl Model {
         places.into_iter().for_each(|place| self.reach_job_limit(place));
     }
 
-    /// Records that a worker has been given its last job. If the slot has a standby, the standby then takes over.
+    /// Records that a worker has been given its last job. The slot's standby, if any, takes over.
     fn reach_job_limit(&mut self, place: u32) {
         let worker = &self.workers[&place];
         let is_at_work = worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker);
@@ -144,7 +144,7 @@ impl Model {
         worker.phase == Phase::Ready && worker.is_alive() && self.is_successor(worker)
     }
 
-    /// Returns true if the worker is a spare or a standby and is no longer needed.
+    /// Returns true if the worker is a spare or standby that is no longer needed.
     pub(super) fn is_surplus_standby(&self, worker: &Worker) -> bool {
         let is_behind = self.step.is_resized && worker.sent_max_in_flight < self.limits.max_in_flight;
         let is_unwanted = self.step.is_restarted || self.step.is_recounted || is_behind;

@@ -11,19 +11,19 @@ use super::{Cause, Dead, Model, Phase, Worker};
 /// completed a job.
 const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Minimum interval between starts in a bulkhead once more than ten workers in a row have died during their first jobs.
+/// Minimum interval between starts in a bulkhead after more than ten consecutive workers have died during their
+/// first jobs.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
 /// Minimum interval between attempts to start a worker in a slot that has failed too often.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 
-/// Minimum time between the failure of a successor and the start of the next one.
+/// Minimum time between the failure of a successor and the start of the next successor.
 const SUCCESSOR_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
 pub(super) struct Slot {
     pub(super) state: SlotState,
-    /// True if the slot is a spare slot.
     pub(super) is_spare_slot: bool,
     failures: Vec<Time>,
     streak: u32,
@@ -359,8 +359,8 @@ impl Model {
         self.reject_without_workers();
     }
 
-    /// Opens a slot for a new worker. If another worker still occupies the slot, the new worker starts after the other
-    /// one is gone.
+    /// Opens a slot for a new worker. If another worker still occupies the slot, the new worker starts after
+    /// that worker is gone.
     pub(super) fn open(&mut self, slot: usize) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(slot) {
             return;
@@ -373,7 +373,7 @@ impl Model {
         };
     }
 
-    /// Restores the backoff or stop that the slot had before the bulkhead was scaled to zero.
+    /// Restores the backoff or stopped state that the slot had before the bulkhead was scaled to zero.
     fn restore_backoff(&mut self, slot: usize) -> bool {
         let now = self.now;
         let waits = |state: &SlotState| match state {

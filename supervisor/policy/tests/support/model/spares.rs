@@ -102,7 +102,7 @@ impl Model {
         }
     }
 
-    /// Returns true if no spare is ready but one is starting or has yet to be started.
+    /// Returns true if no spare is ready but a spare is starting or about to be started.
     pub(super) fn is_waiting_for_spare(&self) -> bool {
         self.has_live_spare() && !self.workers.values().any(|worker| self.can_take_over(worker))
     }
@@ -112,8 +112,8 @@ impl Model {
         self.slots.iter().any(|slot| slot.is_spare_slot && is_coming(slot.state))
     }
 
-    /// Checks that no successor is started while a spare is ready or starting, because there could then be more workers
-    /// than slots and spares together.
+    /// Checks that no spare is ready or starting when a successor is started. Otherwise, there could be more
+    /// workers than slots and spares together.
     pub(super) fn check_no_spare_expected(&self, slot: u32) {
         assert!(!self.has_live_spare(), "slot {slot} got a successor although there are spares");
     }

@@ -7,7 +7,7 @@ use super::slots::SlotState;
 use super::{Model, Phase};
 
 impl Model {
-    /// Withholds one place each from the tenants whose jobs may have caused this worker's death.
+    /// Withholds one place from each tenant whose jobs may have caused this worker's death.
     pub(super) fn withhold(&mut self, id: WorkerId, killed: Option<&KillReason>) {
         let worker = &self.workers[&id.place];
         if !self.is_current(worker)
@@ -43,7 +43,7 @@ impl Model {
         self.withheld.iter().filter(|&&(of, slot, _)| of == tenant && self.is_without_worker(slot)).count()
     }
 
-    /// Returns true if a slot should have a worker but has no ready one.
+    /// Returns true if a slot needs a ready worker but has none.
     fn is_without_worker(&self, slot: usize) -> bool {
         let entry = &self.slots[slot];
         let is_ready = match entry.state {
