@@ -72,7 +72,8 @@ pub(crate) enum Order<'a> {
     /// Provides a descriptor that the keeper keeps open until it exits. The process that holds the other end can then
     /// tell that all workers are gone.
     Lifeline,
-    /// Kills the worker immediately, or cancels its fork. The keeper ignores the order if the worker has already exited.
+    /// Kills the worker immediately, or cancels its fork. The keeper ignores the order if the worker has already
+    /// exited.
     Kill { worker: u64 },
     /// Samples the stacks of the worker's threads and of its descendants. With `job`, samples only the programs of this
     /// job or, if there are none, all descendants. Sent with the file for the records and, if the worker can write its

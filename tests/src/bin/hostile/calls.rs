@@ -53,8 +53,8 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Makes a raw system call. This bypasses the checks of libraries, which would stop some attacks. Safe only with the arguments
-/// listed in the SAFETY comment.
+/// Makes a raw system call. This bypasses the checks of libraries, which would stop some attacks. Safe only with the
+/// arguments listed in the SAFETY comment.
 pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) -> Result<usize, Errno> {
     let mut all = [0; 6];
     all[..N].copy_from_slice(&arguments);
