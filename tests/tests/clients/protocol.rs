@@ -856,7 +856,7 @@ fn page() -> String {
 #[test]
 fn protocol_page_shows_the_bytes_of_hello() {
     let page = page();
-    let (_, example) = page.split_once("byte for byte (name `doc`, version `1`):\n\n```text\n").unwrap();
+    let (_, example) = page.split_once("(name `doc`, version `1`):\n\n```text\n").unwrap();
     let (example, _) = example.split_once("```").unwrap();
     // Text after two spaces is an explanation.
     let literal: String = example.lines().filter_map(|line| line.split("  ").next()).collect();
