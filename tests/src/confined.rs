@@ -31,7 +31,7 @@ pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 /// Programs that are copied to a folder that is accessible to every user.
 const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
-/// Mode of another user's file. Without confinement, only this user and root could read the file.
+/// Mode of a file that another user owns. Even without confinement, only the owner and root can read the file.
 const SECRET_MODE: u32 = 0o600;
 
 /// Layers of confinement that the `strict` profile needs.

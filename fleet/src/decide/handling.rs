@@ -39,7 +39,7 @@ pub enum Action {
     Announce {
         /// Outcome of the job.
         ending: Ending,
-        /// True if the job needs a dead letter.
+        /// True if a dead letter is stored for the job.
         is_dead: bool,
     },
     /// Acknowledges the message and waits for the server to confirm this. The result is [`Event::Acknowledged`].

@@ -255,8 +255,8 @@ class BulkheadExecutor(_Calls):
         ``timeout`` is the maximum run time of a call in seconds; it overrides the timeout of this executor.
         ``deadline`` is the maximum number of seconds between submission and outcome, including waiting time.
         ``priority`` is ``"best-effort"``, ``"normal"`` or ``"critical"``. ``tenant`` names the customer or user that
-        the call belongs to; tenants share the workers fairly. An ``idempotent`` call is run again, up to three times,
-        if its worker dies.
+        the call belongs to; tenants share the workers fairly. If the worker of an ``idempotent`` call dies, the
+        call runs again, at most twice.
 
         Calls with a deadline, priority or tenant are sent to the supervisor immediately. The supervisor holds at most 4
         GiB of these calls. All other calls wait in this process until the supervisor can accept them.

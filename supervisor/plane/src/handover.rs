@@ -367,7 +367,7 @@ pub enum HandoverCommand {
         switch: Switch,
         /// This process's end of the transfer socket.
         transfer: OwnedFd,
-        /// Permissions of the tokens, needed to take over the connections of HTTP clients.
+        /// Permissions granted by each token. The data plane uses them to take over HTTP clients' connections.
         tokens: Vec<TokenGrant>,
         reply: oneshot::Sender<()>,
     },

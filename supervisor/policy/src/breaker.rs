@@ -64,7 +64,7 @@ vocabulary! {
         Closed = "closed",
         /// No calls pass until the open time has expired.
         Open = "open",
-        /// A few calls pass as probes.
+        /// Only a few calls pass, as probes.
         HalfOpen = "half_open",
         /// No calls pass until an operator releases the breaker.
         ForcedOpen = "forced_open",

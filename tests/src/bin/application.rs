@@ -133,7 +133,7 @@ fn jobs() {
     assert!(matches!(late, Err(JobError::Disconnected { .. })), "{late:?}");
 }
 
-/// Checks that large payloads use memory files.
+/// Checks that large payloads are passed in memory files.
 fn lends_files() {
     let supervisor = Supervisor::start_blocking(settings("max_pooled = \"64MiB\"", "")).unwrap();
     let client = supervisor.blocking_client().unwrap();

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 pub(super) const PROBLEM: &str = "application/problem+json";
 pub(super) const JSON: &str = "application/json";
 
-/// Response header that says whether the handler of the job began.
+/// Response header that says whether the job's handler started.
 pub(super) const EXECUTED: &str = "bulkhead-executed";
 
 /// Response header that says whether the same job can be sent again.
