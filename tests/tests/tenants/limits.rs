@@ -211,7 +211,12 @@ fn larger_share_starts_the_tenants_waiting_jobs() {
         // The resize has to start the jobs, because no other event would wake them.
         let (status, own) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 4}"#);
         assert_eq!((status, &own), (200, &json!({"max_in_flight": 4})));
-        assert_eq!((share(&supervisor, "acme", "in_flight"), share(&supervisor, "acme", "queued")), (4, 4));
+        // A job that its worker is slow to begin returns to the queue for a moment, so the test waits until all four run.
+        for job in &mut jobs[1..4] {
+            job.progress().await.expect("the job reports progress when it starts");
+        }
+        wait_share(&supervisor, "acme", "in_flight", 4);
+        wait_share(&supervisor, "acme", "queued", 4);
         assert_eq!(share(&supervisor, "other", "queued"), 1, "the limit applies only to acme");
 
         let (status, own) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 2, "max_queue": 1}"#);
