@@ -121,9 +121,9 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_
                 recorder.record(signal, info, context);
                 recorder.state.store(DONE, Ordering::Release);
             }
-            // Another thread is recording and will kill the process. Until then, this thread faults
+            // Another thread is recording and will kill the process. Until then, this thread receives the signal
             // repeatedly.
-            Err(RECORDING) => return,
+            Err(RECORDING) => return resend(signal, info),
             Err(_) => {}
         }
     }
@@ -131,8 +131,13 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_
         // SAFETY: the kernel returned this action in `install`.
         unsafe { libc::sigaction(signal, &recorder.previous[index], std::ptr::null_mut()) };
     }
-    // A fault recurs when the handler returns. A signal sent by a process does not, so it must be sent again.
-    if info.si_code <= 0 {
+    resend(signal, info);
+}
+
+/// Sends a signal to this thread again unless it recurs by itself. A fault recurs when the handler returns. A signal
+/// sent by a process does not, nor does a breakpoint, because the thread continues after the breakpoint.
+fn resend(signal: c_int, info: &libc::siginfo_t) {
+    if info.si_code <= 0 || signal == libc::SIGTRAP {
         // SAFETY: sends a signal to this thread, which receives it when the handler returns.
         unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), libc::gettid(), signal) };
     }
