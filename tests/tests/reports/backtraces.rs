@@ -43,6 +43,11 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
     if (!strcmp(op, "call")) return nowhere() + 1;
     if (!strcmp(op, "overflow")) return overflow(&start) + 1;
     if (!strcmp(op, "abort")) abort();
+#ifdef __x86_64__
+    if (!strcmp(op, "breakpoint")) __asm__ volatile("int3"); /* the breakpoint */
+#else
+    if (!strcmp(op, "breakpoint")) __asm__ volatile("brk #0"); /* the breakpoint */
+#endif
     return host->result(job, op, strlen(op));
 }
 "#;
@@ -111,6 +116,39 @@ fn report_of_crash_in_strict_library_names_function_and_line() {
 
     let report = crash(&supervisor, "overflow");
     assert_eq!((frames(&report).len(), &frames(&report)[50]["function"]), (64, &"overflow".into()));
+}
+
+/// On x86-64, the program continues after a breakpoint if the signal handler returns.
+#[test]
+fn worker_dies_at_a_breakpoint() {
+    let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
+    let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
+    for operation in ["breakpoint", "abort"] {
+        let report = crash(&supervisor, operation);
+        let signal = if operation == "abort" { "SIGABRT" } else { "SIGTRAP" };
+        assert_eq!(report["signal"], signal);
+        assert!(frame_of(&report, "bulkhead_handle")["line"].is_u64(), "{:#}", report["native"]);
+    }
+}
+
+/// A package replaces the program's file. The supervisor keeps running until it is upgraded or restarted.
+#[test]
+fn replaced_program_file_does_not_prevent_backtraces() {
+    let (_library, path) = compile_library(LIBRARY, &["-g", "-O1"]);
+    let place = tempfile::tempdir().unwrap();
+    let install = |name: &str| std::fs::copy(programs().join(name), place.path().join(name)).unwrap();
+    install("bulkhead-worker");
+    install("bulkhead-supervisor");
+    let installed = place.path().join("bulkhead-supervisor");
+    let script = "shift && exec \"$0\" \"$@\"";
+    let wrapper = ["sh", "-c", script, installed.to_str().unwrap()];
+    let bulkhead = format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n");
+    let supervisor =
+        Supervisor::launch_under(&wrapper, tempfile::tempdir().unwrap(), "", &bulkhead).until_ready();
+    std::fs::remove_file(&installed).unwrap();
+    install("bulkhead-supervisor");
+    let report = crash(&supervisor, "walk");
+    assert_eq!(frames(&report)[0]["function"], "walk_list");
 }
 
 #[test]

@@ -3,10 +3,12 @@
 //! Each symbolizer has a separate keeper, so neither the data plane nor the workers' keeper knows about symbolizers. A
 //! symbolizer's answer is as untrusted as the record.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -116,9 +118,7 @@ impl SymbolizerOptions {
         let ids = self.support.ids().filter(|_| sandbox.identity() == WorkerIdentity::Each);
         let id = ids.as_ref().map(|ids| ids.allocate()).transpose()?;
         let mut keeper = None;
-        let answer = self
-            .start_keeper()
-            .and_then(|started| self.ask(keeper.insert(started), record, id, bytes, deadline));
+        let answer = self.ask(&mut keeper, record, id, bytes, deadline);
         let is_gone = keeper.is_none_or(|keeper| has_ended(keeper).unwrap_or(false));
         // An ID must not be reused while its processes may still be running.
         if let (Some(ids), Some(id), true) = (ids, id, is_gone) {
@@ -127,10 +127,11 @@ impl SymbolizerOptions {
         answer
     }
 
-    /// Starts a symbolizer, sends the records to it and returns the answer.
+    /// Starts a symbolizer, sends the records to it and returns the answer. Leaves its keeper in `started`, unless no
+    /// symbolizer was started.
     fn ask(
         &self,
-        keeper: &mut Keeper,
+        started: &mut Option<Keeper>,
         record: &CrashRecord,
         id: Option<u32>,
         bytes: &[u8],
@@ -141,11 +142,13 @@ impl SymbolizerOptions {
         let program = program.to_str().ok_or(ErrorKind::InvalidFilename)?;
         let order = record.program.symbolizer_order(program, &self.symbols, SPAWN_NUMBER, id);
         let null = || File::options().write(true).open("/dev/null").map(OwnedFd::from);
+        let keeper = started.insert(self.keeper.clone().start()?);
         keeper.spawn(&order, theirs.into(), null()?, null()?)?;
         loop {
             match keeper.wait(deadline)? {
                 Some(Report::Spawned { .. }) => break,
                 Some(Report::SpawnFailed { step, error, .. }) => {
+                    *started = None;
                     let advice = spawn_failure_advice(&step, &error);
                     return Err(io::Error::other(format!("{step}: {error}{advice}")));
                 }
@@ -176,17 +179,23 @@ impl SymbolizerOptions {
         }
     }
 
-    fn start_keeper(&self) -> io::Result<Keeper> {
-        self.keeper.clone().start()
-    }
-
     /// Returns the path of the keeper's program, which also serves as the symbolizer.
     fn program(&self) -> io::Result<PathBuf> {
         match self.keeper.program() {
-            own if own == Path::new("/proc/self/exe") => std::env::current_exe(),
+            own if own == Path::new("/proc/self/exe") => own_program(),
             other => Ok(other.to_owned()),
         }
     }
+}
+
+/// Returns the path of the running program. If its file was replaced, for example by a new package, the path leads to
+/// the new file.
+fn own_program() -> io::Result<PathBuf> {
+    let path = std::env::current_exe()?;
+    // The kernel appends the suffix to the path of a removed file.
+    let replaced = path.as_os_str().as_bytes().strip_suffix(b" (deleted)");
+    let replaced = replaced.map(|path| PathBuf::from(OsStr::from_bytes(path)));
+    Ok(replaced.filter(|path| path.is_file()).unwrap_or(path))
 }
 
 /// Explanations for a missing backtrace.
