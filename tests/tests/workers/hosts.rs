@@ -9,8 +9,8 @@ use bulkhead_client::blocking::Client;
 use bulkhead_client::{JobError, Reply};
 use bulkhead_shared::{Fault, HandlerFailure, Verdict};
 use bulkhead_tests::{
-    Supervisor, children, compile_library, heavy, is_alive, kill_pid, name, outcome, overrun_blocking,
-    resident_bytes, tally, wait_for,
+    Supervisor, children, compile_library, heavy, is_alive, kill_pid, name, not_run, outcome,
+    overrun_blocking, resident_bytes, tally, wait_for,
 };
 use nix::sys::signal::Signal;
 
@@ -39,6 +39,50 @@ fn failure(result: Result<Reply, JobError>) -> HandlerFailure {
 
 fn text(result: Result<Reply, JobError>) -> String {
     String::from_utf8(result.unwrap().payload().to_vec()).unwrap()
+}
+
+/// A library whose job leaves a child that traces the worker, and then exits. While a process is traced, the kernel
+/// hides its exit status from its parent.
+const TRACED: &str = r#"
+#define _GNU_SOURCE
+#include <bulkhead.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/ptrace.h>
+#include <unistd.h>
+
+BULKHEAD_LIBRARY
+
+int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
+{
+    int ready[2];
+    char is_traced = 0;
+    pid_t worker = getpid();
+    if (pipe(ready)) return 1;
+    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);
+    if (!fork()) {
+        setsid();
+        is_traced = !ptrace(PTRACE_SEIZE, worker, 0, 0);
+        if (write(ready[1], &is_traced, 1)) pause();
+        _exit(0);
+    }
+    if (read(ready[0], &is_traced, 1) == 1 && is_traced) _exit(3);
+    return host->result(job, "not traced", 10);
+}
+"#;
+
+#[test]
+fn worker_that_its_own_child_traces_counts_as_exited() {
+    let (_folder, path) = compile_library(TRACED, &[]);
+    let (supervisor, client) =
+        start(&format!("[bulkhead.t]\nlibrary = {path:?}\nsandbox = {{ profile = \"none\" }}\n"));
+    for _ in 0..2 {
+        match client.job("t", "").send() {
+            Ok(_) => return not_run!("this machine does not permit a process to trace its parent"),
+            error => assert_eq!(outcome(&error), "crashed/exit"),
+        }
+    }
+    assert_eq!(supervisor.number("t", "crashed"), 2);
 }
 
 /// Returns a tenant name that is unique on this machine. The name is in the environment of all descendants of a

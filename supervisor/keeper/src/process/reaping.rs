@@ -105,14 +105,21 @@ impl DescendantReaper {
 impl EventLoop {
     /// Handles the exit of a worker, or of the first process in a worker's PID namespace.
     pub(super) fn reap_worker(&mut self, pid: u32, now: Instant) {
-        if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
-            // The worker may have sent messages before it exited, which must be handled first.
-            self.advance_start(pid);
-            self.read_pending_messages(pid);
-            while self.handle_exits(pid) {}
-            wait::kill_group(pid);
-            self.reap_one(pid, now);
+        if !self.children.contains_key(&pid) {
+            return;
         }
+        if !bulkhead_linux::wait::has_ended(pid) {
+            // A tracer delays the exit status. If the tracer is a process that the worker left behind, the killer ends
+            // it.
+            self.reaper.next_audit = Some(now);
+            return;
+        }
+        // The worker may have sent messages before it exited, which must be handled first.
+        self.advance_start(pid);
+        self.read_pending_messages(pid);
+        while self.handle_exits(pid) {}
+        wait::kill_group(pid);
+        self.reap_one(pid, now);
     }
 
     /// Reaps exited workers and orphans. A worker's exit also raises a separate event, so that the exit is handled

@@ -385,8 +385,9 @@ impl EventLoop {
         let mut forks = child.template.iter_mut().flat_map(|template| &mut template.forks);
         let Some(fork) = forks.find(|fork| fork.worker == worker) else { return };
         fork.pid = Some(pid);
+        let since = fork.since;
         let is_gone = match &child.namespace {
-            Some(namespace) => namespace.has_ended(pid),
+            Some(namespace) => namespace.has_ended(pid, since),
             None => !bulkhead_linux::wait::is_child(pid),
         };
         if is_gone {

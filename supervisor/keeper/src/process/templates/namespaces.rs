@@ -55,7 +55,7 @@ pub(crate) struct TemplateNamespace {
     /// True if the namespace might contain more unidentified children than are listed.
     has_more: bool,
     /// PIDs of unidentified processes that exited recently.
-    recent_exits: VecDeque<u32>,
+    recent_exits: VecDeque<(u32, Instant)>,
     /// Exited workers, which are reported as reaped once no unidentified process is left.
     exited: Vec<ExitedWorker>,
     /// Start time, time of the next order, and pause after that order. `None` unless leftover processes are being
@@ -106,9 +106,10 @@ impl TemplateNamespace {
         self.template == Some(inner) || self.workers.contains_key(&inner)
     }
 
-    /// Returns true if an unidentified process with this PID has exited recently.
-    pub(crate) fn has_ended(&self, inner: u32) -> bool {
-        self.recent_exits.contains(&inner)
+    /// Returns true if an unidentified process with this PID has exited since the given time. Earlier exits do not
+    /// count, because the kernel reuses PIDs.
+    pub(crate) fn has_ended(&self, inner: u32, since: Instant) -> bool {
+        self.recent_exits.iter().any(|&(pid, at)| pid == inner && at >= since)
     }
 
     pub(crate) fn add_worker(&mut self, inner: u32, pid: u32) {
@@ -196,7 +197,7 @@ impl EventLoop {
         } else if let Some(worker) = namespace.workers.remove(&exit_report.pid) {
             self.worker_exited(pid, worker, exit_report.exit, exit_report.usage);
         } else {
-            namespace.recent_exits.push_back(exit_report.pid);
+            namespace.recent_exits.push_back((exit_report.pid, now));
             if namespace.recent_exits.len() > REMEMBERED_EXITS_MAX {
                 namespace.recent_exits.pop_front();
             }
@@ -360,6 +361,17 @@ impl EventLoop {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn exit_before_the_fork_order_does_not_count() {
+        let (ours, _theirs) = socket::pair().unwrap();
+        let mut namespace = TemplateNamespace::new(ours);
+        let before = Instant::now();
+        namespace.recent_exits.push_back((7, before));
+        let after = before + Duration::from_secs(1);
+        assert_eq!([before, after].map(|since| namespace.has_ended(7, since)), [true, false]);
+        assert!(!namespace.has_ended(8, before));
+    }
 
     #[test]
     fn repeated_kill_order_is_queued_once() {
