@@ -37,13 +37,14 @@ pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
     };
     let seconds = start.elapsed().as_secs_f64();
     let state = shared.lock().unwrap_or_else(PoisonError::into_inner);
-    print(args, bench, &state.stats, seconds)?;
-    Ok(match state.last_failure {
+    let code = match state.last_failure {
         _ if is_interrupted => exit::CANCELLED,
         _ if state.is_unreachable => exit::UNREACHABLE,
         Some(code) if state.stats.latencies.total() == 0 => code,
         _ => exit::OK,
-    })
+    };
+    print(args, bench, &state.stats, seconds).map_err(|failure| failure.or_code(code))?;
+    Ok(code)
 }
 
 #[derive(Default)]

@@ -348,12 +348,14 @@ pub(crate) async fn replay(args: &Args, id: &str, job: Option<u32>) -> Result<u8
     let path = format!("/v1/crashes/{}/replay{query}", resolve(args, id).await?);
     let body = read(request(args, Method::POST, &path).await?).await?;
     let replay: Replay = document(&body)?;
-    if args.json {
-        output::json(&document::<Value>(&body)?)?;
+    let code = if replay.verdict == ReplayVerdict::NotRun { exit::TRY_LATER } else { exit::OK };
+    let printed = if args.json {
+        output::json(&document::<Value>(&body)?)
     } else {
-        output::line(describe_replay(&replay).trim_end())?;
-    }
-    Ok(if replay.verdict == ReplayVerdict::NotRun { exit::TRY_LATER } else { exit::OK })
+        output::line(describe_replay(&replay).trim_end())
+    };
+    printed.map_err(|failure| failure.or_code(code))?;
+    Ok(code)
 }
 
 fn describe_replay(result: &Replay) -> String {

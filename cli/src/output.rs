@@ -88,6 +88,12 @@ impl Failure {
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
+
+    /// Ignores the failure if the reader of standard output has closed the pipe. The command then continues without
+    /// output.
+    pub(crate) fn unless_closed_pipe(self) -> Result<(), Self> {
+        if self.message.is_none() { Ok(()) } else { Err(self) }
+    }
 }
 
 impl From<ConnectError> for Failure {

@@ -99,7 +99,8 @@ pub(crate) async fn drain(args: &Args, drain: &Drain) -> Result<u8, Failure> {
             }
             None => "new and queued jobs are rejected; running jobs can finish",
         };
-        print(args, name, json, text)?;
+        // Even if nobody reads the output, the command waits for all bulkheads.
+        print(args, name, json, text).or_else(Failure::unless_closed_pipe)?;
     }
     Ok(exit::OK)
 }
@@ -186,17 +187,22 @@ pub(crate) async fn is_ready(args: &Args, is_ready: &IsReady) -> Result<u8, Fail
         }
         limit.pause().await;
     };
+    let code = if is_now_ready { exit::OK } else { exit::NOT_READY };
+    print_readiness(args, &body).map_err(|failure| failure.or_code(code))?;
+    Ok(code)
+}
+
+fn print_readiness(args: &Args, body: &[u8]) -> Result<(), Failure> {
     if args.json {
-        output::json(String::from_utf8_lossy(&body).trim_end())?;
-    } else {
-        let Readiness { degraded, status, .. } = document(&body)?;
-        output::line(&shown(&status))?;
-        for one in degraded {
-            let detail = one.detail.map(|detail| format!(": {}", shown(&detail))).unwrap_or_default();
-            output::line(&format!("{}: {}{detail}", shown(&one.name), shown(&one.state)))?;
-        }
+        return output::json(String::from_utf8_lossy(body).trim_end());
     }
-    Ok(if is_now_ready { exit::OK } else { exit::NOT_READY })
+    let Readiness { degraded, status, .. } = document(body)?;
+    output::line(&shown(&status))?;
+    for one in degraded {
+        let detail = one.detail.map(|detail| format!(": {}", shown(&detail))).unwrap_or_default();
+        output::line(&format!("{}: {}{detail}", shown(&one.name), shown(&one.state)))?;
+    }
+    Ok(())
 }
 
 /// Returns whether the supervisor or bulkhead is ready, and the response body.

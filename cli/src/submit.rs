@@ -47,7 +47,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
             _ = tokio::signal::ctrl_c() => {}
         }
         run.bar.finish_and_clear();
-        run.print_cancelled()?;
+        run.print_cancelled().map_err(|failure| failure.or_code(exit::CANCELLED))?;
         return Err(Failure::new(exit::CANCELLED, "cancelled"));
     };
     result?;

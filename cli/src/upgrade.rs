@@ -24,17 +24,22 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
         _ => failure,
     })?;
     let mut last = UpgradeStep::default();
-    follow(vec![response], |line| {
+    let ended = follow(vec![response], |line| {
         let Ok(step) = serde_json::from_str::<UpgradeStep>(line) else { return Ok(()) };
-        if args.json {
-            output::json(line)?;
+        let printed = if args.json {
+            output::json(line)
         } else if !matches!(&*step.step, "failed" | "stopped") {
-            output::line(&sentence(&step))?;
-        }
+            output::line(&sentence(&step))
+        } else {
+            Ok(())
+        };
         last = step;
-        Ok(())
-    })
-    .await?;
+        // The exit status depends on the last step, even if nobody reads the output.
+        printed.or_else(Failure::unless_closed_pipe)
+    });
+    if ended.await? == exit::CANCELLED {
+        return Err(Failure::new(exit::CANCELLED, "interrupted; the upgrade continues"));
+    }
     match &*last.step {
         "finished" => Ok(exit::OK),
         "failed" => {

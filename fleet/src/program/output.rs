@@ -40,6 +40,11 @@ impl Failure {
         self.code
     }
 
+    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe.
+    pub(crate) fn or_code(self, code: u8) -> Self {
+        Self { code: if self.message.is_none() { code } else { self.code }, ..self }
+    }
+
     pub(crate) fn message(&self) -> &str {
         self.message.as_deref().unwrap_or_default()
     }

@@ -146,8 +146,10 @@ fn print(
     file: Option<&Path>,
     is_json: bool,
 ) -> Result<u8, Failure> {
+    let code = output::code(result);
     if is_json {
-        output::json(&output::outcome_json(bulkhead, id, result))?;
+        let printed = output::json(&output::outcome_json(bulkhead, id, result));
+        printed.map_err(|failure| failure.or_code(code))?;
     } else {
         output::to_stderr(&output::describe(id, result));
     }
@@ -158,10 +160,12 @@ fn print(
     };
     match payload {
         // With `--json`, standard output contains only the outcome.
-        Some(payload) if !is_json || file.is_some() => output::payload(file, payload)?,
+        Some(payload) if !is_json || file.is_some() => {
+            output::payload(file, payload).map_err(|failure| failure.or_code(code))?;
+        }
         _ => {}
     }
-    Ok(output::code(result))
+    Ok(code)
 }
 
 /// Runs `result`.

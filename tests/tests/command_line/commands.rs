@@ -12,7 +12,9 @@ use bulkhead_tests::{Supervisor, kill_pid, not_run, programs, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use super::running::{Ran, Running, blocker, bulkhead, fed, follow, output_of, plain, read_all, spawn};
+use super::running::{
+    Ran, Running, blocker, bulkhead, fed, follow, output_of, plain, read_all, spawn, unread,
+};
 
 // Outcomes and exit codes.
 
@@ -490,14 +492,6 @@ fn submit_runs_jobs_concurrently() {
 #[test]
 fn closed_output_pipe_is_not_an_error() {
     let supervisor = scripted(&["exit 64", "yes | head -c 300000", "yes | head -c 300000"]);
-    // Closes the read end of the pipe before the command can write.
-    let unread = |command: &mut Command| {
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        drop(child.stdout.take());
-        let stderr = read_all(child.stderr.take().unwrap());
-        Running { child, stdin: None, stdout: None, stderr }.end()
-    };
     // The exit code reflects the jobs that ended before the write error.
     let ran = unread(supervisor.command().args(["submit", "b", "--repeat", "3"])).expect(1);
     assert!(ran.stderr.is_empty(), "{}", ran.stderr);

@@ -12,7 +12,7 @@ use bulkhead_tests::http::Place;
 use bulkhead_tests::{Supervisor, wait_for};
 use serde_json::Value;
 
-use super::running::{Ran, blocker, bulkhead, fed, follow, plain, spawn};
+use super::running::{Ran, blocker, bulkhead, fed, follow, plain, spawn, unread};
 
 /// Two bulkheads whose workers write their payload to standard output and to standard error.
 const TWO: &str = "[bulkhead.a]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -183,6 +183,9 @@ fn is_ready_reports_and_waits_for_readiness() {
     assert_eq!(bulkhead(&supervisor, &["is-ready", "b"]).expect(0).text(), "ready\n");
     let broken = bulkhead(&supervisor, &["is-ready", "broken", "--json"]).expect(3).object();
     assert_eq!((&broken["status"], &broken["degraded"][0]["name"]), (&"failed".into(), &"broken".into()));
+    for more in [&["is-ready", "broken"] as &[&str], &["is-ready", "broken", "--json"]] {
+        unread(supervisor.command().args(more)).expect(3);
+    }
     // The exit code is 69 if the response of the supervisor takes several seconds.
     wait_for("the command waits without success", || {
         (bulkhead(&supervisor, &["is-ready", "broken", "--wait", "150ms"]).code == Some(3)).then_some(())

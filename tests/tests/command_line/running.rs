@@ -68,6 +68,15 @@ fn all_from(reader: JoinHandle<Vec<u8>>) -> Vec<u8> {
     reader.join().expect("a reader")
 }
 
+/// Runs a command whose output nobody reads, as in `command | true`.
+pub(super) fn unread(command: &mut Command) -> Ran {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the command runs");
+    // Closes the read end of the pipe before the command can write.
+    drop(child.stdout.take());
+    read_from(child).end()
+}
+
 pub(super) fn spawn(command: &mut Command) -> Running {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     read_from(command.spawn().expect("the command runs"))
