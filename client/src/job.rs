@@ -267,6 +267,8 @@ impl Job {
     /// Sends the job, with retries if they are enabled; see [`Job::retry`].
     async fn send_with_retries(mut self) -> Result<Reply, JobError> {
         self.client.with_budget(RetryBudget::job);
+        // A job whose deadline has passed while the client was reconnecting no longer has its request.
+        let deadline = self.request.deadline;
         let ran = |error: &JobError| error.executed() != Executed::No;
         let mut reported: Option<JobError> = None;
         let mut backoff = RETRY_PAUSE_MIN;
@@ -281,7 +283,7 @@ impl Job {
             let fits = |deadline: Deadline| until.is_some_and(|until| until < deadline.at);
             let is_retried = retries < RETRIES_MAX
                 && error.is_retryable()
-                && self.request.deadline.is_none_or(fits)
+                && deadline.is_none_or(fits)
                 && self.client.with_budget(RetryBudget::try_retry);
             // If an earlier attempt may have run, the error of a later attempt that did not run would obscure this.
             let error = match reported.take() {
