@@ -29,7 +29,9 @@ impl OwnFolder {
         let found =
             rustix::fs::fstat(&folder).map_err(|errno| format!("failed to inspect {shown}: {errno}"))?;
         let is_own = found.st_uid == rustix::process::geteuid().as_raw();
-        if !is_own || Mode::from_raw_mode(found.st_mode) != Mode::RWXU {
+        // A folder inherits the setgid bit from its parent.
+        let mode = Mode::from_raw_mode(found.st_mode).difference(Mode::SGID);
+        if !is_own || mode != Mode::RWXU {
             return Err(format!(
                 "the directory {shown} is removed when the supervisor exits, so it must belong to this user and \
                  have mode 0700"

@@ -116,6 +116,13 @@ fn own_folder_is_removed_at_exit() {
     let ended = in_time("the supervisor exits", || supervisor.wait_with_output().unwrap());
     assert_eq!(ended.status.code(), Some(0), "{}", String::from_utf8_lossy(&ended.stderr));
     assert!(!folder.exists(), "{}", String::from_utf8_lossy(&ended.stderr));
+    // In a folder with the setgid bit, new folders have this bit as well.
+    make(0o2700);
+    let mut supervisor = start();
+    wait_for("the supervisor listens", || folder.join("admin.sock").exists().then_some(()));
+    drop(supervisor.stdin.take());
+    let ended = in_time("the supervisor exits", || supervisor.wait_with_output().unwrap());
+    assert_eq!(ended.status.code(), Some(0), "{}", String::from_utf8_lossy(&ended.stderr));
     // A folder that other users can read is rejected, because such a folder was not created for the supervisor.
     make(0o755);
     let refused = start();
