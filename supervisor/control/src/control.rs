@@ -63,6 +63,7 @@ use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook_tokio::Signals;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
 
 use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
@@ -178,6 +179,8 @@ pub(crate) struct Control {
     inherited: InheritedSockets,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
+    /// Task that begins the drain after `drain_notice`. Set once the supervisor has been asked to stop.
+    drain_notice: Mutex<Option<AbortHandle>>,
     /// True if the supervisor is embedded in an application.
     is_embedded: bool,
     /// Permits that limit the number of concurrent streams.
@@ -262,6 +265,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         inherited,
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
+        drain_notice: Mutex::default(),
         is_embedded,
         streams: Arc::new(Semaphore::new(streams::STREAMS_MAX)),
         watch: watch::Watch::default(),

@@ -379,6 +379,38 @@ fn signal_to_both_programs_counts_once() {
 }
 
 #[test]
+fn second_signal_ends_the_drain_notice_of_both_programs() {
+    let keys = "drain_notice = \"1h\"\ndrain_timeout = \"1h\"\n";
+    let manager = Manager::start(tempfile::tempdir().unwrap(), keys, ONE, &[]);
+    let old = manager.main();
+    let upgrading = Upgrading::start(&manager);
+    upgrading.until_switched(&manager, old);
+    let mut of_new = Raw::connect(&manager.socket());
+    of_new.submit(1, "hang", b"");
+    wait_for("the job runs", || (get(&manager, "/v1/bulkheads/b")["in_flight"] == 1).then_some(()));
+    manager.begin_stop();
+    wait_for("the notice of both programs begins", || {
+        (manager.log().matches("stopping in 1h").count() == 2).then_some(())
+    });
+    manager.signal(Signal::SIGTERM);
+    manager.ended();
+    wait_for("both programs exit", || manager.supervisors().is_empty().then_some(()));
+    upgrading.end();
+}
+
+#[test]
+fn interrupted_command_does_not_interrupt_the_upgrade() {
+    let manager = start(ONE);
+    let old = manager.main();
+    let upgrading = Upgrading::start(&manager);
+    upgrading.until("started");
+    kill_pid(upgrading.child.id(), Signal::SIGINT);
+    let (code, text) = upgrading.end();
+    assert!(code == Some(130) && text.contains("the upgrade continues"), "{code:?}: {text}");
+    wait_for("the new program takes over", || (manager.main() != old).then_some(()));
+}
+
+#[test]
 fn stopping_supervisor_does_not_hand_over_connections() {
     let manager = start(ONE);
     let old = manager.main();

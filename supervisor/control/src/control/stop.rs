@@ -1,8 +1,8 @@
 //! Signals, and the notice before the drain (`drain_notice`). During the notice, `/readyz` responds 503 while jobs are
 //! still accepted. Load balancers then choose another host before the first job is rejected.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use bulkhead_config::format_duration;
@@ -11,13 +11,11 @@ use futures_util::StreamExt;
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGUSR1, SIGUSR2};
 use signal_hook_tokio::Signals;
-use tokio::task::JoinHandle;
 
 use super::{Control, upgrade};
 
 /// Handles signals until the process exits.
 pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) {
-    let mut notice = None;
     while let Some(signal) = signals.next().await {
         let sent = match signal {
             SIGHUP => {
@@ -29,7 +27,7 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
                 upgrade::on_signal(&control);
                 Ok(())
             }
-            _ if control.handover.signalled() => stop(&control, &mut notice),
+            _ if control.handover.signalled() => stop(&control),
             // The other supervisor in the upgrade received the same signal, and its STOP message arrived first.
             _ => Ok(()),
         };
@@ -41,9 +39,10 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
 
 /// Stops the supervisor. The first call begins the drain after `drain_notice`. The second call stops the supervisor
 /// immediately.
-fn stop(control: &Arc<Control>, notice: &mut Option<JoinHandle<()>>) -> Result<(), CommandSendError> {
+fn stop(control: &Arc<Control>) -> Result<(), CommandSendError> {
     let duration = control.config().supervisor.drain_notice;
-    if let Some(notice) = notice {
+    let mut notice = control.drain_notice.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(notice) = &*notice {
         if !notice.is_finished() {
             notice.abort();
             control.commands.stop()?;
@@ -53,7 +52,7 @@ fn stop(control: &Arc<Control>, notice: &mut Option<JoinHandle<()>>) -> Result<(
     if duration.is_zero() || control.is_stopping.load(Ordering::SeqCst) {
         return control.commands.stop();
     }
-    *notice = Some(tokio::spawn(drain_after(control.clone(), duration)));
+    *notice = Some(tokio::spawn(drain_after(control.clone(), duration)).abort_handle());
     Ok(())
 }
 
@@ -76,8 +75,7 @@ impl Control {
         if !self.handover.stop_received() {
             return;
         }
-        let result = stop(self, &mut None);
-        if let Err(error) = result {
+        if let Err(error) = stop(self) {
             tracing::error!("failed to stop together with the other supervisor: {error}");
         }
     }
