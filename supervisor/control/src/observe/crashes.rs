@@ -116,6 +116,8 @@ struct StoredReport {
     summary: Summary,
     /// The report and its approximate size in bytes. `None` if the report is in a file.
     in_memory: Option<(Box<CrashReport>, usize)>,
+    /// True if a file contains this report, or an earlier state of a report that is now in memory.
+    has_file: bool,
 }
 
 impl Store {
@@ -185,7 +187,7 @@ impl Store {
                 Ok(report) => {
                     self.groups[Group::of(&report.stage, &report.cause) as usize].insert(id);
                     let summary = report.summary();
-                    self.reports.insert(id, StoredReport { summary, in_memory: None });
+                    self.reports.insert(id, StoredReport { summary, in_memory: None, has_file: true });
                 }
                 Err(error) => skipped.push(format!("{id}.json ({error})")),
             }
@@ -219,9 +221,10 @@ impl Store {
             self.memory_bytes += bytes;
             Some((report, bytes))
         };
-        if let Some(StoredReport { in_memory: Some((_, bytes)), .. }) =
-            self.reports.insert(id, StoredReport { summary, in_memory })
-        {
+        let previous = self.reports.remove(&id);
+        let has_file = in_memory.is_none() || previous.as_ref().is_some_and(|stored| stored.has_file);
+        self.reports.insert(id, StoredReport { summary, in_memory, has_file });
+        if let Some((_, bytes)) = previous.and_then(|stored| stored.in_memory) {
             self.memory_bytes -= bytes;
         }
     }
@@ -275,10 +278,11 @@ impl Store {
 
     fn drop_one(&mut self, id: CrashId) {
         let Some(stored) = self.remove(id) else { return };
-        match (stored.in_memory, &self.folder) {
-            (Some((_, bytes)), _) => self.memory_bytes -= bytes,
-            (None, Some(folder)) => folder.remove(id),
-            (None, None) => {}
+        if let Some((_, bytes)) = stored.in_memory {
+            self.memory_bytes -= bytes;
+        }
+        if let Some(folder) = self.folder.as_ref().filter(|_| stored.has_file) {
+            folder.remove(id);
         }
     }
 
@@ -632,6 +636,23 @@ mod tests {
         assert_eq!(again.get(id), Err(ReadError::NotFound));
         assert_eq!(numbers(&again), ["0005"]);
         assert_eq!(std::fs::read_dir(&path).unwrap().count(), 2, "one report and the lock file");
+    }
+
+    #[test]
+    fn evicted_report_leaves_no_file_if_its_backtrace_could_not_be_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crashes");
+        let mut store = Store::open(Some(&path), 1).unwrap();
+        store.add(boxed(1));
+        // A folder at the path of the unfinished file prevents the write.
+        let id = boxed(1).id;
+        let obstacle = path.join(format!("{id}{UNFINISHED_SUFFIX}"));
+        std::fs::create_dir(&obstacle).unwrap();
+        store.set_native(id, NativeCrash::unavailable("no record"));
+        assert!(store.get(id).unwrap().native.is_some());
+        std::fs::remove_dir(obstacle).unwrap();
+        store.add(boxed(2));
+        assert_eq!((numbers(&store), path.join(format!("{id}.json")).exists()), (vec!["0002".into()], false));
     }
 
     fn start_failure(number: u32, count: u32) -> Box<CrashReport> {

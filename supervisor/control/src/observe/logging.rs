@@ -10,6 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use bulkhead_shared::text;
 use serde_json::{Map, Value};
+use tracing::Level;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
@@ -63,7 +64,9 @@ pub fn init(format: LogFormat, log_filter: LogFilter<'_>) -> Result<(), String> 
         .spawn(move || {
             // The process exits if the logging thread panics, because otherwise further failures would be invisible.
             // The keeper then kills the workers.
-            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_lines(&receiver))).is_err() {
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_lines(&receiver, format)))
+                .is_err()
+            {
                 std::process::exit(1);
             }
         })
@@ -89,15 +92,19 @@ pub(crate) fn is_json() -> bool {
 pub(crate) const LINE_FIELDS: [&str; 3] = ["timestamp", "level", "target"];
 
 /// Logs a JSON object with the given fields and the [`LINE_FIELDS`]. Does nothing if the log format is text.
-pub(crate) fn write_json(level: &tracing::Level, target: &str, fields: Map<String, Value>) {
+pub(crate) fn write_json(level: &Level, target: &str, fields: Map<String, Value>) {
     let Some(lines) = JSON_LINES.get() else { return };
+    send(lines, json_line(level, target, fields));
+}
+
+fn json_line(level: &Level, target: &str, fields: Map<String, Value>) -> Vec<u8> {
     let mut object = Map::new();
     object.insert("timestamp".into(), humantime::format_rfc3339_micros(SystemTime::now()).to_string().into());
     object.insert("level".into(), level.as_str().into());
     object.extend(fields);
     object.insert("target".into(), target.into());
     let line = format!("{}\n", Value::Object(object));
-    send(lines, escape_unseen(line.into_bytes(), LogFormat::Json));
+    escape_unseen(line.into_bytes(), LogFormat::Json)
 }
 
 fn send(lines: &SyncSender<Vec<u8>>, line: Vec<u8>) {
@@ -128,15 +135,20 @@ fn filter(level: &str) -> Result<EnvFilter, String> {
     Ok(EnvFilter::default().add_directive(level.into()))
 }
 
-fn write_lines(receiver: &Receiver<Vec<u8>>) {
+fn write_lines(receiver: &Receiver<Vec<u8>>, format: LogFormat) {
     while let Ok(line) = receiver.recv() {
         let dropped = DROPPED.swap(0, Ordering::Relaxed);
         let mut out = io::stderr().lock();
         if dropped > 0 {
-            let _ = writeln!(
-                out,
-                "{dropped} log lines were dropped: standard error is not being read fast enough"
-            );
+            let message =
+                format!("{dropped} log lines were dropped: standard error is not being read fast enough");
+            let _ = match format {
+                LogFormat::Text => writeln!(out, "{message}"),
+                LogFormat::Json => {
+                    let fields = Map::from_iter([("message".to_owned(), message.into())]);
+                    out.write_all(&json_line(&Level::WARN, module_path!(), fields))
+                }
+            };
         }
         // Errors are ignored, because there is nowhere else to report that standard error is closed.
         let _ = out.write_all(&line);
