@@ -122,6 +122,11 @@ impl Control {
             match used {
                 Ok(()) => self.report_socket(Severity::Info, EventKind::SocketRenewed { socket, path }),
                 Err(problem) => {
+                    // Nobody listens on a socket that was bound but is not used. Removing its file lets the next
+                    // attempt bind a new one.
+                    if bound.exists() {
+                        let _ = std::fs::remove_file(bound.path());
+                    }
                     let message = format!("failed to {problem}");
                     self.report_socket(
                         Severity::Critical,
