@@ -1026,11 +1026,11 @@ impl DataPlane {
 
     /// Counts the jobs rejected by the HTTP server, so that the next statistics include them.
     fn count_http_rejections(&mut self) {
-        for ((name, priority, reason), count) in self.counters.rejected_jobs.take() {
-            let Some(bulkhead) = self.bulkheads.find(&name) else { continue };
-            let key = (priority, self.bulkheads.label_of(""));
+        for (job, count) in self.counters.rejected_jobs.take() {
+            let Some(bulkhead) = self.bulkheads.find(&job.bulkhead) else { continue };
+            let key = (job.priority, self.bulkheads.label_of(&job.tenant));
             for _ in 0..count {
-                self.bulkheads.count_rejected(&mut self.compartments, self.now, bulkhead, key, reason);
+                self.bulkheads.count_rejected(&mut self.compartments, self.now, bulkhead, key, job.reason);
             }
         }
     }

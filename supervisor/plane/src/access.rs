@@ -58,6 +58,16 @@ pub enum HttpClient {
     Token(TokenGrant),
 }
 
+impl HttpClient {
+    /// Returns true if the client can submit jobs for the tenant to the bulkhead.
+    pub fn allows(&self, bulkhead: &str, tenant: &str) -> bool {
+        match self {
+            Self::Operator { .. } => true,
+            Self::Token(grant) => rejection_message(&grant.rules, (bulkhead, true), tenant).is_none(),
+        }
+    }
+}
+
 /// Permissions of a token.
 #[derive(Clone, Debug)]
 pub struct TokenGrant {

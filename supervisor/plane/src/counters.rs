@@ -54,19 +54,29 @@ pub struct SpoolCounters {
     pub free_requested: tokio::sync::Notify,
 }
 
-/// Number of rejected jobs, by bulkhead, priority and reason. The data plane collects these counts before it
+/// Job that the HTTP interface rejected.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub struct RejectedJob {
+    pub bulkhead: String,
+    /// Tenant to count the job for. Empty if the client has no permission for the job's tenant.
+    pub tenant: String,
+    pub priority: Priority,
+    pub reason: RejectReason,
+}
+
+/// Number of rejected jobs of each kind. The data plane collects these counts before it
 /// replies to a request for counters.
 #[derive(Debug, Default)]
-pub struct RejectedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
+pub struct RejectedJobs(Mutex<HashMap<RejectedJob, u64>>);
 
 impl RejectedJobs {
-    pub fn count(&self, bulkhead: &str, priority: Priority, reason: RejectReason) {
-        if bulkhead.len() > BULKHEAD_NAME_BYTES_MAX {
+    pub fn count(&self, job: RejectedJob) {
+        if job.bulkhead.len() > BULKHEAD_NAME_BYTES_MAX {
             return;
         }
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let is_full = counts.len() >= REJECTED_KEYS_MAX;
-        match counts.entry((bulkhead.to_owned(), priority, reason)) {
+        match counts.entry(job) {
             Entry::Occupied(mut entry) => *entry.get_mut() += 1,
             Entry::Vacant(entry) if !is_full => drop(entry.insert(1)),
             Entry::Vacant(_) => {}
@@ -75,7 +85,7 @@ impl RejectedJobs {
 
     /// Removes and returns all counts. If another thread holds the lock, returns an empty map and leaves the
     /// counts for a later call.
-    pub fn take(&self) -> HashMap<(String, Priority, RejectReason), u64> {
+    pub fn take(&self) -> HashMap<RejectedJob, u64> {
         self.0.try_lock().map(|mut counts| std::mem::take(&mut *counts)).unwrap_or_default()
     }
 }
@@ -87,11 +97,17 @@ mod tests {
     #[test]
     fn full_table_still_counts_its_keys() {
         let rejected = RejectedJobs::default();
-        let count = |name: &str| rejected.count(name, Priority::Normal, RejectReason::NotFound);
+        let job = |name: &str| RejectedJob {
+            bulkhead: name.to_owned(),
+            tenant: String::new(),
+            priority: Priority::Normal,
+            reason: RejectReason::NotFound,
+        };
+        let count = |name: &str| rejected.count(job(name));
         (0..=REJECTED_KEYS_MAX).for_each(|number| count(&number.to_string()));
         count("0");
         let counts = rejected.take();
-        let of = |name: &str| counts.get(&(name.to_owned(), Priority::Normal, RejectReason::NotFound));
+        let of = |name: &str| counts.get(&job(name));
         assert_eq!((counts.len(), of("0")), (REJECTED_KEYS_MAX, Some(&2)));
         assert_eq!(of(&REJECTED_KEYS_MAX.to_string()), None);
     }

@@ -516,7 +516,8 @@ fn slow_clients_are_disconnected_without_delaying_others() {
 #[test]
 fn http_job_is_rejected_while_128_other_jobs_are_pending() {
     let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\ncwd = \".\"\ndeadline = \"60s\"\n",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\ncwd = \".\"\ndeadline = \"60s\"\n\
+         [bulkhead.b.tenant.acme]\nmax_in_flight = 1\n",
     );
     let place = Place::of(&supervisor);
     let mut held: Vec<Socket> = (0..128)
@@ -528,7 +529,13 @@ fn http_job_is_rejected_while_128_other_jobs_are_pending() {
         })
         .collect();
     supervisor.wait_number("b", "queued", 127);
-    check(&place.job("b", "echo", &[], b""), 503, "rejected", "overloaded", "no");
+    let rejected = place.job("b", "echo", &["Bulkhead-Tenant: acme"], b"");
+    check(&rejected, 503, "rejected", "overloaded", "no");
+    let metrics = place.ask("GET", "/metrics", &[], b"").text();
+    let counts_acme = |line: &str| line.contains("tenant=\"acme\"") && line.contains("outcome=\"rejected\"");
+    let line =
+        metrics.lines().find(|line| line.starts_with("bulkhead_tenant_jobs_total") && counts_acme(line));
+    assert!(line.is_some_and(|line| line.ends_with(" 1")), "{line:?}");
     // The jobs socket and other HTTP requests are not affected.
     let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
     let by_socket = client.job("b", "x").start().unwrap();

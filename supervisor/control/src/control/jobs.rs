@@ -17,6 +17,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::response::Response;
 use bulkhead_plane::access::{HttpClient, TokenGrant};
+use bulkhead_plane::counters::RejectedJob;
 use bulkhead_shared::client_protocol::{OutcomeMessage, decode_run_limit};
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
@@ -56,31 +57,36 @@ pub(super) async fn submit(
     admission.progress.lift_time_limit();
     admission.progress.hold(control.job_requests.clone());
     let (parts, body) = request.into_parts();
-    let count = |priority, reason| control.counters.rejected_jobs.count(&name, priority, reason);
+    let count = |tenant: &str, priority, reason| {
+        let (bulkhead, tenant) = (name.clone(), tenant.to_owned());
+        control.counters.rejected_jobs.count(RejectedJob { bulkhead, tenant, priority, reason });
+    };
     let job = match JobHeaders::parse(&parts.headers) {
         Ok(job) => job,
         Err(sentence) => {
-            count(Priority::default(), RejectReason::Invalid);
+            count("", Priority::default(), RejectReason::Invalid);
             return rejected(&name, RejectReason::Invalid, sentence);
         }
     };
     let submitter = Submitter::new(admission, token.map(|Extension(token)| token));
+    // A client without permission for a tenant must not affect the tenant's counters.
+    let tenant = if submitter.client.allows(&name, job.options.tenant) { job.options.tenant } else { "" };
     let upload = submitter.upload(&control, &name, &parts.headers, body);
     let mut response = match run(&control, submitter, &name, &job, upload).await {
         Ok(response) => response,
         Err(Failure::Timeout) => {
-            count(job.options.priority, RejectReason::Invalid);
+            count(tenant, job.options.priority, RejectReason::Invalid);
             upload_timed_out(&name)
         }
         Err(Failure::Overloaded(sentence)) => {
-            count(job.options.priority, RejectReason::Overloaded);
+            count(tenant, job.options.priority, RejectReason::Overloaded);
             rejected(&name, RejectReason::Overloaded, sentence)
         }
         // The request did not become a job, usually because the client has disconnected.
         Err(Failure::Broken) => {
             rejected(&name, RejectReason::Invalid, "the payload does not match the request headers".into())
         }
-        Err(Failure::Dropped) => dropped(&name),
+        Err(Failure::Dropped) => dropped(&name, job.options.is_idempotent),
         Err(Failure::Draining) => {
             rejected(&name, RejectReason::Draining, "the supervisor is stopping".into())
         }

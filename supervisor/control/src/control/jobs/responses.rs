@@ -180,13 +180,12 @@ pub(super) fn upload_timed_out(name: &str) -> Response {
 
 /// Returns the response for a job whose connection was closed by the data plane before it sent an outcome. The data
 /// plane does this if it shuts down or has no memory for the result.
-pub(super) fn dropped(name: &str) -> Response {
+pub(super) fn dropped(name: &str, is_idempotent: bool) -> Response {
     let message = "the supervisor is stopping or out of memory; the job may have run".into();
-    local_outcome_response(
-        name,
-        Verdict::Crashed { reason: CrashReason::Stopped, status: None, message },
-        None,
-    )
+    let verdict = Verdict::Crashed { reason: CrashReason::Stopped, status: None, message };
+    let retryable = verdict.is_retryable(is_idempotent);
+    let outcome = Outcome { retryable, ..local_outcome(name, verdict, None) };
+    outcome_problem(None, &outcome, Vec::new(), None)
 }
 
 /// Returns a response with an outcome created by the control plane itself.
@@ -209,5 +208,18 @@ fn local_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) ->
         status: None,
         report: None,
         verdict,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idempotent_job_without_an_outcome_is_retryable() {
+        for (is_idempotent, retryable) in [(false, "false"), (true, "true")] {
+            let response = dropped("b", is_idempotent);
+            assert_eq!(response.headers()["bulkhead-retryable"], retryable);
+        }
     }
 }
