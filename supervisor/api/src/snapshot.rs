@@ -38,10 +38,11 @@ pub struct Snapshot {
     /// Human-readable reason why `service` is not `ok`: the most frequent outcome and its reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service_cause: Option<String>,
-    /// Number of worker processes. Like `max_in_flight` and `rate_limit`, this is the value in effect, which an
-    /// operator may have changed. If tenants are isolated, these limits apply to each tenant.
+    /// Number of worker processes. Like `max_in_flight`, `max_queue` and `rate_limit`, this is the value in effect,
+    /// which an operator may have changed. If tenants are isolated, these limits apply to each tenant.
     pub processes: u32,
     pub max_in_flight: u32,
+    pub max_queue: u32,
     /// Value of the `start.mode` key.
     pub start_mode: Word<StartMode>,
     pub rate_limit: Option<Rate>,

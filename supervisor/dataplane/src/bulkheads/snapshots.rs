@@ -351,6 +351,7 @@ impl Sum {
             service_cause: None,
             processes: limits.processes,
             max_in_flight: limits.max_in_flight,
+            max_queue: limits.max_queue,
             start_mode: limits.start.mode.into(),
             rate_limit: limits.rate_limit.map(Rate::from),
             limit: self.limit,

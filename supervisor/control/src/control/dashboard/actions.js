@@ -11,7 +11,7 @@ const NOTICES_MAX = 4;
 const NUMBERS = [
   ['max_in_flight', 'Jobs in flight in each process', (bulkhead) => bulkhead.max_in_flight, 0],
   ['processes', 'Worker processes', (bulkhead) => bulkhead.processes, 1],
-  ['max_queue', 'Maximum queue length', (bulkhead) => bulkhead.queue_capacity, 0],
+  ['max_queue', 'Maximum queue length', (bulkhead) => bulkhead.max_queue, 0],
 ];
 
 const post = (name, description) => ({
