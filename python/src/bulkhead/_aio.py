@@ -421,8 +421,9 @@ class AsyncClient(BaseClient):
         reconnect_timeout: float | None = None,
     ) -> None:
         self._states: dict[asyncio.AbstractEventLoop, _LoopState] = {}
-        # Guards changes to the dictionary, because loops can run in different threads.
-        self._changing = threading.Lock()
+        # Guards changes to the dictionary, because loops can run in different threads. Reentrant, because a signal
+        # handler can close the client.
+        self._changing = threading.RLock()
         super().__init__(path, retry, reconnect_timeout)
 
     async def call(
@@ -522,7 +523,8 @@ class AsyncClient(BaseClient):
         self.close()
 
     def _after_fork(self) -> None:
-        states, self._states, self._changing = self._states, {}, threading.Lock()
+        super()._after_fork()
+        states, self._states, self._changing = self._states, {}, threading.RLock()
         for state in states.values():
             for connection in (*state.leaving, state.connection):
                 if connection is not None:
