@@ -677,7 +677,7 @@ def test_retries_never_exceed_the_share_of_a_window() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
-def test_retry_budget_is_usable_in_signal_handlers_and_forked_children(kind: str) -> None:
+def test_retry_budget_works_in_signal_handlers_and_after_fork(kind: str) -> None:
     ended = script(f"""
 import os, signal, threading, bulkhead
 # Ends a program that waits forever.

@@ -288,11 +288,10 @@ def repeated(what: str) -> Any:
         column = ("str", [None] * size)
     columns = [column] * (1 if what in ("category", "frames") else 1000)
     labels = [*range(len(columns))]
-    frames = [
+    return [
         _Made(_libraries.make_frame, columns, 0, size, [None], labels, [None], False)
         for _ in range(1000 if what == "frames" else 1)
     ]
-    return frames
 
 
 @pytest.mark.parametrize("what", ["images", "empty images", "arrays", "columns", "frames", "category", "values"])

@@ -30,8 +30,8 @@ from . import _libraries
 
 #: Maximum nesting depth of data. Hashing, printing or comparing deeper data can overflow the stack.
 DEPTH_MAX = 1000
-#: Limit on the weight of data, and on the memory of arrays, images and frames: a fixed number of bytes, plus a number of
-#: bytes per byte of the pickle. An object is counted at each reference, because printing and hashing visit each
+#: Limit on the weight of data, and on the memory of arrays, images and frames: a fixed number of bytes, plus a number
+#: of bytes per byte of the pickle. An object is counted at each reference, because printing and hashing visit each
 #: reference. The weight of an object is a fixed amount plus the size of its contents.
 WEIGHT_MAX, WEIGHT_PER_BYTE, OBJECT_WEIGHT = 1 << 28, 64, 16
 #: Weight of an exception in a group. Large, because a traceback describes each exception.
@@ -309,7 +309,8 @@ def _maker_of_library(make: Callable[..., Any]) -> Callable[[_Reader, tuple[Any,
     def made(reader: _Reader, arguments: tuple[Any, ...]) -> Any:
         reader.work(len(arguments))
         # The only named objects that are values are buffers.
-        return make(reader.allocate, *(a.make if type(a) is _Name and type(a.make) is memoryview else a for a in arguments))
+        values = (a.make if type(a) is _Name and type(a.make) is memoryview else a for a in arguments)
+        return make(reader.allocate, *values)
 
     return made
 

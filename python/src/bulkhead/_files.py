@@ -96,7 +96,7 @@ def parts(data: _wire.Buffer, buffer: Callable[[slice], Any] | None = None) -> l
     return [view[pickled], *(buffer(place) if buffer else copied(view[place]) for place in places)]
 
 
-def _anonymous(kind: type[mmap.mmap], size: int, flags: int) -> Any:
+def _anonymous(kind: type[mmap.mmap], size: int, flags: int) -> mmap.mmap:
     """Returns an anonymous mapping. Raises ``MemoryError``."""
     try:
         return kind(-1, size, flags=flags | mmap.MAP_ANONYMOUS)

@@ -233,7 +233,7 @@ class Server:
                 print_traceback(error)
 
     def _guard(self, run: Callable[[], None]) -> None:
-        """Runs the loop of a thread. Without memory for the loop, the worker exits, because its jobs would never end."""
+        """Runs the loop of a thread. If no memory is left, the worker exits, because its jobs would never end."""
         try:
             run()
         except MemoryError:
