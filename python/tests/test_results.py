@@ -16,7 +16,7 @@ import pytest
 import results
 from pools import LONG
 
-from bulkhead import BulkheadExecutor, ResultRefused, _libraries
+from bulkhead import BulkheadExecutor, ResultRefused, _data, _libraries
 from bulkhead._data import DataOnly, allow, loads
 
 try:
@@ -272,10 +272,10 @@ def test_rejects_frames_with_forged_numbers_of_rows(rows: Any) -> None:
 
 
 def repeated(what: str) -> Any:
-    """Returns an object whose pickle has about 1 MiB, and which uses far more memory than that."""
-    size, data, info = 1 << 20, bytes(1 << 20), {}
+    """Returns an object that is over a hundred times larger than its pickle."""
+    size, data, info = 1 << 16, bytes(1 << 16), {}
     if what == "images":
-        return [_Made(_libraries.make_image, "L", (1024, 1024), data, None, info) for _ in range(1000)]
+        return [_Made(_libraries.make_image, "L", (256, 256), data, None, info) for _ in range(1000)]
     if what == "empty images":
         return [_Made(_libraries.make_image, "L", (0, 1 << 24), b"", None, info) for _ in range(100)]
     if what == "arrays":
@@ -295,20 +295,22 @@ def repeated(what: str) -> Any:
 
 
 @pytest.mark.parametrize("what", ["images", "empty images", "arrays", "columns", "frames", "category", "values"])
-def test_repeated_fields_cannot_exhaust_memory(what: str) -> None:
+def test_repeated_fields_cannot_exhaust_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     need("PIL" if "images" in what else "numpy pandas")
+    monkeypatch.setattr(_data, "WEIGHT_MAX", 1 << 20)
     pickled = pickle.dumps(repeated(what), 5)
-    assert len(pickled) < 4 << 20
+    assert len(pickled) < 1 << 19
     with pytest.raises(DataOnly, match="far more memory"):
         loads(pickled)
 
 
-def test_accepts_columns_that_repeat_text() -> None:
+def test_accepts_columns_that_repeat_text(monkeypatch: pytest.MonkeyPatch) -> None:
     need("numpy pandas")
-    rows = 3 << 20
+    monkeypatch.setattr(_data, "WEIGHT_MAX", 1 << 20)
+    rows = 1 << 16
     for frame in (
-        pandas.DataFrame({"a": pandas.Categorical.from_codes(numpy.zeros(rows, "i1"), ["x" * 100])}),
-        pandas.DataFrame({"a": ["x" * 100] * rows}),
+        pandas.DataFrame({"a": pandas.Categorical.from_codes(numpy.zeros(rows, "i1"), ["x" * 50])}),
+        pandas.DataFrame({"a": ["x" * 50] * rows}),
     ):
         for is_apart in (False, True):
             buffers: list[Any] = []
