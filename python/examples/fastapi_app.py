@@ -26,7 +26,7 @@ app = FastAPI(lifespan=lifespan)
 @app.post("/thumbnail")
 async def thumbnail(request: Request, tenant: str = "") -> Response:
     picture = await request.body()
-    # A client that disconnects cancels the request, which cancels the job.
+    # If the client disconnects, the request continues until the job has an outcome, at most until its deadline.
     reply = await request.app.state.bulkhead.call("thumbnail", picture, tenant=tenant, deadline=2.0)
     return Response(bytes(reply.payload), media_type="image/jpeg")
 

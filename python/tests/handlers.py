@@ -441,6 +441,16 @@ def _note(text: str) -> None:
             file.write(text + "\n")
 
 
+@bulkhead.handler("exhaust")
+def exhaust(payload: bytes, ctx: Context) -> None:
+    """Makes every later allocation of a large payload in this worker fail."""
+
+    def fail(size: int) -> bytearray:
+        raise MemoryError
+
+    ctx._server._reader._allocate = fail  # type: ignore[attr-defined]
+
+
 @bulkhead.handler("careless")
 def careless(payload: bytes, ctx: Context) -> str:
     """Imitates a mistake of a C library that affects the worker itself."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import LONG, wait_for
+from pools import LONG, script, wait_for
 from running import WORKER, running
 
 import bulkhead
@@ -674,6 +674,33 @@ def test_retries_never_exceed_the_share_of_a_window() -> None:
             assert budget.try_retry(now) == expected, (seed, now)
             if expected:
                 events.append((int(now), True))
+
+
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
+def test_retry_budget_works_in_signal_handlers_and_after_fork(kind: str) -> None:
+    ended = script(f"""
+import os, signal, threading, bulkhead
+# Ends a program that waits forever.
+signal.alarm(60)
+client = bulkhead.{kind}("/none")
+budget = client._budget
+signal.signal(signal.SIGUSR1, lambda *_: budget.job(0.0))
+with budget._lock:
+    signal.raise_signal(signal.SIGUSR1)
+held, ends = threading.Event(), threading.Event()
+def hold():
+    with budget._lock:
+        held.set()
+        ends.wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    os._exit(0 if budget.try_retry(0.0) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""")
+    assert ended.stdout == "0\n", ended.stderr
 
 
 def test_error_from_an_attempt_that_ran_is_reported() -> None:

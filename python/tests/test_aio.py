@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import socket
@@ -284,6 +285,27 @@ def test_closing_a_client_cancels_its_jobs(supervisor: Supervisor) -> None:
         with pytest.raises(bulkhead.Disconnected, match="this program closed"):
             await job
         await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+
+    run(test)
+
+
+def test_dropped_client_closes_its_connection_after_its_last_job(supervisor: Supervisor) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def test() -> None:
+        async with connected(supervisor) as client:
+            await client.call("two")
+        before = descriptors()
+        for _ in range(10):
+            client = AsyncClient(supervisor.socket)
+            await client.call("two")
+            lasting = client.submit("two", b"0.1", operation="sleep")
+            # A client whose connection is not made yet.
+            early = AsyncClient(supervisor.socket).submit("two", b"x")
+            del client
+            assert [(await lasting).payload, (await early).payload] == [b"slept", b"x"]
+        await until("all connections are closed", lambda: gc.collect() >= 0 and descriptors() <= before)
 
     run(test)
 

@@ -62,6 +62,13 @@ def test_payload_is_returned(client: Client, size: int) -> None:
     assert bytes(client.submit("plain", payload).result(LONG)) == payload
 
 
+def test_empty_payload_of_several_dimensions_is_sent(client: Client) -> None:
+    empty = memoryview(bytearray(6)).cast("B", (2, 3))[:0]
+    assert (empty.shape, empty.nbytes) == ((0, 3), 0)
+    for payload in (client.call("plain", empty).payload, client.submit("plain", empty).result(LONG).payload):
+        assert payload == b""
+
+
 def test_reply_contains_the_outcome(client: Client, supervisor: Supervisor) -> None:
     reply = client.call("plain", b"1", operation="echo", deadline=2 * LONG, run_limit=LONG)
     told = reply.outcome
@@ -170,7 +177,7 @@ def test_errors_can_be_pickled(client: Client) -> None:
 
 
 def test_wrong_arguments_are_rejected_before_sending(client: Client) -> None:
-    for wrong in ("text", 7, None):
+    for wrong in ("text", 7, None, [b"x"]):
         with pytest.raises(TypeError, match="payload"):
             client.call("plain", wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="priority"):

@@ -169,10 +169,12 @@ def block(beginning: str) -> str:
     return textwrap.dedent("\n".join(found[0].splitlines()[1:-1]))
 
 
-def test_documented_joblib_backend_works(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("n_jobs", [4, -1])
+def test_documented_joblib_backend_works(n_jobs: int, tmp_path: pathlib.Path) -> None:
     if importlib.util.find_spec("joblib") is None:
         pytest.skip("NOT RUN: joblib is not installed")
     code = block("from joblib import").replace("    Parallel()(", "    print(*Parallel()(") + ")"
+    code = code.replace("n_jobs=4", f"n_jobs={n_jobs}")
     body = "import os\nfrom bulkhead import BulkheadExecutor\nif __name__ == '__main__':\n" + textwrap.indent(
         code, "    "
     )

@@ -457,6 +457,28 @@ def test_cloudpickle_sends_lambdas_and_local_classes() -> None:
 # Failures at the start.
 
 
+def test_output_of_a_custom_pickler_can_begin_with_any_byte() -> None:
+    with BulkheadExecutor(1, pickler="letters") as pool:
+        assert [pool.submit(jobs.double, number).result(LONG) for number in range(8)] == [*range(0, 16, 2)]
+        large = bytes(1 << 20)
+        assert [pool.submit(jobs.echo, large).result(LONG) == large for _ in range(4)] == [True] * 4
+        for _ in range(4):
+            assert type(pool.submit(jobs.fail, "x").exception(LONG)) is ValueError
+            assert "lambda" in str(pool.submit(jobs.raise_unpicklable).exception(LONG))
+
+
+@pytest.mark.parametrize("sandbox", ["none", "default"])
+def test_arguments_beyond_the_memory_limit_raise_memory_error(sandbox: str) -> None:
+    large = bytes(100 << 20)
+    with BulkheadExecutor(1, memory="96MiB", sandbox=sandbox) as pool:
+        # The first call is sent through the socket, and the second one in a memory file.
+        pids = {pool.submit(jobs.pid).result(LONG)}
+        for argument in (large, large, pickle.PickleBuffer(large)):
+            assert isinstance(pool.submit(len, argument).exception(LONG), MemoryError)
+            pids.add(pool.submit(jobs.pid).result(LONG))
+        assert len(pids) == 1
+
+
 def test_failed_initializer_breaks_the_pool() -> None:
     # Deaths of workers that start slowly also count.
     config = {"restart": {"within": "10m"}}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
+import pickle
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,9 @@ exec = ["tr", "a-z", "A-Z"]
 max_in_flight = 2
 [bulkhead.fails]
 exec = ["sh", "-c", "echo partial; exit 3"]
+[bulkhead.waits]
+exec = ["sleep", "600"]
+deadline = "600s"
 [defaults.sandbox]
 profile = "none"
 """
@@ -54,6 +59,7 @@ ledger_max_bytes = "16MiB"
 dead_max_bytes = "16MiB"
 [bulkhead.upper]
 [bulkhead.fails]
+[bulkhead.waits]
 """
 
 
@@ -116,6 +122,8 @@ def test_job_returns_its_result_and_runs_once(servers: str) -> None:
             assert [bytes(reply.payload) for reply in replies] == [b"HELLO", b"HELLO"]
             assert replies[0].outcome == replies[1].outcome
             assert (await fleet.result("once")).outcome.bulkhead == "upper"
+            for copied in (pickle.loads(pickle.dumps(replies[0])), copy.copy(replies[0])):
+                assert (copied.payload, copied.outcome) == (replies[0].payload, replies[0].outcome)
 
     asyncio.run(run())
 
@@ -131,7 +139,9 @@ def test_fleet_jobs_raise_the_same_errors_as_local_jobs(servers: str) -> None:
             with pytest.raises(errors.Rejected) as rejected:
                 await fleet.submit("nowhere")
             assert rejected.value.outcome.reason == "not_found"
-            for changes in ({"id": ""}, {"operation": "a\nb"}, {"id": "x" * 129}):
+            invalid = [{"id": ""}, {"operation": "a\nb"}, {"id": "x" * 129}, {"id": "a\x85b"}]
+            invalid += [{"id": "a "}, {"operation": " a"}, {"traceparent": "a\N{NO-BREAK SPACE}"}]
+            for changes in invalid:
                 with pytest.raises(errors.Rejected, match="invalid"):
                     await fleet.submit("upper", **changes)
             with pytest.raises(errors.Rejected, match="too_large"):
@@ -139,6 +149,78 @@ def test_fleet_jobs_raise_the_same_errors_as_local_jobs(servers: str) -> None:
             with pytest.raises(errors.Disconnected) as missing:
                 await fleet.result("never")
             assert missing.value.executed == "unknown"
+
+    asyncio.run(run())
+
+
+def test_result_can_be_read_again_and_leaves_no_subscription(servers: str) -> None:
+    async def run() -> None:
+        async with await AsyncFleet.connect(servers) as fleet:
+            submitted = await fleet.submit("upper", b"a", deadline=PATIENCE)
+            replies = [await submitted.result() for _ in range(2)]
+            replies += await asyncio.gather(submitted.result(), submitted.result())
+            assert [bytes(reply.payload) for reply in replies] == [b"A"] * 4
+            before = len(fleet._nats._subs)
+            for _ in range(3):
+                await fleet.submit("upper", b"never read", deadline=PATIENCE)
+                with pytest.raises(errors.Rejected):
+                    await fleet.submit("nowhere")
+            waiting = asyncio.create_task((await fleet.submit("waits", deadline=PATIENCE)).result())
+            while len(fleet._nats._subs) == before:
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert len(fleet._nats._subs) == before
+
+    asyncio.run(run())
+
+
+def test_closing_a_fleet_ends_its_calls(servers: str) -> None:
+    async def run() -> None:
+        fleet = await AsyncFleet.connect(servers)
+        submitted = await fleet.submit("waits", deadline=PATIENCE)
+        waiting = asyncio.create_task(submitted.result())
+        before = len(fleet._nats._subs)
+        while len(fleet._nats._subs) == before:
+            await asyncio.sleep(0.01)
+        await fleet.close()
+        for pending in (waiting, submitted.result(), fleet.result("some")):
+            with pytest.raises(errors.Disconnected, match="closed before the job .* had an outcome") as closed:
+                await pending
+            assert closed.value.executed == "unknown"
+        with pytest.raises(errors.Disconnected, match="closed before the servers acknowledged") as refused:
+            await fleet.submit("upper")
+        assert refused.value.executed == "no"
+
+    asyncio.run(run())
+
+
+class BrokenConnection:
+    """A connection on which every operation fails at once."""
+
+    is_closed = False
+
+    async def subscribe(self, _subject: str) -> BrokenConnection:
+        return self
+
+    async def unsubscribe(self) -> None:
+        pass
+
+    async def fail(self, *_given: object, **_named: object) -> None:
+        raise nats.errors.Error
+
+    request = next_msg = fail
+
+
+def test_failing_connection_does_not_block_the_event_loop() -> None:
+    async def run() -> None:
+        fleet = AsyncFleet(BrokenConnection(), "", 0.0)
+        waiting = asyncio.create_task(fleet.result("some", wait=2 * PATIENCE))
+        # If the loop were blocked, the task would have ended before this line runs again.
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        waiting.cancel()
 
     asyncio.run(run())
 

@@ -16,7 +16,7 @@ import pytest
 import results
 from pools import LONG
 
-from bulkhead import BulkheadExecutor, ResultRefused, _libraries
+from bulkhead import BulkheadExecutor, ResultRefused, _data, _libraries
 from bulkhead._data import DataOnly, allow, loads
 
 try:
@@ -98,7 +98,12 @@ FRAMES = [
     "pandas.DataFrame({'k': [1, 1], 'l': ['a', 'b'], 'v': [1.0, 2.0]}).groupby(['k', 'l']).sum()",
     "pandas.DataFrame({('a', 'x'): [1], ('a', 'y'): [2]}, index=['row'])",
     "pandas.DataFrame(index=range(5))",
+    "pandas.DataFrame({'a': [1, 2]}, index=[False, True])",
+    "pandas.DataFrame({'a': [1, 2]}, index=[0.0, 1.0])",
+    "pandas.DataFrame({'a': [1]}, index=['row'])[:0]",
     "pandas.Series([1, 2], name='s', index=['a', 'b'])",
+    "pandas.Series([1, 2], name=('s', 't'))",
+    "pandas.Series([1, 2])",
 ]
 
 
@@ -257,6 +262,62 @@ def test_rejects_forged_frames(columns: Any) -> None:
     labels = [*range(len(columns))]
     with pytest.raises(DataOnly):
         loads(pickle.dumps(_Made(_libraries.make_frame, columns, 0, 1, [None], labels, [None], False), 5))
+
+
+@pytest.mark.parametrize("rows", [10**9, 1 << 70, -1, 1.0, True, range(3), None])
+def test_rejects_frames_with_forged_numbers_of_rows(rows: Any) -> None:
+    need("pandas")
+    with pytest.raises(DataOnly):
+        loads(pickle.dumps(_Made(_libraries.make_frame, [], 0, rows, [None], [], [None], False), 5))
+
+
+def repeated(what: str) -> Any:
+    """Returns an object that is over a hundred times larger than its pickle."""
+    size, data, info = 1 << 16, bytes(1 << 16), {}
+    if what == "images":
+        return [_Made(_libraries.make_image, "L", (256, 256), data, None, info) for _ in range(1000)]
+    if what == "empty images":
+        return [_Made(_libraries.make_image, "L", (0, 1 << 24), b"", None, info) for _ in range(100)]
+    if what == "arrays":
+        return [_Made(_libraries.make_array, "|b1", (size,), False, data) for _ in range(1000)]
+    codes = _Made(_libraries.make_array, "|i1", (size,), False, data)
+    column: tuple[Any, ...] = ("array", codes)
+    if what == "category":
+        column = ("category", codes, ("str", ["x" * 1000]), False)
+    if what == "values":
+        column = ("str", [None] * size)
+    columns = [column] * (1 if what in ("category", "frames") else 1000)
+    labels = [*range(len(columns))]
+    return [
+        _Made(_libraries.make_frame, columns, 0, size, [None], labels, [None], False)
+        for _ in range(1000 if what == "frames" else 1)
+    ]
+
+
+@pytest.mark.parametrize("what", ["images", "empty images", "arrays", "columns", "frames", "category", "values"])
+def test_repeated_fields_cannot_exhaust_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    need("PIL" if "images" in what else "numpy pandas")
+    monkeypatch.setattr(_data, "WEIGHT_MAX", 1 << 20)
+    pickled = pickle.dumps(repeated(what), 5)
+    assert len(pickled) < 1 << 19
+    with pytest.raises(DataOnly, match="far more memory"):
+        loads(pickled)
+
+
+def test_accepts_columns_that_repeat_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("numpy pandas")
+    monkeypatch.setattr(_data, "WEIGHT_MAX", 1 << 20)
+    rows = 1 << 16
+    for frame in (
+        pandas.DataFrame({"a": pandas.Categorical.from_codes(numpy.zeros(rows, "i1"), ["x" * 50])}),
+        pandas.DataFrame({"a": ["x" * 50] * rows}),
+    ):
+        for is_apart in (False, True):
+            buffers: list[Any] = []
+            pickled = _libraries.dumps(frame, buffer_callback=buffers.append if is_apart else None)
+            found = loads(pickled, buffers)
+            assert bool(buffers) == (is_apart and hasattr(frame["a"], "cat"))
+            pandas.testing.assert_frame_equal(found, frame)
 
 
 def test_rejects_functions_and_buffers_as_values() -> None:

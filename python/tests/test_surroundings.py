@@ -8,13 +8,14 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import jobs
 import pytest
-from pools import LONG, TESTS, script
+from pools import LONG, TESTS, script, wait_for
 
 from bulkhead import BulkheadExecutor
 
@@ -286,21 +287,25 @@ def test_frozen_program_starts_workers_or_reports_why_not(method: str, support: 
     frozen = tmp_path / "frozen"
     frozen.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/program.py "$@"\n')
     frozen.chmod(0o755)
-    ended = subprocess.run(
-        [frozen],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(SOURCE),
-            "METHOD": method,
-            "SUPPORT": support,
-            "TRACE": str(tmp_path / "trace"),
-            "FROZEN": str(frozen),
-        },
-        capture_output=True,
-        text=True,
-        timeout=2 * LONG,
-        check=False,
-    )
+    # A path below `tmp_path` is too long for sockets.
+    with tempfile.TemporaryDirectory(prefix="frozen-") as temporary:
+        ended = subprocess.run(
+            [frozen],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(SOURCE),
+                "METHOD": method,
+                "SUPPORT": support,
+                "TRACE": str(tmp_path / "trace"),
+                "FROZEN": str(frozen),
+                "TMPDIR": temporary,
+            },
+            capture_output=True,
+            text=True,
+            timeout=2 * LONG,
+            check=False,
+        )
+        wait_for("no folder is left", lambda: not os.listdir(temporary))
     if support:
         assert ended.stdout == "8\n", ended.stderr
     else:
@@ -341,6 +346,16 @@ def test_import_fails_on_systems_other_than_linux() -> None:
 def test_constructor_rejects_wrong_options(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         BulkheadExecutor(1, **options)
+
+
+def test_error_names_a_path_that_is_not_utf8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+    with pytest.raises(ValueError, match=r"udcff.*UTF-8"):
+        BulkheadExecutor(1, sandbox={"read": [os.fsdecode(folder)]})
+    monkeypatch.chdir(os.fsdecode(folder))
+    with BulkheadExecutor(1) as pool, pytest.raises(ValueError, match=r"udcff.*UTF-8"):
+        pool.submit(jobs.pid)
 
 
 def test_accepts_all_forms_of_sizes_and_paths(tmp_path: Path) -> None:

@@ -434,6 +434,30 @@ def test_child_forked_by_c_code_is_not_a_worker(client: Client, supervisor: Supe
     assert supervisor.snapshot(name)["late_replies"] == 0
 
 
+def test_payload_beyond_the_data_limit_fails_only_its_job(tmp_path: pathlib.Path) -> None:
+    keys = {**WORKER, "max_in_flight": 2, "rlimits": {"data": "63MiB"}, "sandbox": {"profile": "none"}}
+    with running(one=keys) as own, Client(own.socket) as client:
+        job = client.submit("one", bytes(tmp_path / "go"), operation="wait")
+        wait_for("the job runs", lambda: own.snapshot("one")["in_flight"] == 1)
+        error = failure(client, "one", "echo", bytes(63 << 20))
+        assert error.outcome.reason == "exception"
+        assert "MemoryError: the payload has 66060288 bytes" in str(error)
+        (tmp_path / "go").touch()
+        assert job.result(LONG).payload == b"waited"
+
+
+def test_worker_without_memory_for_its_link_exits(tmp_path: pathlib.Path) -> None:
+    keys = {**WORKER, "max_in_flight": 2, "sandbox": {"profile": "none"}}
+    with running(one=keys) as own, Client(own.socket) as client:
+        client.call("one", operation="exhaust")
+        # While the only handler thread is busy, the watcher reads the link.
+        client.submit("one", bytes(tmp_path / "never"), operation="wait")
+        wait_for("the job runs", lambda: own.snapshot("one")["in_flight"] == 1)
+        assert failure(client, "one", "echo", bytes(1 << 20)).outcome.reason == "exit"
+        assert client.call("one", b"goes on").payload == b"goes on"
+        wait_for("the cause is logged", lambda: "this worker has no memory left" in own.log())
+
+
 @pytest.mark.parametrize("how", [b"close", b"replace"])
 def test_worker_exits_when_its_link_is_lost(how: bytes) -> None:
     keys = {**WORKER, "health": {"heartbeat": "200ms", "missed": 50}, "deadline": "5m"}

@@ -179,7 +179,12 @@ class RetryBudget:
     """Counts a client's jobs and retries, so that retries do not multiply the load on a busy supervisor."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all jobs. Also used in forked children, because another thread of the parent may hold the lock."""
+        # Reentrant, because a signal handler can use the client at any point.
+        self._lock = threading.RLock()
         # The number of each second, and the jobs and retries in this second.
         self._seconds = [[-1, 0, 0] for _ in range(BUDGET_WINDOW)]
 

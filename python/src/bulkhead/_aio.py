@@ -91,6 +91,7 @@ class _Connection:
         self.is_over = False
         #: Time since which further jobs need another connection.
         self.lost_at = 0.0
+        self._is_released = False
         self._last = 0
         # Total numbers of bytes queued and bytes sent so far.
         self._queued_bytes = self._sent_bytes = 0
@@ -221,8 +222,16 @@ class _Connection:
                 self.lose(f"the supervisor rejected the connection ({reason}): {sentence}")
         if self.is_over and not jobs:
             self.lose("the supervisor was replaced")
+        elif self._is_released and not jobs:
+            self.release()
 
     # The end.
+
+    def release(self) -> None:
+        """Closes the connection after the last outcome, because the client was dropped."""
+        self._is_released = True
+        if not self._jobs:
+            self.lose("the client was dropped")
 
     def _go_away(self, taken: int) -> None:
         """Keeps only the first ``taken`` jobs, which the supervisor has accepted, on this connection.
@@ -283,12 +292,15 @@ class _Connection:
 class _LoopState:
     """A client's state for one event loop: a connection, or jobs that wait for a connection.
 
-    Only the loop's thread uses it.
+    Only the loop's thread uses it. It holds no reference to the client, so that the client can be dropped.
     """
 
-    def __init__(self, client: AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
-        self._client = client
+    def __init__(self, path: str, loop: asyncio.AbstractEventLoop, is_closed: bool) -> None:
+        self._path = path
         self._loop = loop
+        #: True if the client was closed.
+        self.is_closed = is_closed
+        self._is_released = False
         self.connection: _Connection | None = None
         #: Earlier connections, on which a replaced supervisor finishes its jobs.
         self.leaving: list[_Connection] = []
@@ -332,19 +344,19 @@ class _LoopState:
         if kept is None or job not in self._waiting or not kept.is_overdue():
             return
         del self._waiting[job]
-        silent = Disconnected(f"the supervisor at {self._client.path} is not responding; the job was not sent")
+        silent = Disconnected(f"the supervisor at {self._path} is not responding; the job was not sent")
         job._fail_job(kept.unreachable(self._problem or silent))
 
     async def _connect(self) -> None:
         """Connects, and sends the waiting jobs. Keeps trying if an earlier connection was lost."""
-        client, loop = self._client, self._loop
+        loop = self._loop
         try:
             while self._waiting:
                 try:
-                    opened = await loop.run_in_executor(None, open_connection, client.path, self._handshake_seconds())
+                    opened = await loop.run_in_executor(None, open_connection, self._path, self._handshake_seconds())
                 except JobError as error:
                     self._problem = error
-                    if self.connection is None or not error.retryable or client._is_closed:
+                    if self.connection is None or not error.retryable or self.is_closed:
                         self._fail_waiting(error)
                         return
                     for job in list(self._waiting):
@@ -356,11 +368,13 @@ class _LoopState:
                 self.leaving = [other for other in earlier if not other.is_lost]
                 self.connection = connection = _Connection(loop, self._send_again, *opened)
                 self._problem = None
-                if client._is_closed:
+                if self.is_closed:
                     self._fail_waiting(lost_error("this program closed the client", "no"))
                     connection.lose("this program closed the client", is_replaced=False)
                     return
                 self._send_waiting(connection)
+                if self._is_released:
+                    connection.release()
                 if connection.is_over:
                     await asyncio.sleep(self._pause)
                     self._pause = min(self._pause * 2, _again.RECONNECT_PAUSE_MAX)
@@ -397,6 +411,13 @@ class _LoopState:
             if job._job is not None:
                 job._fail_job(job._job.unreachable(error))
 
+    def release(self) -> None:
+        """Closes the connections after their last outcomes, because the client was dropped."""
+        self._is_released = True
+        for connection in (*self.leaving, self.connection):
+            if connection is not None:
+                connection.release()
+
     def lose(self, reason: str) -> None:
         """Closes all connections. The jobs on them fail. Does nothing without a connection."""
         if self.connection is not None:
@@ -421,8 +442,9 @@ class AsyncClient(BaseClient):
         reconnect_timeout: float | None = None,
     ) -> None:
         self._states: dict[asyncio.AbstractEventLoop, _LoopState] = {}
-        # Guards changes to the dictionary, because loops can run in different threads.
-        self._changing = threading.Lock()
+        # Guards changes to the dictionary, because loops can run in different threads. Reentrant, because a signal
+        # handler can close the client.
+        self._changing = threading.RLock()
         super().__init__(path, retry, reconnect_timeout)
 
     async def call(
@@ -491,7 +513,7 @@ class AsyncClient(BaseClient):
         with self._changing:
             for other in [other for other in self._states if other.is_closed()]:
                 self._states.pop(other).lose("the event loop was closed")
-            state = self._states[loop] = _LoopState(self, loop)
+            state = self._states[loop] = _LoopState(self.path, loop, self._is_closed)
         return state
 
     def close(self) -> None:
@@ -504,6 +526,7 @@ class AsyncClient(BaseClient):
         except RuntimeError:
             here = None
         for loop, state in states.items():
+            state.is_closed = True
             if loop is not here and loop.is_running():
                 with suppress(RuntimeError):
                     # Raises RuntimeError if the loop has been closed in the meantime.
@@ -515,6 +538,16 @@ class AsyncClient(BaseClient):
         """Equivalent to ``close``, for ``contextlib.aclosing``."""
         self.close()
 
+    def __del__(self) -> None:
+        # The attribute does not exist if `__init__` failed.
+        for loop, state in getattr(self, "_states", {}).items():
+            try:
+                # The garbage collector can call this method in any thread.
+                loop.call_soon_threadsafe(state.release)
+            except RuntimeError:
+                # The loop was closed, so its jobs have ended.
+                state.lose("the event loop was closed")
+
     async def __aenter__(self) -> AsyncClient:
         return self
 
@@ -522,7 +555,8 @@ class AsyncClient(BaseClient):
         self.close()
 
     def _after_fork(self) -> None:
-        states, self._states, self._changing = self._states, {}, threading.Lock()
+        super()._after_fork()
+        states, self._states, self._changing = self._states, {}, threading.RLock()
         for state in states.values():
             for connection in (*state.leaving, state.connection):
                 if connection is not None:

@@ -43,7 +43,8 @@ def as_buffer(payload: object) -> _wire.Buffer:
         view = memoryview(payload)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"the payload must be a bytes-like object, not {type(payload).__name__}") from None
-    return view.cast("B") if view.c_contiguous else bytes(view)
+    # An empty view cannot always be cast.
+    return view.cast("B") if view.c_contiguous and view.nbytes else bytes(view)
 
 
 def submission_with(remembered: dict[tuple[Any, ...], bytes], options: tuple[Any, ...]) -> bytes:
@@ -82,7 +83,8 @@ class BaseClient:
 
     def _after_fork(self) -> None:
         """Drops connections and jobs in a forked child, because they belong to the parent."""
-        raise NotImplementedError
+        # A call that continues in the child refers to the budget.
+        self._budget.reset()
 
 
 class Client(BaseClient):
@@ -422,6 +424,7 @@ class Client(BaseClient):
         return partial(Client, retry=self.retry, reconnect_timeout=self.reconnect_timeout), (self.path,)
 
     def _after_fork(self) -> None:
+        super()._after_fork()
         self._lock = threading.RLock()
         is_closed, self._closed = self._closed.is_set(), threading.Event()
         if is_closed:

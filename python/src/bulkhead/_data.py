@@ -30,9 +30,9 @@ from . import _libraries
 
 #: Maximum nesting depth of data. Hashing, printing or comparing deeper data can overflow the stack.
 DEPTH_MAX = 1000
-#: Limit on the weight of data: a fixed number of bytes, plus a number of bytes per byte of the pickle. An object is
-#: counted at each reference, because printing and hashing visit each reference. The weight of an object is a fixed
-#: amount plus the size of its contents.
+#: Limit on the weight of data, and on the memory of arrays, images and frames: a fixed number of bytes, plus a number
+#: of bytes per byte of the pickle. An object is counted at each reference, because printing and hashing visit each
+#: reference. The weight of an object is a fixed amount plus the size of its contents.
 WEIGHT_MAX, WEIGHT_PER_BYTE, OBJECT_WEIGHT = 1 << 28, 64, 16
 #: Weight of an exception in a group. Large, because a traceback describes each exception.
 EXCEPTION_WEIGHT = 1 << 14
@@ -309,7 +309,8 @@ def _maker_of_library(make: Callable[..., Any]) -> Callable[[_Reader, tuple[Any,
     def made(reader: _Reader, arguments: tuple[Any, ...]) -> Any:
         reader.work(len(arguments))
         # The only named objects that are values are buffers.
-        return make(*(a.make if type(a) is _Name and type(a.make) is memoryview else a for a in arguments))
+        values = (a.make if type(a) is _Name and type(a.make) is memoryview else a for a in arguments)
+        return make(reader.allocate, *values)
 
     return made
 
@@ -610,6 +611,7 @@ class _Reader:
         self.unfinished: dict[int, uuid.UUID] = {}
         #: Deques that contain deques.
         self._holders: dict[int, Any] = {}
+        self._bytes_left = WEIGHT_MAX + WEIGHT_PER_BYTE * len(data)
         self._seconds_left = KEYS_SECONDS + KEYS_SECONDS_PER_BYTE * len(data)
         #: Dictionaries from which Counters were built, by ``id``.
         self.counted: dict[int, dict[Any, Any]] = {}
@@ -619,6 +621,12 @@ class _Reader:
         self._work_left -= amount
         if self._work_left < 0:
             raise DataOnly("reading takes far more work than the size of the pickle justifies")
+
+    def allocate(self, size: int) -> None:
+        """Accounts for memory that a library allocates. Raises ``DataOnly`` if the limit is exceeded."""
+        self._bytes_left -= size
+        if self._bytes_left < 0:
+            raise DataOnly("reading takes far more memory than the size of the pickle justifies")
 
     def read(self) -> Any:
         """Returns the value of the pickle."""
@@ -744,7 +752,9 @@ class _Reader:
                 name = stack.pop()
                 stack[-1] = self._named(stack[-1], name)
             elif code == 0x97:  # NEXT_BUFFER
-                stack.append(_Name("a buffer", memoryview(next(self._buffers, b""))))
+                buffer = memoryview(next(self._buffers, b""))
+                self._bytes_left += WEIGHT_PER_BYTE * len(buffer)
+                stack.append(_Name("a buffer", buffer))
             elif code == 0x98:  # READONLY_BUFFER
                 stack[-1] = _Name("a buffer", stack[-1].make.toreadonly())
             elif code == 0x95:  # FRAME

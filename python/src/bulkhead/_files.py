@@ -96,11 +96,19 @@ def parts(data: _wire.Buffer, buffer: Callable[[slice], Any] | None = None) -> l
     return [view[pickled], *(buffer(place) if buffer else copied(view[place]) for place in places)]
 
 
+def _anonymous(kind: type[mmap.mmap], size: int, flags: int) -> mmap.mmap:
+    """Returns an anonymous mapping. Raises ``MemoryError``."""
+    try:
+        return kind(-1, size, flags=flags | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise MemoryError from None
+
+
 def copied(view: memoryview) -> bytearray | mmap.mmap:
     """Returns a private copy. A large copy uses huge pages, because page faults on small pages would dominate."""
     if len(view) < _HUGE_BYTES_MIN:
         return bytearray(view)
-    memory = mmap.mmap(-1, len(view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _anonymous(mmap.mmap, len(view), mmap.MAP_PRIVATE)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
@@ -108,6 +116,18 @@ def copied(view: memoryview) -> bytearray | mmap.mmap:
         pass
     memory[:] = view
     return memory
+
+
+class SharedPayload(mmap.mmap):
+    """A payload for which the process's data limit (``RLIMIT_DATA``) has no room. The limit excludes shared memory."""
+
+
+def payload_buffer(size: int) -> Any:
+    """Returns a buffer for a payload. Raises ``MemoryError`` if no memory is available even beyond the data limit."""
+    try:
+        return bytearray(size)
+    except MemoryError:
+        return _anonymous(SharedPayload, size, mmap.MAP_SHARED)
 
 
 def receiver(socket: _socket.socket, descriptors: list[int]) -> Callable[[int, int], bytes]:

@@ -27,7 +27,7 @@ from . import _files, _pool_worker, _wire
 from ._channel import Channel, connect
 from ._future import CancellableFuture, Condition, run_callbacks
 from ._output import Output
-from ._pool_worker import INITIALIZER_FAILED, RAISED, UNREADABLE, Pickler
+from ._pool_worker import INITIALIZER_FAILED, PICKLED, RAISED, UNREADABLE, Pickler
 from ._private import PrivateSupervisor
 from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
 
@@ -591,7 +591,7 @@ class Pool:
         payload = parts[0]
         if isinstance(payload, BaseException):
             raise payload
-        if metadata[0] or payload[:1] != b"\x80":
+        if metadata[0] or payload[:1] != PICKLED:
             error = self._error(metadata, payload)
             self._has_answered = self._has_answered or not (metadata[0] or payload[:1] == INITIALIZER_FAILED)
             if not self._has_stack_awaited(future, error):
@@ -726,6 +726,8 @@ class Pool:
 
     def _start(self) -> None:
         """Starts the supervisor and the receiving thread. The caller holds the lock."""
+        # This may exit, so it precedes the creation of the supervisor's folder.
+        _pool_worker.refuse_in_frozen_worker()
         session = _Session(PrivateSupervisor(NAME, self._bulkhead, self._supervisor_keys, _pool_worker.outer_folder))
         self._sessions.append(session)
         before = self._thread

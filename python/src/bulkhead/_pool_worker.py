@@ -1,7 +1,8 @@
 """The worker of ``BulkheadExecutor``. Prepares the process like ``multiprocessing`` with "spawn", then serves calls.
 
-A job is a pickled tuple ``(function, arguments, keywords)``. A result is the pickled value, which begins with the byte
-0x80, or one of the letters below, followed by the content described there.
+A job is a pickled tuple ``(function, arguments, keywords)``. A result is the pickled value, or one of the letters
+below, followed by the content described there. Pickles begin with the byte 0x80, which ``Pickler`` adds to the output
+of other modules.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ PREPARATION_VARIABLE = "PYTHON_BULKHEAD_PREPARATION"
 _BARE = "PYTHON_BULKHEAD_BARE"
 #: Picklers whose output ``pickle`` can read.
 READ_BY_PICKLE = ("pickle", "cloudpickle")
+#: First byte of pickles.
+PICKLED = b"\x80"
 
 _LENGTH = struct.Struct("<I")
 
@@ -54,7 +57,7 @@ class Pickler:
     def dump(self, value: Any) -> _files.Pieces:
         """Serialises a value. Large buffers are kept outside the pickle if ``pickle`` reads it."""
         if not self.is_read_by_pickle:
-            return [self.dumps(value)]
+            return [PICKLED, self.dumps(value)]
         buffers: list[memoryview] = []
 
         def is_within(buffer: pickle.PickleBuffer) -> bool:
@@ -67,11 +70,15 @@ class Pickler:
 
         return _files.pieces(self.dumps(value, protocol=5, buffer_callback=is_within), buffers)
 
+    def dump_whole(self, value: Any) -> bytes:
+        """Serialises a value with all its buffers in the pickle."""
+        return self.dumps(value) if self.is_read_by_pickle else b"".join(self.dump(value))
+
     def load(self, parts: list[Any]) -> Any:
         """Deserialises a value."""
         if not self.is_read_by_pickle:
             # Not every `loads` accepts a memoryview.
-            return self.loads(bytes(parts[0]) if isinstance(parts[0], memoryview) else parts[0])
+            return self.loads(bytes(memoryview(parts[0])[len(PICKLED) :]))
         return self.loads(parts[0], buffers=parts[1:]) if len(parts) > 1 else self.loads(parts[0])
 
 
@@ -144,12 +151,13 @@ def _raised(error: BaseException, pickler: Pickler) -> bytes:
     report = text.encode(errors="backslashreplace")
     head = RAISED + _LENGTH.pack(len(report)) + report
     try:
-        return head + pickler.dumps(error)
+        return head + pickler.dump_whole(error)
     except BaseException as problem:
         try:
-            return head + pickle.dumps(type(problem)(*problem.args))
+            return head + pickler.dump_whole(type(problem)(*problem.args))
         except BaseException:
-            return head + pickle.dumps(pickle.PicklingError(f"the exception cannot be pickled: {type(error).__name__}"))
+            text = f"the exception cannot be pickled: {type(error).__name__}"
+            return head + pickler.dump_whole(pickle.PicklingError(text))
 
 
 def _traceback() -> bytes:
@@ -164,6 +172,8 @@ def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Writte
     loan = payload if isinstance(payload, _files.Loan) else None
     try:
         function, arguments, keywords = pickler.load(_files.parts(payload) if loan is None else loan.parts())
+    except MemoryError as error:
+        return _raised(error, pickler)
     except BaseException:
         return UNREADABLE + _traceback()
     try:
@@ -284,6 +294,26 @@ class _Worker:
             # The call's frame is gone, so only objects that the function kept are still alive.
             if isinstance(payload, _files.Loan):
                 payload.release()
+
+
+def refuse_in_frozen_worker() -> None:
+    """Exits from a worker of a frozen program that has not called ``freeze_support()``.
+
+    Such a worker would start copies of itself endlessly. The supervisor reports the reason to the caller of the first
+    worker.
+    """
+    if getattr(sys, "frozen", False) and not is_worker:
+        from . import __version__, _link, _serve
+
+        link = _link.inherited()
+        reason = (
+            "this frozen program does not support workers: call multiprocessing.freeze_support() first under "
+            "if __name__ == '__main__':"
+        )
+        if link is not None and _template.is_wanted():
+            _template.end(link, reason)
+        elif link is not None:
+            _serve.Server(link, __version__).fail_start(reason)
 
 
 #: True in a worker of an executor.

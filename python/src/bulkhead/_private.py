@@ -106,10 +106,12 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_toml(value: Any) -> str:
-    """Returns a configuration value in TOML, with inline tables."""
+    """Returns a configuration value in TOML, with inline tables. Raises ``TypeError`` or ``ValueError``."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
+        if _UNDECODED.search(value):
+            raise ValueError(f"{value!r} is not valid UTF-8, so a configuration cannot contain it: use another name")
         # A JSON string is a valid TOML basic string except for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (int, float)):

@@ -19,10 +19,11 @@ class Reply:
     #: Payload of the result. Large payloads are ``bytearray`` objects.
     payload: bytes | bytearray
 
-    def __init__(self, payload: bytes | bytearray, metadata: bytes) -> None:
+    def __init__(self, payload: bytes | bytearray, metadata: bytes, outcome: Outcome | None = None) -> None:
         self.payload = payload
         self._metadata = metadata
-        self._outcome: Outcome | None = None
+        # Decoded from the metadata on first use, unless the reply has no metadata.
+        self._outcome = outcome
 
     @property
     def outcome(self) -> Outcome:
@@ -38,4 +39,4 @@ class Reply:
         return f"<Reply of {len(self.payload)} bytes>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Reply, (self.payload, self._metadata)
+        return Reply, (self.payload, self._metadata, self._outcome)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from functools import partial
 
 from . import _files, _link, _stack_text, _wire
 from ._context import Context, HandlerError
@@ -49,6 +50,7 @@ READ_INTERVAL_SECONDS = 0.001
 ASSUMED_SECONDS = 1.0
 
 _COROUTINE_FLAG = 0x80
+_NO_MEMORY = "this worker has no memory left: raise `rlimits` (or `memory` of an executor); the worker exits\n"
 
 
 class Server:
@@ -59,12 +61,13 @@ class Server:
     ) -> None:
         #: True if the worker runs a single job and ignores messages during the job. There is then no watcher thread.
         self._is_for_one_job = is_for_one_job
+        self._takes_files = takes_files
         self._link = _link.Link(socket)
         #: Received descriptors that no frame has claimed yet, and lent memory files by lease.
         self._descriptors: list[int] = []
         self._loans: dict[int, _files.Pair] = {}
         receive = _files.receiver(socket, self._descriptors) if takes_files else socket.recv
-        self._reader = _wire.Reader(receive, socket.recv_into, _socket.MSG_DONTWAIT)
+        self._reader = _wire.Reader(receive, socket.recv_into, _socket.MSG_DONTWAIT, _files.payload_buffer)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         can_prefetch = not is_for_one_job
         self.welcome, self._journal, self._stack_file = _link.handshake(
@@ -169,7 +172,7 @@ class Server:
         self._link.send(_wire.READY, 0)
         # Frames that arrived with the welcome are already in the reader, so the link does not become readable.
         self._read_link()
-        self._run_handlers(is_main=True)
+        self._guard(partial(self._run_handlers, is_main=True))
 
     def _watch_signals(self) -> None:
         def stop(number: int, _frame: object) -> None:
@@ -228,6 +231,13 @@ class Server:
             except BaseException as error:
                 # SystemExit raised by a task or callback of a handler.
                 print_traceback(error)
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        """Runs the loop of a thread. If no memory is left, the worker exits, because its jobs would never end."""
+        try:
+            run()
+        except MemoryError:
+            _link.exit_with_message(_NO_MEMORY)
 
     # Handler threads.
 
@@ -345,7 +355,8 @@ class Server:
         elif self._threads < self._limit:
             self._threads += 1
             try:
-                threading.Thread(target=self._run_handlers, name="bulkhead-handler", daemon=True).start()
+                run = partial(self._guard, self._run_handlers)
+                threading.Thread(target=run, name="bulkhead-handler", daemon=True).start()
             except RuntimeError:
                 # Without the new thread, jobs run one after another. Their deadlines still apply.
                 self._threads -= 1
@@ -360,6 +371,8 @@ class Server:
                 known = ", ".join(map(repr, sorted(self._operations))) or "none"
                 sentence = f"this worker has no operation {job.operation!r}; available operations: {known}"
                 raise HandlerError("unknown_operation", sentence, fault="caller")
+            if isinstance(payload, _files.SharedPayload) and not self._takes_files:
+                raise MemoryError(f"the payload has {len(payload)} bytes; raise `rlimits`, or lower `max_payload`")
             result = handler(payload, job)
             if type(result) is not bytes and hasattr(result, "__await__"):
                 loop = self._event_loop()
@@ -509,6 +522,9 @@ class Server:
                 os._exit(1)
             except (LookupError, _wire.Malformed, _wire.Unreadable) as error:
                 _link.exit_with_message(f"the supervisor sent an invalid frame ({error!r}); the worker exits\n")
+            except MemoryError:
+                # A job may have been lost.
+                _link.exit_with_message(_NO_MEMORY)
             except OSError as error:
                 _link.end_without_link(error)
 
@@ -550,7 +566,7 @@ class Server:
 
     def _watch(self) -> None:
         try:
-            self._watch_link()
+            self._guard(self._watch_link)
         except OSError as error:
             _link.end_without_link(error)
 

@@ -370,16 +370,22 @@ class Reader:
 
     An exception at any point, such as one from a signal handler, loses no data. Each step is a single call that either
     takes effect or does not, and can be repeated. After such an exception, a frame can occur twice in ``frames``.
+    ``allocate`` returns the buffer for a large payload.
     """
 
-    __slots__ = ("_flags", "_receive", "_receive_into", "_state", "frames")
+    __slots__ = ("_allocate", "_flags", "_receive", "_receive_into", "_state", "frames")
 
     def __init__(
-        self, receive: Callable[[int, int], bytes], receive_into: Callable[[memoryview, int, int], int], flags: int = 0
+        self,
+        receive: Callable[[int, int], bytes],
+        receive_into: Callable[[memoryview, int, int], int],
+        flags: int = 0,
+        allocate: Callable[[int], bytearray] = bytearray,
     ) -> None:
         self._receive = receive
         self._receive_into = receive_into
         self._flags = flags
+        self._allocate = allocate
         # Received chunks that do not yet form a complete frame, and a large payload with the sizes of its received
         # parts.
         self._state: tuple[list[bytes], tuple[Frame, memoryview, list[int]] | None] = [], None
@@ -429,7 +435,7 @@ class Reader:
                 at = stop
                 continue
             if middle <= end and length - metadata_length > INLINE_BYTES_MAX:
-                payload = bytearray(length - metadata_length)
+                payload = self._allocate(length - metadata_length)
                 view = memoryview(payload)
                 here = end - middle
                 view[:here] = data[middle:end]

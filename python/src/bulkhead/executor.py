@@ -416,7 +416,6 @@ class _Launch(NamedTuple):
 
     def start(self, supervisor: PrivateSupervisor) -> Output:
         """Starts a supervisor. Returns the reader of its workers' output."""
-        _refuse_in_frozen_worker()
         current = multiprocessing.process.current_process()
         if getattr(current, "_inheriting", False):
             raise RuntimeError(
@@ -449,26 +448,6 @@ class _Launch(NamedTuple):
             output.finish()
             raise
         return output
-
-
-def _refuse_in_frozen_worker() -> None:
-    """Exits from a worker of a frozen program that has not called ``freeze_support()``.
-
-    Such a worker would start copies of itself endlessly. The supervisor reports the reason to the caller of the first
-    worker.
-    """
-    if getattr(sys, "frozen", False) and not _pool_worker.is_worker:
-        from . import __version__, _link, _serve, _template
-
-        link = _link.inherited()
-        reason = (
-            "this frozen program does not support workers: call multiprocessing.freeze_support() first under "
-            "if __name__ == '__main__':"
-        )
-        if link is not None and _template.is_wanted():
-            _template.end(link, reason)
-        elif link is not None:
-            _serve.Server(link, __version__).fail_start(reason)
 
 
 def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:

@@ -37,6 +37,8 @@ SUBMIT_TIMEOUT = 15.0
 CONNECT_TIMEOUT = 5.0
 #: Time limit of one request, in seconds.
 REQUEST_TIMEOUT = 5.0
+#: Pause after a failed request, in seconds.
+PAUSE_AFTER_ERROR = 0.25
 #: Maximum pause between two reads of the ledger, in seconds.
 READ_PAUSE_MAX = 15.0
 #: Number of bytes of each message that are reserved for headers.
@@ -131,14 +133,16 @@ class AsyncFleet:
         _check(bulkhead, id, operation, tenant, headers)
         if len(payload) > self._nats.max_payload - HEADER_BYTES_RESERVED:
             raise _rejected(bulkhead, "too_large", f"the payload has {len(payload)} bytes, which is too large")
-        notices = await self._nats.subscribe(f"bh.told.{escape(tenant)}.{escape(id)}")
         began = time.monotonic()
         await self._publish(bulkhead, tenant, payload, headers)
-        return Submitted(self, id, tenant, notices, began + deadline + self._host_lost_after)
+        return Submitted(self, id, tenant, began + deadline + self._host_lost_after)
 
     async def _publish(self, bulkhead: str, tenant: str, payload: bytes, headers: dict[str, str]) -> None:
         began, may_be_stored, cause = time.monotonic(), False, ""
         while time.monotonic() - began < SUBMIT_TIMEOUT:
+            if self._nats.is_closed:
+                executed = "unknown" if may_be_stored else "no"
+                raise Disconnected("the fleet was closed before the servers acknowledged the job", executed)
             try:
                 answer = await self._nats.request(
                     job_subject(bulkhead, tenant), payload, timeout=REQUEST_TIMEOUT, headers=headers
@@ -157,7 +161,7 @@ class AsyncFleet:
                 may_be_stored = True
             if cause == "not_found" and not may_be_stored and not self._is_clustered():
                 break
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(PAUSE_AFTER_ERROR)
         if may_be_stored:
             raise Disconnected(
                 f"the servers are not responding: {cause}; whether the job was accepted is unknown; submit the job "
@@ -175,8 +179,7 @@ class AsyncFleet:
         ``wait`` is the maximum time to wait for the outcome, in seconds. After that time, ``Disconnected`` is raised.
         """
         tenant = self._tenant if tenant is None else tenant
-        notices = await self._nats.subscribe(f"bh.told.{escape(tenant)}.{escape(id)}")
-        return await Submitted(self, id, tenant, notices, time.monotonic() + wait).result()
+        return await Submitted(self, id, tenant, time.monotonic() + wait).result()
 
     async def _ending(self, tenant: str, id: str) -> tuple[Outcome, bytes] | None:
         """Reads the ledger once. Returns None if the job has no outcome yet."""
@@ -203,38 +206,54 @@ class AsyncFleet:
 class Submitted:
     """A submitted job. Dropping it does not cancel the job."""
 
-    def __init__(self, fleet: AsyncFleet, id: str, tenant: str, notices: Any, until: float) -> None:
+    def __init__(self, fleet: AsyncFleet, id: str, tenant: str, until: float) -> None:
         #: Job ID.
         self.id = id
         self._fleet = fleet
         self._tenant = tenant
-        self._notices = notices
         self._until = until
 
     async def result(self) -> Reply:
         """Waits for the outcome. If no outcome arrives within ``host_lost_after`` seconds after the deadline, raises
-        ``Disconnected``. Otherwise raises the same errors as a local job."""
-        pause = 1.0
+        ``Disconnected``. Otherwise raises the same errors as a local job. Can be called repeatedly."""
+        connection = self._fleet._nats
+        if connection.is_closed:
+            raise self._closed()
+        # The subscription precedes the first read of the ledger, so that no outcome is missed between the two.
+        notices = await connection.subscribe(f"bh.told.{escape(self._tenant)}.{escape(self.id)}")
         try:
-            while True:
-                try:
-                    ending = await self._fleet._ending(self._tenant, self.id)
-                except (nats.errors.Error, asyncio.TimeoutError, OSError):
-                    ending = None
-                if ending is not None:
-                    return _reply(*ending)
-                left = self._until - time.monotonic()
-                if left <= 0:
-                    raise Disconnected(f"the job {self.id} has no outcome yet; whether it ran is unknown", "unknown")
-                try:
-                    await self._notices.next_msg(timeout=min(pause, left))
-                    # The replica that responds may not have the record yet.
-                    pause = 0.05
-                except (nats.errors.Error, asyncio.TimeoutError):
-                    pause = min(max(2 * pause, 0.1), READ_PAUSE_MAX)
+            return await self._await(notices)
         finally:
-            if not self._fleet._nats.is_closed:
-                await self._notices.unsubscribe()
+            if not connection.is_closed:
+                await notices.unsubscribe()
+
+    async def _await(self, notices: Any) -> Reply:
+        pause = 1.0
+        while True:
+            try:
+                ending = await self._fleet._ending(self._tenant, self.id)
+            except (nats.errors.Error, asyncio.TimeoutError, OSError):
+                ending = None
+            if ending is not None:
+                return _reply(*ending)
+            if self._fleet._nats.is_closed:
+                raise self._closed()
+            left = self._until - time.monotonic()
+            if left <= 0:
+                raise Disconnected(f"the job {self.id} has no outcome yet; whether it ran is unknown", "unknown")
+            try:
+                await notices.next_msg(timeout=min(pause, left))
+                # The replica that responds may not have the record yet.
+                pause = 0.05
+            except asyncio.TimeoutError:
+                pause = min(max(2 * pause, 0.1), READ_PAUSE_MAX)
+            except nats.errors.Error:
+                # An error can be raised without any wait. The event loop must still run.
+                await asyncio.sleep(PAUSE_AFTER_ERROR)
+
+    def _closed(self) -> Disconnected:
+        sentence = f"the fleet was closed before the job {self.id} had an outcome; whether it ran is unknown"
+        return Disconnected(sentence, "unknown")
 
 
 async def _ignore(_error: Exception) -> None:
@@ -248,8 +267,12 @@ def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[st
         if not least <= len(text.encode()) <= most:
             raise _rejected(bulkhead, "invalid", f"{name} has {len(text.encode())} bytes; use {least} to {most}")
     for text in (bulkhead, tenant, *headers.values()):
-        if any(ord(char) < 32 or ord(char) == 127 for char in text):
+        if any(ord(char) < 32 or 127 <= ord(char) < 160 for char in text):
             raise _rejected(bulkhead, "invalid", f"{text!r} contains a control character; remove the character")
+    for text in headers.values():
+        # The NATS client removes these spaces, so the job would have another ID or operation.
+        if text != text.strip():
+            raise _rejected(bulkhead, "invalid", f"{text!r} begins or ends with a space; remove the space")
 
 
 def _reason(error: dict[str, Any]) -> str | None:
@@ -296,8 +319,6 @@ def _outcome(document: dict[str, Any]) -> Outcome:
 
 def _reply(outcome: Outcome, payload: bytes) -> Reply:
     if outcome.outcome == "ok":
-        reply = Reply(payload, b"")
-        reply._outcome = outcome
-        return reply
+        return Reply(payload, b"", outcome)
     error = ERROR_OF_OUTCOME.get(outcome.outcome, JobError)
     raise error(outcome, payload)
