@@ -13,7 +13,7 @@ import struct
 import sys
 from functools import partial
 
-from . import _files, _libraries, _stdio, _template
+from . import _files, _stdio, _template
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,7 +51,12 @@ class Pickler:
         self.module = module
         self.is_read_by_pickle = module in READ_BY_PICKLE
         codec: Any = pickle if module == "pickle" else __import__(module, fromlist=["dumps", "loads"])
-        self.dumps: Callable[..., bytes] = _libraries.dumps if is_data_only else codec.dumps
+        self.dumps: Callable[..., bytes] = codec.dumps
+        if is_data_only:
+            # Imported only if needed, because the import would delay the first call of every pool.
+            from . import _libraries
+
+            self.dumps = _libraries.dumps
         self.loads: Callable[..., Any] = pickle.loads if self.is_read_by_pickle else codec.loads
 
     def dump(self, value: Any) -> _files.Pieces:
