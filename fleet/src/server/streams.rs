@@ -7,7 +7,9 @@ use async_nats::Client;
 use serde_json::{Map, Value, json};
 
 use super::messages::{ApiError, api};
-use crate::names::{AGENTS, DEAD, JOBS, LEDGER, bulkhead_filter, consumer, consumer_filters};
+use crate::names::{
+    AGENTS, DEAD, JOBS, LANES, LEDGER, bulkhead_filter, bulkhead_subjects, consumer, consumer_filters, unescape,
+};
 use crate::settings::{Bulkhead, Settings};
 
 /// Minimum server version for streams with only one replica.
@@ -99,7 +101,7 @@ fn merge(into: &mut Value, more: Value) {
 /// Returns the configuration of each stream.
 fn streams(settings: &Settings) -> Vec<Value> {
     let streams = &settings.streams;
-    let subjects: Vec<String> = settings.bulkhead.keys().map(|name| bulkhead_filter(name)).collect();
+    let subjects: Vec<String> = settings.bulkhead.keys().flat_map(|name| bulkhead_subjects(name)).collect();
     let jobs = json!({
         "retention": "workqueue", "discard": "new", "discard_new_per_subject": true,
         "max_msgs_per_subject": streams.tenant_backlog, "max_bytes": streams.max_bytes, "max_age": 0,
@@ -215,7 +217,9 @@ async fn prepare_stream(client: &Client, config: &Value) -> Result<Finding, Init
     }
     existing["subjects"] = config["subjects"].clone();
     create(client, &format!("STREAM.UPDATE.{name}"), existing, name).await?;
-    Ok(Finding::Changed(format!("{name}: added {}", added.join(", "))))
+    let mut bulkheads: Vec<_> = added.iter().filter_map(|subject| unescape(subject.split('.').nth(2)?)).collect();
+    bulkheads.dedup();
+    Ok(Finding::Changed(format!("{name}: added the subjects of {}", bulkheads.join(", "))))
 }
 
 async fn create(client: &Client, call: &str, body: Value, object: &str) -> Result<(), InitError> {
@@ -224,13 +228,17 @@ async fn create(client: &Client, call: &str, body: Value, object: &str) -> Resul
 }
 
 /// Returns the subjects that the configuration adds to an existing stream. Returns an empty list if the configuration
-/// would also remove subjects.
+/// would also remove subjects, other than one for all lanes of a bulkhead, which earlier versions created.
 fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
     let list = |of: &Value| -> Vec<String> {
         of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()
     };
     let (existing, wanted) = (list(existing), list(wanted));
-    if !existing.iter().all(|subject| wanted.contains(subject)) {
+    let is_replaced = |subject: &String| {
+        let start = subject.strip_suffix("*.*");
+        start.is_some_and(|start| (0..LANES).all(|lane| wanted.contains(&format!("{start}{lane}.*"))))
+    };
+    if !existing.iter().all(|subject| wanted.contains(subject) || is_replaced(subject)) {
         return Vec::new();
     }
     wanted.into_iter().filter(|subject| !existing.contains(subject)).collect()
@@ -378,5 +386,14 @@ mod tests {
         let (old, new) = (json!({"subjects": ["a"]}), json!({"subjects": ["a", "b"]}));
         assert_eq!(added_subjects(&old, &new), ["b"]);
         assert!(added_subjects(&new, &old).is_empty());
+    }
+
+    #[test]
+    fn single_subject_of_a_bulkhead_is_replaced_by_its_lanes() {
+        let old = json!({"subjects": [bulkhead_filter("a")]});
+        let subjects = bulkhead_subjects("a");
+        assert_eq!(added_subjects(&old, &json!({"subjects": subjects})), subjects);
+        assert!(added_subjects(&old, &json!({"subjects": subjects[1..]})).is_empty());
+        assert!(added_subjects(&old, &json!({"subjects": bulkhead_subjects("b")})).is_empty());
     }
 }
