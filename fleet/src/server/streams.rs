@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::messages::{ApiError, api};
 use crate::names::{
-    AGENTS, DEAD, JOBS, LANES, LEDGER, bulkhead_filter, bulkhead_subjects, consumer, consumer_filters, unescape,
+    AGENTS, DEAD, JOBS, LANES, LEDGER, bulkhead_subjects, consumer, consumer_filters, unescape,
 };
 use crate::settings::{Bulkhead, Settings};
 
@@ -277,54 +277,52 @@ async fn prepare_consumers(
 }
 
 /// Removes consumers that were created for a different number of lanes, because their filters would overlap with those
-/// of the new consumers. Requires an empty queue, because delivery counts are lost with the consumers.
+/// of the new consumers. Requires that no jobs are waiting for these consumers, because delivery counts are lost with the
+/// consumers. If `init` is interrupted, the next `init` removes the remaining consumers.
 async fn remove_other_lanes(
     client: &Client,
     name: &str,
     bulkhead: &Bulkhead,
     findings: &mut Vec<Finding>,
 ) -> Result<(), InitError> {
-    let existing = consumers_of(client, name).await?;
-    let has_first = existing.iter().any(|config| config["name"] == consumer(name, 0));
-    let width = existing.iter().find(|config| config["name"] == consumer(name, 0)).map_or(1, filter_count);
-    let wanted = consumer_filters(name, bulkhead.lanes, 0).len();
-    if !has_first || (width == wanted && existing.len() == usize::from(bulkhead.lanes)) {
-        return Ok(());
+    let is_outdated = |(index, filters): &(u8, Vec<String>)| {
+        *index >= bulkhead.lanes || !is_same_set(filters, &consumer_filters(name, bulkhead.lanes, *index))
+    };
+    let outdated: Vec<_> = consumers_of(client, name).await?.into_iter().filter(is_outdated).collect();
+    let mut waiting = 0;
+    for filter in outdated.iter().flat_map(|(_, filters)| filters) {
+        waiting += count_waiting(client, filter).await?;
     }
-    let waiting = waiting(client, name).await?;
     if waiting > 0 {
         return Err(InitError::Server(format!(
             "[bulkhead.{name}] lanes cannot change while {waiting} jobs are waiting; stop submitting jobs, wait until \
              `bulkhead fleet status` shows no pending jobs, and try again"
         )));
     }
-    for config in existing {
-        let consumer = config["name"].as_str().unwrap_or_default();
-        let call = format!("CONSUMER.DELETE.{JOBS}.{consumer}");
-        create(client, &call, Value::Null, consumer).await?;
+    for (index, _) in &outdated {
+        let consumer = consumer(name, *index);
+        create(client, &format!("CONSUMER.DELETE.{JOBS}.{consumer}"), Value::Null, &consumer).await?;
     }
-    findings.push(Finding::Changed(format!(
-        "{JOBS}: removed the consumers of {name}, which were created for a different number of lanes"
-    )));
+    if !outdated.is_empty() {
+        findings.push(Finding::Changed(format!(
+            "{JOBS}: removed the consumers of {name}, which were created for a different number of lanes"
+        )));
+    }
     Ok(())
 }
 
-fn filter_count(config: &Value) -> usize {
-    config["filter_subjects"].as_array().map_or(1, Vec::len)
+fn is_same_set(a: &[String], b: &[String]) -> bool {
+    a.len() == b.len() && a.iter().all(|item| b.contains(item))
 }
 
-async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<Value>, InitError> {
+/// Returns the index and the subject filters of each of the bulkhead's consumers.
+async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<(u8, Vec<String>)>, InitError> {
     let mut found = Vec::new();
-    for index in 0..crate::names::LANES {
+    for index in 0..LANES {
         let call = format!("CONSUMER.INFO.{JOBS}.{}", consumer(bulkhead, index));
         let info: Result<Value, ApiError> = api(client, &call, Value::Null).await;
         match info {
-            Ok(mut info) => {
-                let name = info["name"].take();
-                let mut config = info["config"].take();
-                config["name"] = name;
-                found.push(config);
-            }
+            Ok(info) => found.push((index, filters(&info["config"]))),
             Err(error) if error.err_code == CONSUMER_NOT_FOUND => {}
             Err(error) => return Err(InitError::of(bulkhead, &error)),
         }
@@ -332,9 +330,15 @@ async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<Value>, Ini
     Ok(found)
 }
 
-/// Returns the number of jobs in the bulkhead that have no outcome yet.
-async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
-    let body = json!({"subjects_filter": bulkhead_filter(bulkhead)});
+fn filters(config: &Value) -> Vec<String> {
+    let several = config["filter_subjects"].as_array().into_iter().flatten();
+    let all = several.chain(config.get("filter_subject"));
+    all.filter_map(|filter| Some(filter.as_str()?.to_owned())).collect()
+}
+
+/// Returns the number of jobs that match the filter and have no outcome yet.
+async fn count_waiting(client: &Client, filter: &str) -> Result<u64, InitError> {
+    let body = json!({"subjects_filter": filter});
     let info: Value = api(client, &format!("STREAM.INFO.{JOBS}"), body)
         .await
         .map_err(|error| InitError::of(JOBS, &error))?;
@@ -364,6 +368,7 @@ fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::names::bulkhead_filter;
 
     #[test]
     fn versions_are_compared_numerically() {
