@@ -165,8 +165,12 @@ impl Run {
                     .await;
             match published {
                 Published::Stored(_) | Published::Conflict(_) => return true,
-                // Only the payload can be too large, so the dead letter is stored without the payload.
+                // Without the payload, the dead letter is usually small enough.
                 Published::TooLarge if !payload.is_empty() => payload = Bytes::new(),
+                Published::TooLarge => {
+                    tracing::error!("{subject} is too large for the server; the dead letter is not stored");
+                    return true;
+                }
                 other => {
                     tracing::warn!("failed to store a dead letter: {other:?}; trying again");
                     return false;
