@@ -1,6 +1,7 @@
 //! Performs the actions that a [`Handling`] requests.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use async_nats::Message;
@@ -15,7 +16,7 @@ use super::permits::Permit;
 use super::{Served, Shared};
 use crate::decide::delivery::outcome as local_outcome;
 use crate::decide::outcome::AttemptEnd;
-use crate::decide::{self, Action, Conclusion, Event, Handling, Step, Terms};
+use crate::decide::{self, Action, Conclusion, Event, Handling, Rules, Step, Terms};
 use crate::format;
 use crate::job::JobOptions;
 use crate::names::{dead_subject, ledger_subject, told_subject};
@@ -55,8 +56,9 @@ pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Del
     let terms = terms(&served, &options);
     let nonce = format!("{}.{}", shared.instance, random::text());
     let jitter = random::number() as f64 / u64::MAX as f64;
-    let (handling, step) =
-        Handling::begin(message, terms, served.rules.clone(), shared.host.clone(), nonce, jitter);
+    let is_rate_limit_shared = served.is_rate_limit_shared.load(Ordering::Relaxed);
+    let rules = Rules { is_rate_limit_shared, ..served.rules.clone() };
+    let (handling, step) = Handling::begin(message, terms, rules, shared.host.clone(), nonce, jitter);
     let ledger = ledger_subject(&options.tenant, &options.id);
     let run = Run { shared, served, options, invalid, sequence, ledger, content };
     let conclusion = run.perform_all(handling, step).await;
@@ -198,11 +200,9 @@ impl Run {
         match conclusion {
             Conclusion::Decided => add(|of| &of.decided),
             Conclusion::Repeated => {}
-            Conclusion::Returned { delay, pauses_pulls } => {
+            Conclusion::Returned { delay, pause } => {
                 add(|of| &of.returned);
-                if pauses_pulls {
-                    self.served.gate.pause(delay);
-                }
+                self.served.gate.pause(pause);
                 negative(&self.shared, self.sequence, delay).await;
             }
             Conclusion::Left(Some(delay)) => negative(&self.shared, self.sequence, delay).await,

@@ -67,8 +67,8 @@ pub enum Conclusion {
     Returned {
         /// Delay before the next delivery.
         delay: Duration,
-        /// True if the agent must stop pulling jobs for the bulkhead during the delay.
-        pauses_pulls: bool,
+        /// Time for which the agent must not pull jobs for the bulkhead.
+        pause: Duration,
     },
     /// Another agent holds the job. If a delay is given, redelivery of the message after this delay has been requested.
     Left(Option<Duration>),
@@ -109,7 +109,7 @@ pub enum Event {
 enum Purpose {
     Claim(Claim),
     Decide(Ending),
-    Return { delay: Duration, pauses_pulls: bool },
+    Return { delay: Duration, pause: Duration },
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -313,9 +313,7 @@ impl Handling {
                 Step::Do(Action::Submit(left), Duration::ZERO)
             }
             Purpose::Decide(ending) => self.announce(ending, Conclusion::Decided),
-            Purpose::Return { delay, pauses_pulls } => {
-                Step::Done(Conclusion::Returned { delay, pauses_pulls })
-            }
+            Purpose::Return { delay, pause } => Step::Done(Conclusion::Returned { delay, pause }),
         }
     }
 
@@ -328,9 +326,9 @@ impl Handling {
                 Step::Do(Action::Acknowledge, Duration::ZERO)
             }
             Consequence::Decide(ending) => self.record_ending(ending, claim.attempts, sequence),
-            Consequence::Return { attempts, previous, delay, pauses_pulls } => {
+            Consequence::Return { attempts, previous, delay, pause } => {
                 let phase = Phase::Returned { previous };
-                self.write(Some(sequence), attempts, phase, Purpose::Return { delay, pauses_pulls }, true)
+                self.write(Some(sequence), attempts, phase, Purpose::Return { delay, pause }, true)
             }
         }
     }
