@@ -369,13 +369,22 @@ fn dead_letter_is_stored_before_the_acknowledgement() {
     let end = AttemptEnd::Reported(ending(crashed()));
     handling.apply(Event::Ended(end), IN_TIME);
     let step = handling.apply(Event::Written(WriteResult::Stored(2)), IN_TIME);
-    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, record: 2, .. }, _)), "{step:?}");
     let step = handling.apply(Event::Announced(false), IN_TIME);
-    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, record: 2, .. }, _)), "{step:?}");
     assert_eq!(
         handling.apply(Event::Announced(true), IN_TIME),
         Step::Do(Action::Acknowledge, Duration::ZERO)
     );
+}
+
+#[test]
+fn repeated_dead_letter_names_the_same_record() {
+    let (mut handling, _) =
+        Handling::begin(message(2), terms(false), rules(), "a".into(), "nonce".into(), 0.0);
+    let decided = stored(Phase::Decided(ending(crashed())));
+    let step = handling.apply(Event::Read(Ok(Some(decided))), IN_TIME);
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, record: 42, .. }, _)), "{step:?}");
 }
 
 #[test]
