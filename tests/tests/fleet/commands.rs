@@ -142,7 +142,7 @@ fn dead_letter_can_be_shown_resubmitted_and_dropped() {
         let settings = Settings::read(&fleet.config()).unwrap();
         let operator = Operator::connect(&settings).await.unwrap();
         let filter = DeadFilter { id: Some("first".into()), ..DeadFilter::default() };
-        let letter = operator.dead(&filter).await.unwrap().remove(0);
+        let letter = operator.dead(&filter, 1).await.unwrap().remove(0);
         let new_id = operator.requeue(&letter).await.unwrap();
         assert_eq!(operator.requeue(&letter).await.unwrap(), new_id);
         new_id
