@@ -120,7 +120,7 @@ impl Fleet {
 
     /// Connects with the settings in the `[nats]` and `[streams]` tables of a configuration.
     pub async fn connect_with(nats: &Nats, streams: &Streams) -> Result<Self, ConnectError> {
-        let (client, refusals) = connect_with_refusals(nats, "bulkhead-fleet client", false).await?;
+        let (client, refusals) = connect_with_refusals(nats, "bulkhead-fleet client").await?;
         let tenant = nats.tenant.clone().unwrap_or_default();
         Ok(Self { client, refusals, tenant, host_lost_after: streams.host_lost_after })
     }

@@ -105,7 +105,8 @@ fn streams(settings: &Settings) -> Vec<Value> {
     let jobs = json!({
         "retention": "workqueue", "discard": "new", "discard_new_per_subject": true,
         "max_msgs_per_subject": streams.tenant_backlog, "max_bytes": streams.max_bytes, "max_age": 0,
-        "deny_purge": true, "deny_delete": true, "allow_direct": false,
+        // Agents delete messages with unreadable headers.
+        "deny_purge": true, "deny_delete": false, "allow_direct": false,
     });
     let ledger = json!({
         "retention": "limits", "discard": "new", "max_msgs_per_subject": 1,
@@ -355,6 +356,8 @@ fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
         let existing = existing.get(key).unwrap_or(&Value::Null);
         let is_equal = match (existing, wanted) {
             (Value::Null, wanted) => is_default(wanted),
+            // The server does not permit this change.
+            (Value::Bool(true), Value::Bool(false)) if key == "deny_delete" => true,
             (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().all(|item| b.contains(item)),
             (a, b) => a == b,
         };
@@ -384,6 +387,7 @@ mod tests {
         let wanted = json!({"a": false, "b": 0, "c": ["x", "y"], "d": 3});
         assert!(differences(&json!({"c": ["y", "x"], "d": 3, "e": 1}), &wanted).is_empty());
         assert_eq!(differences(&json!({"c": ["y"], "d": 4}), &wanted).len(), 2);
+        assert!(differences(&json!({"deny_delete": true}), &json!({"deny_delete": false})).is_empty());
     }
 
     #[test]
