@@ -68,21 +68,18 @@ impl Lane {
         let mut search_start = 1;
         loop {
             let connects = self.connects();
-            let connected = connect_with_loss(&self.shared.settings.nats, &name).await;
-            let is_lost = match connected {
-                Ok((client, loss)) => {
-                    self.pull_from(client, loss).await;
-                    true
-                }
+            let (client, loss) = match connect_with_loss(&self.shared.settings.nats, &name).await {
+                Ok(connected) => connected,
                 Err(error) => {
                     tracing::warn!("{error}; trying again");
-                    false
+                    tokio::time::sleep(PAUSE).await;
+                    continue;
                 }
             };
-            tokio::time::sleep(PAUSE).await;
+            self.pull_from(client, loss).await;
             // If the agent's other connection was lost as well, the servers or the network failed.
             let client = &self.shared.client;
-            if is_lost && client.connection_state() == State::Connected && self.connects() == connects {
+            if client.connection_state() == State::Connected && self.connects() == connects {
                 search_start = unreadable::delete(client, &self.served.name, search_start).await;
             }
         }

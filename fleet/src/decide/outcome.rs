@@ -126,7 +126,12 @@ fn not_begun(
 
 /// Returns the delay before a job that has not begun is delivered again, and the time for which the agent must not pull
 /// jobs.
-fn delay_and_pause(message: &Message, rules: &Rules, reported: &Outcome, jitter: f64) -> (Duration, Duration) {
+fn delay_and_pause(
+    message: &Message,
+    rules: &Rules,
+    reported: &Outcome,
+    jitter: f64,
+) -> (Duration, Duration) {
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let asked = with_jitter(asked, jitter);
     match &reported.verdict {

@@ -218,7 +218,8 @@ async fn prepare_stream(client: &Client, config: &Value) -> Result<Finding, Init
     }
     existing["subjects"] = config["subjects"].clone();
     create(client, &format!("STREAM.UPDATE.{name}"), existing, name).await?;
-    let mut bulkheads: Vec<_> = added.iter().filter_map(|subject| unescape(subject.split('.').nth(2)?)).collect();
+    let mut bulkheads: Vec<_> =
+        added.iter().filter_map(|subject| unescape(subject.split('.').nth(2)?)).collect();
     bulkheads.dedup();
     Ok(Finding::Changed(format!("{name}: added the subjects of {}", bulkheads.join(", "))))
 }

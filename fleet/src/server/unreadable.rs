@@ -47,8 +47,8 @@ pub(crate) async fn delete(client: &Client, bulkhead: &str, start: u64) -> u64 {
         next = message.seq + 1;
         bytes += message.data.len();
         // In JSON, this character replaces bytes that are not UTF-8.
-        let has_name = !message.subject.contains(char::REPLACEMENT_CHARACTER);
-        if !(has_name && is_readable(&message.hdrs)) && delete_one(client, &message).await {
+        let is_utf8 = !message.subject.contains(char::REPLACEMENT_CHARACTER);
+        if !(is_utf8 && is_readable(&message.hdrs)) && delete_one(client, &message).await {
             deleted += 1;
         }
         if bytes > BYTES_MAX {
@@ -58,14 +58,15 @@ pub(crate) async fn delete(client: &Client, bulkhead: &str, start: u64) -> u64 {
     if deleted == 0 {
         return next;
     }
-    tracing::warn!("deleted {deleted} messages for {bulkhead}, because their headers or subjects cannot be parsed");
+    tracing::warn!(
+        "deleted {deleted} messages for {bulkhead}, because their headers or subjects cannot be parsed"
+    );
     1
 }
 
 async fn delete_one(client: &Client, message: &StoredJob) -> bool {
     let request = json!({"seq": message.seq, "no_erase": true});
-    let deleted: Result<Value, ApiError> =
-        api(client, &format!("STREAM.MSG.DELETE.{JOBS}"), request).await;
+    let deleted: Result<Value, ApiError> = api(client, &format!("STREAM.MSG.DELETE.{JOBS}"), request).await;
     match deleted {
         Ok(_) => true,
         // Another agent has deleted the message.
