@@ -59,7 +59,7 @@ fn unreadable_messages_are_deleted_and_harm_no_other_job() {
     for version in VERSIONS {
         let Some(mut fleet) = TestFleet::start(version, 1, &settings()) else { return };
         fleet.add_host("host-a", BULKHEADS);
-        let [begun, go] = ["begun", "go"].map(|name| fleet.folder.path().join(name));
+        let [begun, go] = ["begun", "go"].map(|name| fleet.hosts[0].supervisor.file(name));
         run(async {
             let client = fleet.connect().await;
             let operation = format!("steps:trace {};wait {}", begun.display(), go.display());
