@@ -16,6 +16,7 @@ mod watch;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -43,6 +44,8 @@ struct Served {
     name: String,
     settings: Bulkhead,
     rules: Rules,
+    /// Value for [`Rules::is_rate_limit_shared`], which can change while the agent runs.
+    is_rate_limit_shared: AtomicBool,
     permits: Permits,
     gate: Gate,
 }
@@ -159,13 +162,18 @@ impl Shared {
                 host_lost_after: settings.streams.host_lost_after,
                 attempts_max: of.attempts,
                 result_bytes_max: payload_max.saturating_sub(HEADER_BYTES_RESERVED),
+                is_rate_limit_shared: true,
                 faults,
             };
-            let (permits, gate) = (Permits::new(), Gate::new());
-            (
-                name.clone(),
-                Arc::new(Served { name: name.clone(), settings: of.clone(), rules, permits, gate }),
-            )
+            let served = Served {
+                name: name.clone(),
+                settings: of.clone(),
+                rules,
+                is_rate_limit_shared: AtomicBool::new(true),
+                permits: Permits::new(),
+                gate: Gate::new(),
+            };
+            (name.clone(), Arc::new(served))
         });
         Self {
             host: settings.host(),

@@ -50,6 +50,8 @@ pub struct Rules {
     pub attempts_max: u32,
     /// Maximum size of a result, in bytes. The server rejects larger messages.
     pub result_bytes_max: usize,
+    /// True if the bulkhead has a single rate limit for all tenants, so that a job that exceeds the limit delays others.
+    pub is_rate_limit_shared: bool,
     /// Injected faults, for tests.
     #[doc(hidden)]
     pub faults: Faults,

@@ -120,7 +120,7 @@ impl Fleet {
 
     /// Connects with the settings in the `[nats]` and `[streams]` tables of a configuration.
     pub async fn connect_with(nats: &Nats, streams: &Streams) -> Result<Self, ConnectError> {
-        let (client, refusals) = connect_with_refusals(nats, "bulkhead-fleet client", false).await?;
+        let (client, refusals) = connect_with_refusals(nats, "bulkhead-fleet client").await?;
         let tenant = nats.tenant.clone().unwrap_or_default();
         Ok(Self { client, refusals, tenant, host_lost_after: streams.host_lost_after })
     }
@@ -130,6 +130,8 @@ impl Fleet {
         let id = format!("{:016x}{:016x}", crate::random::number(), crate::random::number());
         let mut options = JobOptions::new(bulkhead.into(), id);
         options.tenant = self.tenant.clone();
+        // Without a deadline of its own, the job would have the fleet's `deadline_max`, which submitters do not know.
+        options.deadline = Some(DEADLINE_DEFAULT);
         FleetJob { fleet: self.clone(), options, payload: Bytes::from(payload.into()) }
     }
 

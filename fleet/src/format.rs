@@ -21,6 +21,13 @@ const DELIVERY: &str = "Bulkhead-Delivery";
 /// `bulkhead submit --json`.
 pub(crate) const OUTCOME: &str = "Bulkhead-Outcome";
 
+/// Name of a dead letter's header that contains the sequence number of the job's ledger record.
+pub(crate) const LEDGER_SEQUENCE: &str = "Bulkhead-Ledger-Sequence";
+
+/// Maximum length of a message in JSON, in bytes. The headers of a record or dead letter must fit into
+/// [`HEADER_BYTES_RESERVED`](crate::job::HEADER_BYTES_RESERVED).
+const MESSAGE_JSON_BYTES_MAX: usize = 2 * MESSAGE_BYTES_MAX;
+
 /// Encodes a record as headers and body.
 pub(crate) fn encode(record: &Record) -> (HeaderMap, Bytes) {
     let mut headers = HeaderMap::new();
@@ -64,14 +71,30 @@ pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String>
     Ok(Record { nonce: text(NONCE)?.to_owned(), agent: text(AGENT)?.to_owned(), attempts, phase })
 }
 
-/// Formats an outcome as one line of JSON.
+/// Formats an outcome as one line of JSON. The text fits into the space that is reserved for headers.
 pub(crate) fn outcome_text(outcome: &Outcome) -> String {
     let mut document = JobOutcome::new(outcome);
-    document.message = outcome.verdict.message().map(|text| truncate(text, MESSAGE_BYTES_MAX).to_owned());
+    document.message = outcome.verdict.message().map(|text| truncate_message(text).to_owned());
     if let Verdict::Crashed { status, .. } = &outcome.verdict {
         document.status = *status;
     }
     serde_json::to_string(&document).unwrap_or_default()
+}
+
+/// Truncates a message to [`MESSAGE_BYTES_MAX`], and to [`MESSAGE_JSON_BYTES_MAX`] in JSON, which needs six bytes for most
+/// control characters.
+fn truncate_message(text: &str) -> &str {
+    let text = truncate(text, MESSAGE_BYTES_MAX);
+    let mut bytes = 0;
+    let end = text.char_indices().find(|(_, char)| {
+        bytes += match char {
+            '\u{0}'..='\u{1f}' => 6,
+            '"' | '\\' => 2,
+            _ => char.len_utf8(),
+        };
+        bytes > MESSAGE_JSON_BYTES_MAX
+    });
+    end.map_or(text, |(end, _)| &text[..end])
 }
 
 /// Parses the output of [`outcome_text`].
@@ -137,6 +160,7 @@ mod tests {
     use super::*;
     use crate::decide::Terms;
     use crate::decide::delivery::host_lost;
+    use crate::job::HEADER_BYTES_RESERVED;
 
     fn outcome(verdict: Verdict) -> Outcome {
         let terms = Terms { bulkhead: "b".into(), deadline: Duration::from_secs(60), is_idempotent: false };
@@ -186,6 +210,20 @@ mod tests {
             let record = Record { nonce: "n".into(), agent: "a".into(), attempts: 1, phase };
             let (headers, body) = encode(&record);
             assert_eq!(decode(&headers, body), Ok(record));
+        }
+    }
+
+    #[test]
+    fn outcome_with_escaped_message_fits_into_the_headers() {
+        for (text, kept_min) in [("\u{1}", 2000), ("\"", 8000), ("ö", 8000), ("a", 8000)] {
+            let message = text.repeat(MESSAGE_BYTES_MAX);
+            let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message: message.clone() };
+            let formatted = outcome_text(&outcome(verdict));
+            assert!(formatted.len() < HEADER_BYTES_RESERVED * 3 / 4, "{}", formatted.len());
+            let parsed = parse_outcome(&formatted).unwrap();
+            assert_eq!(outcome_text(&parsed), formatted);
+            let kept = parsed.verdict.message().unwrap();
+            assert!(kept.len() > kept_min && message.starts_with(kept), "{}", kept.len());
         }
     }
 

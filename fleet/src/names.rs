@@ -67,14 +67,23 @@ pub fn bulkhead_filter(bulkhead: &str) -> String {
     format!("bh.job.{}.{CLASS}.*.*", escape(bulkhead))
 }
 
+/// Returns the subjects of a bulkhead's jobs, one for each lane. The stream accepts no other lanes, because a tenant could
+/// otherwise have any number of subjects, and the maximum number of waiting jobs applies to each subject.
+pub fn bulkhead_subjects(bulkhead: &str) -> Vec<String> {
+    (0..LANES).map(|lane| lane_filter(bulkhead, lane)).collect()
+}
+
+fn lane_filter(bulkhead: &str, lane: u8) -> String {
+    format!("bh.job.{}.{CLASS}.{lane}.*", escape(bulkhead))
+}
+
 /// Returns the subject filters for the consumer at `index`, if the bulkhead has `lanes` consumers.
 pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     if lanes == 1 {
         return vec![bulkhead_filter(bulkhead)];
     }
     let width = LANES / lanes;
-    let lanes = index * width..(index + 1) * width;
-    lanes.map(|lane| format!("bh.job.{}.{CLASS}.{lane}.*", escape(bulkhead))).collect()
+    (index * width..(index + 1) * width).map(|lane| lane_filter(bulkhead, lane)).collect()
 }
 
 /// Returns the name of the bulkhead's consumer at `index`.
@@ -160,5 +169,12 @@ mod tests {
     fn tenant_lane_never_changes() {
         // Consumers filter by lane, so a changed assignment would break running fleets.
         assert_eq!([lane(""), lane("acme"), lane("quiet")], [3, 2, 0]);
+    }
+
+    #[test]
+    fn example_tenant_can_publish_only_in_its_own_lane() {
+        let config = include_str!("../../deploy/nats/server.conf");
+        let subjects: Vec<_> = config.split('"').filter(|text| text.starts_with("bh.job.")).collect();
+        assert_eq!(subjects, [job_subject("*", "acme").replace("=2A", "*")]);
     }
 }

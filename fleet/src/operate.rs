@@ -1,5 +1,6 @@
 //! Operations on a fleet: creating its streams, querying its status, and managing dead letters.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use async_nats::Client;
@@ -17,8 +18,6 @@ use crate::server::messages::{ApiError, Published, StoredMessage, api, publish, 
 use crate::server::streams::{self, Finding, InitError};
 use crate::settings::Settings;
 
-/// Maximum number of dead letters in a listing.
-const LETTERS_MAX: usize = 10_000;
 /// Number of concurrent reads.
 const READS: usize = 32;
 
@@ -190,26 +189,47 @@ impl Operator {
         info.map_err(|error| OperateError::api(stream, &error))
     }
 
+    /// Returns the subjects of all messages that match the filter. A response lists only some of them.
     async fn subjects(&self, stream: &str, filter: &str) -> Result<Vec<String>, OperateError> {
-        let info = self.info(stream, json!({"subjects_filter": filter})).await?;
-        let subjects = info["state"]["subjects"].as_object();
-        Ok(subjects.into_iter().flatten().map(|(subject, _)| subject.clone()).take(LETTERS_MAX).collect())
+        let mut found = Vec::new();
+        loop {
+            let body = json!({"subjects_filter": filter, "offset": found.len()});
+            let info = self.info(stream, body).await?;
+            let page = info["state"]["subjects"].as_object();
+            let count = found.len();
+            found.extend(page.into_iter().flatten().map(|(subject, _)| subject.clone()));
+            if found.len() == count || found.len() as u64 >= info["total"].as_u64().unwrap_or_default() {
+                return Ok(found);
+            }
+        }
     }
 
-    /// Returns dead letters, newest first.
-    pub async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadLetter>, OperateError> {
+    /// Returns the subjects of all matching dead letters.
+    pub async fn dead_subjects(&self, filter: &DeadFilter) -> Result<Vec<String>, OperateError> {
         let token = |name: &Option<String>| name.as_deref().map_or("*".to_owned(), escape);
         let (bulkhead, tenant, id) = (token(&filter.bulkhead), token(&filter.tenant), token(&filter.id));
-        let subjects = self.subjects(DEAD, &format!("bh.dead.{bulkhead}.{tenant}.{id}")).await?;
-        let reads = subjects.into_iter().map(|subject| async move {
-            let message = read_last(&self.client, DEAD, &subject).await.map_err(OperateError)?;
-            message.map(letter).transpose().map_err(OperateError)
-        });
-        let read: Vec<_> = futures_util::stream::iter(reads).buffer_unordered(READS).collect().await;
-        let letters: Result<Vec<_>, OperateError> = read.into_iter().filter_map(Result::transpose).collect();
-        let mut letters = letters?;
-        letters.sort_by_key(|letter| std::cmp::Reverse(letter.sequence));
-        Ok(letters)
+        self.subjects(DEAD, &format!("bh.dead.{bulkhead}.{tenant}.{id}")).await
+    }
+
+    /// Returns the dead letter with this subject, or `None` if the letter has been removed.
+    pub async fn dead_letter(&self, subject: &str) -> Result<Option<DeadLetter>, OperateError> {
+        let message = read_last(&self.client, DEAD, subject).await.map_err(OperateError)?;
+        message.map(letter).transpose().map_err(OperateError)
+    }
+
+    /// Returns the newest matching dead letters, at most `limit`, newest first.
+    pub async fn dead(&self, filter: &DeadFilter, limit: usize) -> Result<Vec<DeadLetter>, OperateError> {
+        let subjects = self.dead_subjects(filter).await?;
+        let reads = subjects.iter().map(|subject| self.dead_letter(subject));
+        let mut reads = futures_util::stream::iter(reads).buffer_unordered(READS);
+        let mut newest = BTreeMap::new();
+        while let Some(letter) = reads.next().await {
+            newest.extend(letter?.map(|letter| (letter.sequence, letter)));
+            if newest.len() > limit {
+                newest.pop_first();
+            }
+        }
+        Ok(newest.into_values().rev().collect())
     }
 
     /// Resubmits the job from a dead letter and removes the letter. Returns the new ID, which is derived from the

@@ -5,3 +5,4 @@ pub(crate) mod ledger;
 pub(crate) mod messages;
 pub(crate) mod refusals;
 pub(crate) mod streams;
+pub(crate) mod unreadable;

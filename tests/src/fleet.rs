@@ -1,5 +1,6 @@
 //! Fleets of real servers, supervisors and agents. Each fleet runs in a temporary folder.
 
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -88,6 +89,17 @@ impl NatsServer {
     /// Sends a signal to the server.
     pub fn signal(&self, signal: Signal) {
         kill_pid(self.child.id(), signal);
+    }
+
+    /// Sends hand-written messages, as a third-party client could, and returns a reader for the server's lines.
+    fn send(&self, messages: &[u8]) -> BufReader<TcpStream> {
+        let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).expect("the server listens");
+        socket.set_read_timeout(Some(PATIENCE)).expect("an open socket");
+        let options = "{\"verbose\":false,\"headers\":true,\"no_responders\":true,\"protocol\":1,\"lang\":\"x\",\
+                       \"version\":\"1\"}";
+        write!(socket, "CONNECT {options}\r\n").expect("the server reads");
+        socket.write_all(messages).expect("the server reads");
+        BufReader::new(socket)
     }
 
     /// Returns the address to which clients connect.
@@ -341,6 +353,34 @@ impl TestFleet {
             let of = status["streams"].as_array()?.iter().find(|of| of["name"] == stream)?.clone();
             self.servers.iter().position(|server| of["leader"] == server.name.as_str())
         })
+    }
+
+    /// Sends hand-written messages to the first server, and waits until the server has read them.
+    pub fn send(&self, messages: &[u8]) {
+        let lines = self.servers[0].send(&[messages, b"PING\r\n"].concat()).lines();
+        assert!(lines.map_while(Result::ok).any(|line| line == "PONG"));
+    }
+
+    /// Sends a hand-written request to the first server and returns the response. Headers begin with the version line, or
+    /// are empty.
+    pub fn request(&self, subject: &[u8], headers: &[u8], payload: &[u8]) -> String {
+        let (kind, sizes) = match headers.len() {
+            0 => ("PUB", payload.len().to_string()),
+            bytes => ("HPUB", format!("{bytes} {}", bytes + payload.len())),
+        };
+        let head = [kind.as_bytes(), subject, b"answer", sizes.as_bytes()].join(&b' ');
+        let lines: [&[u8]; 4] = [b"SUB answer 1", &head, &[headers, payload].concat(), b""];
+        let mut reader = self.servers[0].send(&lines.join(&b"\r\n"[..]));
+        loop {
+            let mut line = String::new();
+            assert!(reader.read_line(&mut line).expect("text") > 0, "the server has closed the connection");
+            if line.starts_with("MSG answer") || line.starts_with("HMSG answer") {
+                let bytes = line.trim_end().rsplit(' ').next().and_then(|bytes| bytes.parse().ok());
+                let mut answer = vec![0; bytes.expect("a size")];
+                reader.read_exact(&mut answer).expect("an answer");
+                return String::from_utf8_lossy(&answer).into_owned();
+            }
+        }
     }
 
     /// Connects a client to the fleet.

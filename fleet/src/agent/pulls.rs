@@ -1,13 +1,17 @@
 //! Pulls the messages of one lane. Each pull requests one message more than there are free permits. Pulls expire after
 //! five seconds, because pulls that never expire can stall after a leader change. A pull is abandoned if its heartbeats
 //! fail to arrive.
+//!
+//! Each lane has its own connection, because a message with unreadable headers breaks the connection that receives it.
+//! Running jobs and other lanes use other connections.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use async_nats::connection::State;
 use async_nats::jetstream;
-use async_nats::{Message, Subscriber};
+use async_nats::{Client, Message, Subscriber};
 use futures_util::StreamExt;
 use serde_json::json;
 use tokio::sync::mpsc;
@@ -18,6 +22,8 @@ use super::runner::{self, Delivered};
 use super::{Served, Shared};
 use crate::decide;
 use crate::names::{JOBS, consumer, parse_job_subject};
+use crate::server::connection::{Loss, connect_with_loss};
+use crate::server::unreadable;
 
 /// Duration of one pull.
 const PULL_TIME: Duration = Duration::from_secs(5);
@@ -58,10 +64,38 @@ pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, index: u8) {
 
 impl Lane {
     async fn pull_all(self) {
+        let name = format!("bulkhead-fleet {} {}", self.shared.host, self.consumer);
+        let mut search_start = 1;
         loop {
-            let inbox = self.shared.client.new_inbox();
-            match self.shared.client.subscribe(inbox.clone()).await {
-                Ok(mut subscriber) => self.pull_into(&inbox, &mut subscriber).await,
+            let connects = self.connects();
+            let (client, loss) = match connect_with_loss(&self.shared.settings.nats, &name).await {
+                Ok(connected) => connected,
+                Err(error) => {
+                    tracing::warn!("{error}; trying again");
+                    tokio::time::sleep(PAUSE).await;
+                    continue;
+                }
+            };
+            self.pull_from(client, loss).await;
+            // If the agent's other connection was lost as well, the servers or the network failed.
+            let client = &self.shared.client;
+            if client.connection_state() == State::Connected && self.connects() == connects {
+                search_start = unreadable::delete(client, &self.served.name, search_start).await;
+            }
+        }
+    }
+
+    /// Returns the number of times that the agent's other connection has been established.
+    fn connects(&self) -> u64 {
+        self.shared.client.statistics().connects.load(Ordering::Relaxed)
+    }
+
+    /// Pulls messages until the connection is lost.
+    async fn pull_from(&self, client: Client, mut loss: Loss) {
+        while !loss.has_happened() {
+            let inbox = client.new_inbox();
+            match client.subscribe(inbox.clone()).await {
+                Ok(mut subscriber) => self.pull_into(&client, &inbox, &mut subscriber, &mut loss).await,
                 Err(error) => tracing::warn!("failed to subscribe: {error}; trying again"),
             }
             tokio::time::sleep(PAUSE).await;
@@ -69,9 +103,12 @@ impl Lane {
     }
 
     /// Pulls messages until the subscription must be renewed.
-    async fn pull_into(&self, inbox: &str, subscriber: &mut Subscriber) {
+    async fn pull_into(&self, client: &Client, inbox: &str, subscriber: &mut Subscriber, loss: &mut Loss) {
         loop {
             self.served.gate.until_open().await;
+            if loss.has_happened() {
+                return;
+            }
             let batch = self.batch();
             if batch == 0 {
                 let _ = tokio::time::timeout(FULL_PAUSE, self.served.permits.until_moved()).await;
@@ -83,9 +120,8 @@ impl Lane {
                 "idle_heartbeat": HEARTBEAT.as_nanos() as u64,
             });
             let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{JOBS}.{}", self.consumer);
-            let sent =
-                self.shared.client.publish_with_reply(subject, inbox.to_owned(), request.to_string().into());
-            if sent.await.is_err() || !self.receive(subscriber, batch).await {
+            let sent = client.publish_with_reply(subject, inbox.to_owned(), request.to_string().into());
+            if sent.await.is_err() || !self.receive(subscriber, loss, batch).await {
                 return;
             }
         }
@@ -99,13 +135,16 @@ impl Lane {
     }
 
     /// Receives the messages of one pull. Returns false if the subscription must be renewed.
-    async fn receive(&self, subscriber: &mut Subscriber, batch: usize) -> bool {
+    async fn receive(&self, subscriber: &mut Subscriber, loss: &mut Loss, batch: usize) -> bool {
         let mut left = batch;
         while left > 0 {
             let next = tokio::select! {
+                // Messages that arrived before the loss of the connection are still processed.
+                biased;
                 next = tokio::time::timeout(SILENCE_MAX, subscriber.next()) => next,
                 // The pull is still pending on the server. Dropping the subscription cancels it.
                 () = self.served.gate.until_closed() => return false,
+                () = loss.happens() => return false,
             };
             // No heartbeat has arrived, because the leader has changed or the connection is broken.
             let Ok(Some(message)) = next else { return false };

@@ -1,6 +1,7 @@
 //! Performs the actions that a [`Handling`] requests.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use async_nats::Message;
@@ -15,14 +16,14 @@ use super::permits::Permit;
 use super::{Served, Shared};
 use crate::decide::delivery::outcome as local_outcome;
 use crate::decide::outcome::AttemptEnd;
-use crate::decide::{self, Action, Conclusion, Event, Handling, Step, Terms};
+use crate::decide::{self, Action, Conclusion, Event, Handling, Rules, Step, Terms};
 use crate::format;
 use crate::job::JobOptions;
-use crate::names::{dead_subject, ledger_subject, told_subject};
+use crate::names::{DEAD, dead_subject, ledger_subject, told_subject};
 use crate::random;
 use crate::record::Ending;
 use crate::server::ledger;
-use crate::server::messages::{Published, publish};
+use crate::server::messages::{Published, publish, read_last};
 
 /// A delivered message and its properties.
 pub(crate) struct Delivered {
@@ -55,8 +56,9 @@ pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Del
     let terms = terms(&served, &options);
     let nonce = format!("{}.{}", shared.instance, random::text());
     let jitter = random::number() as f64 / u64::MAX as f64;
-    let (handling, step) =
-        Handling::begin(message, terms, served.rules.clone(), shared.host.clone(), nonce, jitter);
+    let is_rate_limit_shared = served.is_rate_limit_shared.load(Ordering::Relaxed);
+    let rules = Rules { is_rate_limit_shared, ..served.rules.clone() };
+    let (handling, step) = Handling::begin(message, terms, rules, shared.host.clone(), nonce, jitter);
     let ledger = ledger_subject(&options.tenant, &options.id);
     let run = Run { shared, served, options, invalid, sequence, ledger, content };
     let conclusion = run.perform_all(handling, step).await;
@@ -108,7 +110,9 @@ impl Run {
             })),
             Action::Write(write) => Event::Written(ledger::write(client, &self.ledger, &write).await),
             Action::Submit(left) => Event::Ended(self.submit(left).await),
-            Action::Announce { ending, is_dead } => Event::Announced(self.announce(&ending, is_dead).await),
+            Action::Announce { ending, is_dead, record } => {
+                Event::Announced(self.announce(&ending, is_dead, record).await)
+            }
             Action::Acknowledge => {
                 self.acknowledge().await;
                 Event::Acknowledged
@@ -144,34 +148,65 @@ impl Run {
 
     /// Publishes a notice that the job has an outcome. If the job needs a dead letter, first stores one. Returns
     /// false if the dead letter could not be stored.
-    async fn announce(&self, ending: &Ending, is_dead: bool) -> bool {
-        let JobOptions { tenant, id, bulkhead, .. } = &self.options;
-        if is_dead && !self.bury(dead_subject(bulkhead, tenant, id), ending).await {
+    async fn announce(&self, ending: &Ending, is_dead: bool, record: u64) -> bool {
+        if is_dead && !self.bury(ending, record).await {
             return false;
         }
         // If the notice is lost, the submitter finds the outcome the next time it reads the ledger.
-        let _ = self.shared.client.publish(told_subject(tenant, id), Bytes::new()).await;
+        let told = told_subject(&self.options.tenant, &self.options.id);
+        let _ = self.shared.client.publish(told, Bytes::new()).await;
         true
     }
 
-    async fn bury(&self, subject: String, ending: &Ending) -> bool {
+    async fn bury(&self, ending: &Ending, record: u64) -> bool {
+        let JobOptions { tenant, id, bulkhead, .. } = &self.options;
+        let subject = dead_subject(bulkhead, tenant, id);
         let mut headers = self.options.to_headers();
         headers.insert(format::OUTCOME, format::outcome_text(&ending.outcome));
+        headers.insert(format::LEDGER_SEQUENCE, record.to_string());
         let mut payload = self.content.payload.clone();
+        let mut expects = 0;
         loop {
-            // An existing dead letter belongs to the same job.
+            let client = &self.shared.client;
             let published =
-                publish(&self.shared.client, subject.clone(), headers.clone(), payload.clone(), Some(0))
-                    .await;
+                publish(client, subject.clone(), headers.clone(), payload.clone(), Some(expects)).await;
             match published {
-                Published::Stored(_) | Published::Conflict(_) => return true,
-                // Only the payload can be too large, so the dead letter is stored without the payload.
+                Published::Stored(_) => return true,
+                Published::Conflict(last) if last != expects => {
+                    match self.is_letter_of(&subject, last, record).await {
+                        Ok(true) => return true,
+                        // The letter belongs to an earlier job with the same ID.
+                        Ok(false) => expects = last,
+                        Err(error) => {
+                            tracing::warn!("failed to read the dead letter {subject}: {error}; trying again");
+                            return false;
+                        }
+                    }
+                }
+                // Without the payload, the dead letter is usually small enough.
                 Published::TooLarge if !payload.is_empty() => payload = Bytes::new(),
+                Published::TooLarge => {
+                    tracing::error!("{subject} is too large for the server; the dead letter is not stored");
+                    return true;
+                }
                 other => {
                     tracing::warn!("failed to store a dead letter: {other:?}; trying again");
                     return false;
                 }
             }
+        }
+    }
+
+    /// Returns true if the dead letter with sequence number `last` belongs to the job with this ledger record.
+    async fn is_letter_of(&self, subject: &str, last: u64, record: u64) -> Result<bool, String> {
+        match read_last(&self.shared.client, DEAD, subject).await? {
+            Some(letter) if letter.sequence >= last => {
+                let of = letter.headers.get(format::LEDGER_SEQUENCE).map(|value| value.as_str());
+                Ok(of == Some(&*record.to_string()))
+            }
+            // An operator has removed the letter.
+            None if last == 0 => Ok(false),
+            _ => Err("the replica has an old state".to_owned()),
         }
     }
 
@@ -194,11 +229,9 @@ impl Run {
         match conclusion {
             Conclusion::Decided => add(|of| &of.decided),
             Conclusion::Repeated => {}
-            Conclusion::Returned { delay, pauses_pulls } => {
+            Conclusion::Returned { delay, pause } => {
                 add(|of| &of.returned);
-                if pauses_pulls {
-                    self.served.gate.pause(delay);
-                }
+                self.served.gate.pause(pause);
                 negative(&self.shared, self.sequence, delay).await;
             }
             Conclusion::Left(Some(delay)) => negative(&self.shared, self.sequence, delay).await,

@@ -1,6 +1,7 @@
 //! Connects to the supervisor on this host, and polls its state over the admin API.
 
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -101,14 +102,68 @@ fn apply(shared: &Shared, snapshots: &[Snapshot]) {
     let can_take = shared.supervisor.client().is_some() && shared.clock.is_measured();
     for served in shared.bulkheads.values() {
         let snapshot = snapshots.iter().find(|snapshot| snapshot.name == served.name);
-        let accepts = |snapshot: &Snapshot| {
-            snapshot.state == BulkheadState::Ready || snapshot.state == BulkheadState::Degraded
-        };
-        let limit = snapshot.filter(|snapshot| accepts(snapshot)).map_or(0, |snapshot| snapshot.limit);
+        let is_shared = snapshot.is_none_or(is_rate_limit_shared);
+        served.is_rate_limit_shared.store(is_shared, Ordering::Relaxed);
+        let limit = snapshot.map_or(0, limit);
         if limit > 0 {
             let share = (limit as f64 * served.settings.share).floor() as usize;
             served.permits.resize(share.max(1));
         }
         served.gate.set_ready(can_take && limit > 0);
+    }
+}
+
+/// Returns true if a rate limit applies to all tenants together. Isolated tenants, whose workers belong to a tenant, have
+/// separate rate limits.
+fn is_rate_limit_shared(snapshot: &Snapshot) -> bool {
+    let is_per_tenant = snapshot.rate_limit.as_ref().is_some_and(|rate| rate.per == "tenant");
+    !is_per_tenant && snapshot.workers.iter().all(|worker| worker.tenant.is_none())
+}
+
+/// Returns the number of jobs that a bulkhead can run at once, or 0 if it accepts no jobs.
+fn limit(snapshot: &Snapshot) -> u64 {
+    let is_ready = snapshot.state == BulkheadState::Ready;
+    if is_ready && snapshot.limit == 0 {
+        // If tenants are isolated and none has workers, a job makes the supervisor start workers for its tenant.
+        return u64::from(snapshot.processes) * u64::from(snapshot.max_in_flight);
+    }
+    if is_ready || snapshot.state == BulkheadState::Degraded { snapshot.limit } else { 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use bulkhead_api::{Rate, Worker};
+
+    use super::*;
+
+    fn snapshot(state: BulkheadState, limit: u64) -> Snapshot {
+        Snapshot { state: state.into(), limit, processes: 2, max_in_flight: 4, ..Snapshot::default() }
+    }
+
+    #[test]
+    fn limit_covers_one_tenant_while_no_isolated_tenant_is_active() {
+        assert_eq!(limit(&snapshot(BulkheadState::Ready, 0)), 8);
+        assert_eq!(limit(&snapshot(BulkheadState::Ready, 3)), 3);
+        assert_eq!(limit(&Snapshot { max_in_flight: 0, ..snapshot(BulkheadState::Ready, 0) }), 0);
+    }
+
+    #[test]
+    fn rate_limit_is_shared_unless_tenants_have_their_own() {
+        let rate = |per: &'static str| Some(Rate { per: per.into(), ..Rate::default() });
+        let shared = Snapshot { rate_limit: rate("bulkhead"), ..Snapshot::default() };
+        assert!(is_rate_limit_shared(&shared));
+        assert!(!is_rate_limit_shared(&Snapshot { rate_limit: rate("tenant"), ..Snapshot::default() }));
+        let worker = Worker { tenant: Some("acme".into()), ..Worker::default() };
+        assert!(!is_rate_limit_shared(&Snapshot { workers: vec![worker], ..shared }));
+    }
+
+    #[test]
+    fn bulkhead_that_is_not_ready_accepts_no_jobs() {
+        assert_eq!(limit(&snapshot(BulkheadState::Degraded, 3)), 3);
+        for (state, value) in
+            [(BulkheadState::Degraded, 0), (BulkheadState::Starting, 0), (BulkheadState::Draining, 8)]
+        {
+            assert_eq!(limit(&snapshot(state, value)), 0);
+        }
     }
 }

@@ -41,6 +41,9 @@ pub enum Action {
         ending: Ending,
         /// True if a dead letter is stored for the job.
         is_dead: bool,
+        /// Sequence number of the record that contains the outcome. Identifies the job among all jobs that ever had the
+        /// same ID.
+        record: u64,
     },
     /// Acknowledges the message and waits for the server to confirm this. The result is [`Event::Acknowledged`].
     Acknowledge,
@@ -67,8 +70,8 @@ pub enum Conclusion {
     Returned {
         /// Delay before the next delivery.
         delay: Duration,
-        /// True if the agent must stop pulling jobs for the bulkhead during the delay.
-        pauses_pulls: bool,
+        /// Time for which the agent must not pull jobs for the bulkhead.
+        pause: Duration,
     },
     /// Another agent holds the job. If a delay is given, redelivery of the message after this delay has been requested.
     Left(Option<Duration>),
@@ -109,7 +112,7 @@ pub enum Event {
 enum Purpose {
     Claim(Claim),
     Decide(Ending),
-    Return { delay: Duration, pauses_pulls: bool },
+    Return { delay: Duration, pause: Duration },
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -134,6 +137,7 @@ enum State {
     },
     Announcing {
         ending: Ending,
+        record: u64,
         conclusion: Conclusion,
     },
     Acknowledging(Conclusion),
@@ -198,8 +202,13 @@ impl Handling {
                 self.confirmed(write, purpose, is_own, conflict, read, now)
             }
             (State::Running { claim, sequence }, Event::Ended(end)) => self.ended(claim, sequence, end, now),
-            (State::Announcing { ending, conclusion }, Event::Announced(is_stored)) => {
-                self.announced(ending, conclusion, is_stored)
+            (State::Announcing { conclusion, .. }, Event::Announced(true)) => {
+                self.state = State::Acknowledging(conclusion);
+                Step::Do(Action::Acknowledge, Duration::ZERO)
+            }
+            (State::Announcing { ending, record, conclusion }, Event::Announced(false)) => {
+                let delay = self.repeat_delay();
+                self.announce(ending, record, conclusion, delay)
             }
             (State::Acknowledging(conclusion), Event::Acknowledged) => Step::Done(conclusion),
             (State::AcknowledgingEarly { ending, attempts, sequence }, Event::Acknowledged) => {
@@ -226,7 +235,10 @@ impl Handling {
                 self.write(Some(expects), attempts, phase, Purpose::Decide(ending), false)
             }
             Next::Leave(delay) => Step::Done(Conclusion::Left(Some(delay))),
-            Next::Finish(ending) => self.announce(ending, Conclusion::Repeated),
+            Next::Finish(ending) => {
+                let record = stored.map_or(0, |stored| stored.sequence);
+                self.announce(ending, record, Conclusion::Repeated, Duration::ZERO)
+            }
         }
     }
 
@@ -312,10 +324,8 @@ impl Handling {
                 self.state = State::Running { claim, sequence };
                 Step::Do(Action::Submit(left), Duration::ZERO)
             }
-            Purpose::Decide(ending) => self.announce(ending, Conclusion::Decided),
-            Purpose::Return { delay, pauses_pulls } => {
-                Step::Done(Conclusion::Returned { delay, pauses_pulls })
-            }
+            Purpose::Decide(ending) => self.announce(ending, sequence, Conclusion::Decided, Duration::ZERO),
+            Purpose::Return { delay, pause } => Step::Done(Conclusion::Returned { delay, pause }),
         }
     }
 
@@ -328,9 +338,9 @@ impl Handling {
                 Step::Do(Action::Acknowledge, Duration::ZERO)
             }
             Consequence::Decide(ending) => self.record_ending(ending, claim.attempts, sequence),
-            Consequence::Return { attempts, previous, delay, pauses_pulls } => {
+            Consequence::Return { attempts, previous, delay, pause } => {
                 let phase = Phase::Returned { previous };
-                self.write(Some(sequence), attempts, phase, Purpose::Return { delay, pauses_pulls }, true)
+                self.write(Some(sequence), attempts, phase, Purpose::Return { delay, pause }, true)
             }
         }
     }
@@ -341,20 +351,9 @@ impl Handling {
         self.write(Some(sequence), attempts, phase, Purpose::Decide(ending), true)
     }
 
-    fn announce(&mut self, ending: Ending, conclusion: Conclusion) -> Step {
-        let action = Action::Announce { is_dead: is_dead(&ending), ending: ending.clone() };
-        self.state = State::Announcing { ending, conclusion };
-        Step::Do(action, Duration::ZERO)
-    }
-
-    fn announced(&mut self, ending: Ending, conclusion: Conclusion, is_stored: bool) -> Step {
-        if is_stored {
-            self.state = State::Acknowledging(conclusion);
-            return Step::Do(Action::Acknowledge, Duration::ZERO);
-        }
-        let delay = self.repeat_delay();
-        let action = Action::Announce { is_dead: is_dead(&ending), ending: ending.clone() };
-        self.state = State::Announcing { ending, conclusion };
+    fn announce(&mut self, ending: Ending, record: u64, conclusion: Conclusion, delay: Duration) -> Step {
+        let action = Action::Announce { is_dead: is_dead(&ending), ending: ending.clone(), record };
+        self.state = State::Announcing { ending, record, conclusion };
         Step::Do(action, delay)
     }
 

@@ -10,6 +10,11 @@ use super::delivery::{host_lost, may_have_begun, outcome};
 use super::{Message, RETURN_DELAY_MAX, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
 use crate::record::Ending;
 
+/// Delay before the second attempt to run a job.
+const RERUN_DELAY_MIN: Duration = Duration::from_secs(1);
+/// Maximum time without pulls after a job has exceeded a rate limit that all tenants share.
+const RATE_LIMIT_PAUSE_MAX: Duration = Duration::from_secs(1);
+
 /// Result of an attempt to run a job.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "moved only twice for each attempt")]
@@ -45,8 +50,8 @@ pub enum Consequence {
         previous: Outcome,
         /// Delay before the message is redelivered.
         delay: Duration,
-        /// True if the agent must stop pulling jobs for the bulkhead during the delay.
-        pauses_pulls: bool,
+        /// Time for which the agent must not pull jobs for the bulkhead.
+        pause: Duration,
     },
 }
 
@@ -63,7 +68,7 @@ pub fn decide(
     let ending = match end {
         AttemptEnd::Reported(ending) => ending,
         AttemptEnd::Disconnected { executed: Executed::No } => {
-            return not_begun(terms, claim, not_sent(terms), jitter);
+            return not_begun((message, terms, rules), claim, not_sent(terms), jitter);
         }
         AttemptEnd::Disconnected { .. } => {
             Ending { outcome: host_lost(terms, claim.attempts), payload: Bytes::new() }
@@ -73,16 +78,18 @@ pub fn decide(
     let has_time = !terms.time_left(message, now).is_zero();
     match &ending.outcome.verdict {
         Verdict::Rejected { reason, .. } if is_returned(*reason) => {
-            not_begun(terms, claim, ending.outcome, jitter)
+            not_begun((message, terms, rules), claim, ending.outcome, jitter)
         }
-        Verdict::DeadlineQueued if has_time => not_begun(terms, claim, ending.outcome, jitter),
+        Verdict::DeadlineQueued if has_time => {
+            not_begun((message, terms, rules), claim, ending.outcome, jitter)
+        }
         _ if is_repeated(&ending.outcome) && terms.is_idempotent && has_time => {
             if claim.attempts >= rules.attempts_max {
                 return Consequence::Decide(with_history(claim, ending));
             }
-            let delay = backoff(claim.attempts, jitter);
+            let delay = backoff(RERUN_DELAY_MIN, claim.attempts.into(), jitter);
             let previous = with_history(claim, ending).outcome;
-            Consequence::Return { attempts: claim.attempts, previous, delay, pauses_pulls: false }
+            Consequence::Return { attempts: claim.attempts, previous, delay, pause: Duration::ZERO }
         }
         _ => Consequence::Decide(with_history(claim, ending)),
     }
@@ -103,13 +110,42 @@ fn is_repeated(outcome: &Outcome) -> bool {
 }
 
 /// Returns the decision to requeue a job that has not begun. The attempt is not counted.
-fn not_begun(terms: &Terms, claim: &Claim, reported: Outcome, jitter: f64) -> Consequence {
-    let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
+fn not_begun(
+    (message, terms, rules): (&Message, &Terms, &Rules),
+    claim: &Claim,
+    reported: Outcome,
+    jitter: f64,
+) -> Consequence {
+    let (delay, pause) = delay_and_pause(message, rules, &reported, jitter);
     let ending = Ending { outcome: reported, payload: Bytes::new() };
     let mut previous = with_history(claim, ending).outcome;
     previous.deadline = terms.deadline;
     let attempts = claim.attempts.saturating_sub(1);
-    Consequence::Return { attempts, previous, delay: with_jitter(asked, jitter), pauses_pulls: true }
+    Consequence::Return { attempts, previous, delay, pause }
+}
+
+/// Returns the delay before a job that has not begun is delivered again, and the time for which the agent must not pull
+/// jobs.
+fn delay_and_pause(
+    message: &Message,
+    rules: &Rules,
+    reported: &Outcome,
+    jitter: f64,
+) -> (Duration, Duration) {
+    let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
+    let asked = with_jitter(asked, jitter);
+    match &reported.verdict {
+        // A job with a lower cost might be accepted sooner.
+        Verdict::Rejected { reason: RejectReason::RateLimited, .. } if rules.is_rate_limit_shared => {
+            (asked, asked.min(RATE_LIMIT_PAUSE_MAX))
+        }
+        // The tenant has used up its own share, which must not delay other tenants. The growing delay keeps a tenant with
+        // many waiting jobs from occupying the agents with attempts.
+        Verdict::Rejected { reason: RejectReason::RateLimited | RejectReason::TenantQuota, .. } => {
+            (asked.max(backoff(RETURN_DELAY_MIN, message.delivery, jitter)), Duration::ZERO)
+        }
+        _ => (asked, asked),
+    }
 }
 
 fn not_sent(terms: &Terms) -> Outcome {
@@ -146,11 +182,11 @@ fn with_history(claim: &Claim, ending: Ending) -> Ending {
     Ending { outcome: Outcome { attempts, ..ending.outcome }, payload: ending.payload }
 }
 
-/// Returns the delay after the given number of attempts. The delay starts at one second and doubles with each further
+/// Returns the delay after the given number of attempts. The delay starts at `first` and doubles with each further
 /// attempt, up to a limit.
-fn backoff(attempts: u32, jitter: f64) -> Duration {
-    let doublings = attempts.saturating_sub(1).min(6);
-    with_jitter((Duration::from_secs(1) * 2u32.pow(doublings)).min(RETURN_DELAY_MAX), jitter)
+fn backoff(first: Duration, attempts: u64, jitter: f64) -> Duration {
+    let doublings = attempts.saturating_sub(1).min(8) as u32;
+    with_jitter((first * 2u32.pow(doublings)).min(RETURN_DELAY_MAX), jitter)
 }
 
 /// Adds random jitter of up to a fifth of the delay, so that returned jobs are not all redelivered at once.

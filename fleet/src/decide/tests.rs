@@ -20,7 +20,14 @@ const LATE: Duration = Duration::from_secs(1_000_060);
 
 fn rules() -> Rules {
     let (ack_wait, host_lost_after) = (ACK_WAIT, HOST_LOST_AFTER);
-    Rules { ack_wait, host_lost_after, attempts_max: 3, result_bytes_max: 100, faults: Faults::default() }
+    Rules {
+        ack_wait,
+        host_lost_after,
+        attempts_max: 3,
+        result_bytes_max: 100,
+        is_rate_limit_shared: false,
+        faults: Faults::default(),
+    }
 }
 
 fn terms(is_idempotent: bool) -> Terms {
@@ -165,7 +172,7 @@ fn rejected_attempt_is_returned_without_being_counted() {
         let consequence = after(false, 1, rejected(reason), IN_TIME);
         let is_returned = reason.is_retryable() || reason == RejectReason::NotFound;
         match consequence {
-            Consequence::Return { attempts: 0, delay, pauses_pulls: true, .. } if is_returned => {
+            Consequence::Return { attempts: 0, delay, .. } if is_returned => {
                 assert_eq!(delay, RETURN_DELAY_MIN);
             }
             Consequence::Decide(_) if !is_returned => {}
@@ -184,6 +191,35 @@ fn return_delay_follows_retry_after() {
     assert_eq!(delay, Duration::from_millis(3600));
 }
 
+/// Returns the delay and the pause after the supervisor has rejected a job, which it asked to retry in 20 s.
+fn delays(reason: RejectReason, delivery: u64, is_rate_limit_shared: bool) -> [u64; 2] {
+    let outcome = Outcome { retry_after: Some(Duration::from_secs(20)), ..rejected(reason) };
+    let claim = Claim { attempts: 1, previous: None };
+    let rules = Rules { is_rate_limit_shared, ..rules() };
+    let end = AttemptEnd::Reported(ending(outcome));
+    let consequence = outcome::decide(&message(delivery), &terms(false), &rules, &claim, end, IN_TIME, 0.0);
+    let Consequence::Return { delay, pause, .. } = consequence else { panic!("{consequence:?}") };
+    [delay.as_secs(), pause.as_secs()]
+}
+
+#[test]
+fn only_rejections_that_concern_all_tenants_pause_pulls() {
+    for reason in RejectReason::ALL.into_iter().filter(|reason| reason.is_retryable()) {
+        let is_own_share = matches!(reason, RejectReason::RateLimited | RejectReason::TenantQuota);
+        assert_eq!(delays(reason, 1, false), [20, if is_own_share { 0 } else { 20 }], "{reason}");
+    }
+    assert_eq!(delays(RejectReason::RateLimited, 1, true), [20, 1]);
+    assert_eq!(delays(RejectReason::TenantQuota, 1, true), [20, 0]);
+}
+
+#[test]
+fn jobs_beyond_their_tenants_share_are_tried_less_and_less_often() {
+    for (delivery, delay) in [(1, 20), (7, 20), (8, 32), (9, 60), (1000, 60)] {
+        assert_eq!(delays(RejectReason::RateLimited, delivery, false), [delay, 0], "{delivery}");
+    }
+    assert_eq!(delays(RejectReason::RateLimited, 1000, true), [20, 1]);
+}
+
 #[test]
 fn job_that_expires_in_supervisor_queue_is_returned() {
     let outcome = verdict(Verdict::DeadlineQueued);
@@ -196,10 +232,8 @@ fn job_that_expires_in_supervisor_queue_is_returned() {
 fn only_idempotent_jobs_run_again() {
     for outcome in [failed(true), crashed(), verdict(Verdict::DeadlineRunning)] {
         let again = after(true, 1, outcome.clone(), IN_TIME);
-        let Consequence::Return { attempts: 1, previous, delay, pauses_pulls: false } = again else {
-            panic!("{again:?}");
-        };
-        assert_eq!((previous, delay), (outcome.clone(), Duration::from_secs(1)));
+        let Consequence::Return { attempts: 1, previous, delay, pause } = again else { panic!("{again:?}") };
+        assert_eq!((previous, delay, pause), (outcome.clone(), Duration::from_secs(1), Duration::ZERO));
         let is_final = Consequence::Decide(ending(outcome.clone()));
         assert_eq!(after(false, 1, outcome.clone(), IN_TIME), is_final);
         assert_eq!(after(true, 3, outcome.clone(), IN_TIME), is_final, "no attempts left");
@@ -213,7 +247,8 @@ fn disconnect_before_sending_is_not_counted_as_attempt() {
     let claim = Claim { attempts: 1, previous: None };
     let end = AttemptEnd::NOT_SENT;
     let consequence = outcome::decide(&message(1), &terms(false), &rules(), &claim, end, IN_TIME, 0.0);
-    assert!(matches!(consequence, Consequence::Return { attempts: 0, pauses_pulls: true, .. }));
+    let Consequence::Return { attempts: 0, pause, .. } = consequence else { panic!("{consequence:?}") };
+    assert_eq!(pause, RETURN_DELAY_MIN);
 }
 
 #[test]
@@ -334,13 +369,22 @@ fn dead_letter_is_stored_before_the_acknowledgement() {
     let end = AttemptEnd::Reported(ending(crashed()));
     handling.apply(Event::Ended(end), IN_TIME);
     let step = handling.apply(Event::Written(WriteResult::Stored(2)), IN_TIME);
-    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, record: 2, .. }, _)), "{step:?}");
     let step = handling.apply(Event::Announced(false), IN_TIME);
-    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, record: 2, .. }, _)), "{step:?}");
     assert_eq!(
         handling.apply(Event::Announced(true), IN_TIME),
         Step::Do(Action::Acknowledge, Duration::ZERO)
     );
+}
+
+#[test]
+fn repeated_dead_letter_names_the_same_record() {
+    let (mut handling, _) =
+        Handling::begin(message(2), terms(false), rules(), "a".into(), "nonce".into(), 0.0);
+    let decided = stored(Phase::Decided(ending(crashed())));
+    let step = handling.apply(Event::Read(Ok(Some(decided))), IN_TIME);
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, record: 42, .. }, _)), "{step:?}");
 }
 
 #[test]

@@ -16,8 +16,8 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
     match &dead.command {
         DeadCommand::List { bulkhead, tenant, limit } => {
             let filter = DeadFilter { bulkhead: bulkhead.clone(), tenant: tenant.clone(), id: None };
-            let letters = operator.dead(&filter).await.map_err(Failure::unreachable)?;
-            list(&letters[..letters.len().min(*limit)], is_json)?;
+            let letters = operator.dead(&filter, *limit).await.map_err(Failure::unreachable)?;
+            list(&letters, is_json)?;
         }
         DeadCommand::Show { id, tenant, output } => {
             let letter = one(&operator, id, tenant.as_deref()).await?;
@@ -27,13 +27,15 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
             }
         }
         DeadCommand::Requeue(selection) => {
-            for letter in select(&operator, selection).await? {
+            for subject in select(&operator, selection).await? {
+                let Some(letter) = read(&operator, &subject).await? else { continue };
                 let id = operator.requeue(&letter).await.map_err(Failure::unreachable)?;
                 report(is_json, "requeued", &letter, Some(&id))?;
             }
         }
         DeadCommand::Drop(selection) => {
-            for letter in select(&operator, selection).await? {
+            for subject in select(&operator, selection).await? {
+                let Some(letter) = read(&operator, &subject).await? else { continue };
                 operator.drop_letter(&letter).await.map_err(Failure::unreachable)?;
                 report(is_json, "dropped", &letter, None)?;
             }
@@ -44,30 +46,37 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
 
 async fn one(operator: &Operator, id: &str, tenant: Option<&str>) -> Result<DeadLetter, Failure> {
     let filter = DeadFilter { bulkhead: None, tenant: tenant.map(str::to_owned), id: Some(id.to_owned()) };
-    let mut letters = operator.dead(&filter).await.map_err(Failure::unreachable)?;
-    match letters.len() {
-        0 => Err(Failure::new(exit::NOT_FOUND, format!("there is no dead letter {id}"))),
-        1 => Ok(letters.remove(0)),
-        count => Err(Failure::new(
+    let subjects = operator.dead_subjects(&filter).await.map_err(Failure::unreachable)?;
+    let missing = || Failure::new(exit::NOT_FOUND, format!("there is no dead letter {id}"));
+    match &subjects[..] {
+        [] => Err(missing()),
+        [subject] => read(operator, subject).await?.ok_or_else(missing),
+        several => Err(Failure::new(
             exit::USAGE,
-            format!("{count} dead letters have the ID {id}: select a tenant with --tenant"),
+            format!("{} dead letters have the ID {id}: select a tenant with --tenant", several.len()),
         )),
     }
 }
 
-async fn select(operator: &Operator, selection: &Selection) -> Result<Vec<DeadLetter>, Failure> {
+async fn read(operator: &Operator, subject: &str) -> Result<Option<DeadLetter>, Failure> {
+    operator.dead_letter(subject).await.map_err(Failure::unreachable)
+}
+
+/// Returns the subjects of the selected dead letters.
+async fn select(operator: &Operator, selection: &Selection) -> Result<Vec<String>, Failure> {
     let Selection { ids, all, bulkhead, tenant } = selection;
     let filter = |id: Option<String>| DeadFilter { bulkhead: bulkhead.clone(), tenant: tenant.clone(), id };
     if *all {
-        return operator.dead(&filter(None)).await.map_err(Failure::unreachable);
+        return operator.dead_subjects(&filter(None)).await.map_err(Failure::unreachable);
     }
     let mut selected = Vec::new();
     for id in ids {
-        let letters = operator.dead(&filter(Some(id.clone()))).await.map_err(Failure::unreachable)?;
-        if letters.is_empty() {
+        let filter = filter(Some(id.clone()));
+        let subjects = operator.dead_subjects(&filter).await.map_err(Failure::unreachable)?;
+        if subjects.is_empty() {
             return Err(Failure::new(exit::NOT_FOUND, format!("there is no dead letter {id}")));
         }
-        selected.extend(letters);
+        selected.extend(subjects);
     }
     Ok(selected)
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use async_nats::{Client, ConnectOptions, Event};
+use tokio::sync::watch;
 
 use crate::names::escape;
 use crate::server::refusals::Refusals;
@@ -32,17 +33,58 @@ impl std::error::Error for ConnectError {}
 
 /// Connects to the servers. If `waits` is true, retries until a server is available.
 pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Client, ConnectError> {
-    Ok(connect_with_refusals(nats, name, waits).await?.0)
+    connect_with(nats, name, waits, |_| {}).await
 }
 
-/// Connects like [`connect`]. Also returns a [`Refusals`] that records permission errors from the server.
+/// Connects to the servers. Also returns a [`Refusals`] that receives permission errors from the server.
 pub(crate) async fn connect_with_refusals(
     nats: &Nats,
     name: &str,
-    waits: bool,
 ) -> Result<(Client, Refusals), ConnectError> {
     let refusals = Refusals::new();
-    let recorded = refusals.clone();
+    let receiver = refusals.clone();
+    let client = connect_with(nats, name, false, move |event| {
+        if let Event::ServerError(error) = event {
+            receiver.report(&error.to_string());
+        }
+    });
+    Ok((client.await?, refusals))
+}
+
+/// The loss of a connection.
+#[derive(Clone, Debug)]
+pub(crate) struct Loss(watch::Receiver<bool>);
+
+impl Loss {
+    /// Returns true if the connection has been lost, even if the client has already reconnected.
+    pub(crate) fn has_happened(&self) -> bool {
+        // The sender is dropped if the client's task has panicked.
+        *self.0.borrow() || self.0.has_changed().is_err()
+    }
+
+    /// Waits until the connection is lost.
+    pub(crate) async fn happens(&mut self) {
+        let _ = self.0.wait_for(|is_lost| *is_lost).await;
+    }
+}
+
+/// Connects like [`connect`] with retries. Also returns a [`Loss`] for the connection.
+pub(crate) async fn connect_with_loss(nats: &Nats, name: &str) -> Result<(Client, Loss), ConnectError> {
+    let (sender, receiver) = watch::channel(false);
+    let client = connect_with(nats, name, true, move |event| {
+        if matches!(event, Event::Disconnected) {
+            sender.send_replace(true);
+        }
+    });
+    Ok((client.await?, Loss(receiver)))
+}
+
+async fn connect_with(
+    nats: &Nats,
+    name: &str,
+    waits: bool,
+    on_event: impl Fn(&Event) + Send + Sync + 'static,
+) -> Result<Client, ConnectError> {
     let servers = nats.servers.join(",");
     let fail = |error: &dyn fmt::Display| ConnectError(format!("failed to connect to {servers}: {error}"));
     let mut options = credentials(nats).await?;
@@ -56,9 +98,7 @@ pub(crate) async fn connect_with_refusals(
         })
         .event_callback(move |event| {
             report(&event);
-            if let Event::ServerError(error) = &event {
-                recorded.report(&error.to_string());
-            }
+            on_event(&event);
             async {}
         });
     if let Some(tenant) = &nats.tenant {
@@ -72,8 +112,7 @@ pub(crate) async fn connect_with_refusals(
     if waits {
         options = options.retry_on_initial_connect();
     }
-    let client = options.connect(&nats.servers).await.map_err(|error| fail(&error))?;
-    Ok((client, refusals))
+    options.connect(&nats.servers).await.map_err(|error| fail(&error))
 }
 
 async fn credentials(nats: &Nats) -> Result<ConnectOptions, ConnectError> {

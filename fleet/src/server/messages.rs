@@ -14,6 +14,10 @@ use serde_json::Value;
 const WRONG_LAST_SEQUENCE: u64 = 10071;
 /// Error code for a write that was rejected because another write to the same subject is pending.
 const WRITE_IN_PROCESS: u64 = 10164;
+/// Error code for headers that exceed the server's fixed limit of 64 KiB.
+const HEADERS_TOO_LARGE: u64 = 10097;
+/// Error code for a message that exceeds the stream's size limit.
+const MESSAGE_TOO_LARGE: u64 = 10054;
 /// Error code for a server that lacks disk space or memory.
 const NO_RESOURCES: u64 = 10023;
 /// Error code for a cluster without quorum.
@@ -39,7 +43,7 @@ pub(crate) enum Published {
     StreamFull,
     /// The message cannot be stored, because the server lacks disk space or the cluster lacks quorum.
     Unavailable(String),
-    /// The message exceeds the server's size limit.
+    /// The message exceeds one of the server's size limits.
     TooLarge,
     /// The user does not have permission to publish to the subject.
     Refused(String),
@@ -101,6 +105,7 @@ fn classify(payload: &[u8]) -> Published {
         STORE_FAILED if error.description.contains("per subject") => Published::SubjectFull,
         STORE_FAILED if error.description.contains("maximum") => Published::StreamFull,
         STORE_FAILED if error.description.contains("no space") => Published::Unavailable(error.description),
+        HEADERS_TOO_LARGE | MESSAGE_TOO_LARGE => Published::TooLarge,
         NO_RESOURCES | NO_QUORUM => Published::Unavailable(error.description),
         _ => Published::Unknown(error.description),
     }
@@ -194,6 +199,12 @@ mod tests {
         assert_eq!(error(10071, "wrong last sequence: 42"), Published::Conflict(42));
         assert_eq!(error(10071, "wrong last sequence"), Published::Pending);
         assert_eq!(error(10164, "wrong last sequence"), Published::Pending);
+    }
+
+    #[test]
+    fn message_above_a_size_limit_is_definitely_refused() {
+        assert_eq!(error(10097, "header size exceeds maximum allowed of 64k"), Published::TooLarge);
+        assert_eq!(error(10054, "message size exceeds maximum allowed"), Published::TooLarge);
     }
 
     #[test]

@@ -1,51 +1,70 @@
 //! Permission errors from the server. The server reports them separately, and never responds to a request that lacks
 //! permission.
 
-use tokio::sync::watch;
+use std::future::Future;
 
-/// The latest permission error that the server reported for a connection.
+use tokio::sync::broadcast;
+use tokio::sync::broadcast::error::RecvError;
+
+/// Number of errors that are kept for a slow receiver.
+const ERRORS_MAX: usize = 256;
+
+/// Permission errors that the server reports for a connection.
 #[derive(Clone, Debug)]
-pub(crate) struct Refusals(watch::Sender<String>);
+pub(crate) struct Refusals(broadcast::Sender<String>);
 
 impl Refusals {
-    /// Creates an instance that contains no error yet.
     pub(crate) fn new() -> Self {
-        Self(watch::Sender::new(String::new()))
+        Self(broadcast::Sender::new(ERRORS_MAX))
     }
 
     /// Records a permission error from the server. Ignores all other errors.
     pub(crate) fn report(&self, error: &str) {
         if error.to_ascii_lowercase().contains("permissions violation") {
-            self.0.send_replace(error.to_owned());
+            // Fails if no request is waiting.
+            let _ = self.0.send(error.to_owned());
         }
     }
 
-    /// Waits until the server reports a permission error for `subject`, and returns the error message.
-    pub(crate) async fn of(&self, subject: &str) -> String {
+    /// Returns a future that waits for the next permission error for `subject`. Call this before sending the request,
+    /// because earlier errors are ignored.
+    pub(crate) fn of(&self, subject: &str) -> impl Future<Output = String> {
         let quoted = format!("\"{subject}\"").to_ascii_lowercase();
-        let is_own = |error: &String| error.to_ascii_lowercase().contains(&quoted);
-        let mut receiver = self.0.subscribe();
-        let found = receiver.wait_for(is_own).await.map(|error| error.clone());
-        match found {
-            Ok(error) => error,
-            // Unreachable, because `self` owns the sender.
-            Err(_) => std::future::pending().await,
+        let mut errors = self.0.subscribe();
+        async move {
+            loop {
+                match errors.recv().await {
+                    Ok(error) if error.to_ascii_lowercase().contains(&quoted) => return error,
+                    Ok(_) | Err(RecvError::Lagged(_)) => {}
+                    // Unreachable, because `self` owns the sender.
+                    Err(RecvError::Closed) => std::future::pending().await,
+                }
+            }
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use futures_util::FutureExt;
+
     use super::*;
 
     #[tokio::test]
     async fn refusal_is_reported_only_for_its_subject() {
         let refusals = Refusals::new();
+        let [other, acme] = ["other", "acme"].map(|tenant| format!("bh.job.b.n.3.{tenant}"));
+        let (other, acme) = (refusals.of(&other), refusals.of(&acme));
         refusals.report("Permissions Violation for Publish to \"bh.job.b.n.3.other\"");
-        assert!(refusals.of("bh.job.b.n.3.other").await.contains("other"));
-        let other = refusals.of("bh.job.b.n.3.acme");
-        assert!(tokio::time::timeout(std::time::Duration::from_millis(1), other).await.is_err());
         refusals.report("slow consumer \"bh.job.b.n.3.acme\"");
-        assert_eq!(*refusals.0.borrow(), "Permissions Violation for Publish to \"bh.job.b.n.3.other\"");
+        assert!(other.await.contains("other"));
+        assert!(acme.now_or_never().is_none());
+    }
+
+    #[tokio::test]
+    async fn earlier_refusal_does_not_affect_later_requests() {
+        let refusals = Refusals::new();
+        refusals.report("Permissions Violation for Publish to \"bh.job.b.n.3.acme\"");
+        assert!(refusals.of("bh.job.b.n.3.acme").now_or_never().is_none());
     }
 }

@@ -7,7 +7,9 @@ use async_nats::Client;
 use serde_json::{Map, Value, json};
 
 use super::messages::{ApiError, api};
-use crate::names::{AGENTS, DEAD, JOBS, LEDGER, bulkhead_filter, consumer, consumer_filters};
+use crate::names::{
+    AGENTS, DEAD, JOBS, LANES, LEDGER, bulkhead_subjects, consumer, consumer_filters, unescape,
+};
 use crate::settings::{Bulkhead, Settings};
 
 /// Minimum server version for streams with only one replica.
@@ -99,11 +101,12 @@ fn merge(into: &mut Value, more: Value) {
 /// Returns the configuration of each stream.
 fn streams(settings: &Settings) -> Vec<Value> {
     let streams = &settings.streams;
-    let subjects: Vec<String> = settings.bulkhead.keys().map(|name| bulkhead_filter(name)).collect();
+    let subjects: Vec<String> = settings.bulkhead.keys().flat_map(|name| bulkhead_subjects(name)).collect();
     let jobs = json!({
         "retention": "workqueue", "discard": "new", "discard_new_per_subject": true,
         "max_msgs_per_subject": streams.tenant_backlog, "max_bytes": streams.max_bytes, "max_age": 0,
-        "deny_purge": true, "deny_delete": true, "allow_direct": false,
+        // Agents delete messages with unreadable headers.
+        "deny_purge": true, "deny_delete": false, "allow_direct": false,
     });
     let ledger = json!({
         "retention": "limits", "discard": "new", "max_msgs_per_subject": 1,
@@ -215,7 +218,10 @@ async fn prepare_stream(client: &Client, config: &Value) -> Result<Finding, Init
     }
     existing["subjects"] = config["subjects"].clone();
     create(client, &format!("STREAM.UPDATE.{name}"), existing, name).await?;
-    Ok(Finding::Changed(format!("{name}: added {}", added.join(", "))))
+    let mut bulkheads: Vec<_> =
+        added.iter().filter_map(|subject| unescape(subject.split('.').nth(2)?)).collect();
+    bulkheads.dedup();
+    Ok(Finding::Changed(format!("{name}: added the subjects of {}", bulkheads.join(", "))))
 }
 
 async fn create(client: &Client, call: &str, body: Value, object: &str) -> Result<(), InitError> {
@@ -224,13 +230,17 @@ async fn create(client: &Client, call: &str, body: Value, object: &str) -> Resul
 }
 
 /// Returns the subjects that the configuration adds to an existing stream. Returns an empty list if the configuration
-/// would also remove subjects.
+/// would also remove subjects, other than one for all lanes of a bulkhead, which earlier versions created.
 fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
     let list = |of: &Value| -> Vec<String> {
         of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()
     };
     let (existing, wanted) = (list(existing), list(wanted));
-    if !existing.iter().all(|subject| wanted.contains(subject)) {
+    let is_replaced = |subject: &String| {
+        let start = subject.strip_suffix("*.*");
+        start.is_some_and(|start| (0..LANES).all(|lane| wanted.contains(&format!("{start}{lane}.*"))))
+    };
+    if !existing.iter().all(|subject| wanted.contains(subject) || is_replaced(subject)) {
         return Vec::new();
     }
     wanted.into_iter().filter(|subject| !existing.contains(subject)).collect()
@@ -269,54 +279,52 @@ async fn prepare_consumers(
 }
 
 /// Removes consumers that were created for a different number of lanes, because their filters would overlap with those
-/// of the new consumers. Requires an empty queue, because delivery counts are lost with the consumers.
+/// of the new consumers. Requires that no jobs are waiting for these consumers, because delivery counts are lost with the
+/// consumers. If `init` is interrupted, the next `init` removes the remaining consumers.
 async fn remove_other_lanes(
     client: &Client,
     name: &str,
     bulkhead: &Bulkhead,
     findings: &mut Vec<Finding>,
 ) -> Result<(), InitError> {
-    let existing = consumers_of(client, name).await?;
-    let has_first = existing.iter().any(|config| config["name"] == consumer(name, 0));
-    let width = existing.iter().find(|config| config["name"] == consumer(name, 0)).map_or(1, filter_count);
-    let wanted = consumer_filters(name, bulkhead.lanes, 0).len();
-    if !has_first || (width == wanted && existing.len() == usize::from(bulkhead.lanes)) {
-        return Ok(());
+    let is_outdated = |(index, filters): &(u8, Vec<String>)| {
+        *index >= bulkhead.lanes || !is_same_set(filters, &consumer_filters(name, bulkhead.lanes, *index))
+    };
+    let outdated: Vec<_> = consumers_of(client, name).await?.into_iter().filter(is_outdated).collect();
+    let mut waiting = 0;
+    for filter in outdated.iter().flat_map(|(_, filters)| filters) {
+        waiting += count_waiting(client, filter).await?;
     }
-    let waiting = waiting(client, name).await?;
     if waiting > 0 {
         return Err(InitError::Server(format!(
             "[bulkhead.{name}] lanes cannot change while {waiting} jobs are waiting; stop submitting jobs, wait until \
              `bulkhead fleet status` shows no pending jobs, and try again"
         )));
     }
-    for config in existing {
-        let consumer = config["name"].as_str().unwrap_or_default();
-        let call = format!("CONSUMER.DELETE.{JOBS}.{consumer}");
-        create(client, &call, Value::Null, consumer).await?;
+    for (index, _) in &outdated {
+        let consumer = consumer(name, *index);
+        create(client, &format!("CONSUMER.DELETE.{JOBS}.{consumer}"), Value::Null, &consumer).await?;
     }
-    findings.push(Finding::Changed(format!(
-        "{JOBS}: removed the consumers of {name}, which were created for a different number of lanes"
-    )));
+    if !outdated.is_empty() {
+        findings.push(Finding::Changed(format!(
+            "{JOBS}: removed the consumers of {name}, which were created for a different number of lanes"
+        )));
+    }
     Ok(())
 }
 
-fn filter_count(config: &Value) -> usize {
-    config["filter_subjects"].as_array().map_or(1, Vec::len)
+fn is_same_set(a: &[String], b: &[String]) -> bool {
+    a.len() == b.len() && a.iter().all(|item| b.contains(item))
 }
 
-async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<Value>, InitError> {
+/// Returns the index and the subject filters of each of the bulkhead's consumers.
+async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<(u8, Vec<String>)>, InitError> {
     let mut found = Vec::new();
-    for index in 0..crate::names::LANES {
+    for index in 0..LANES {
         let call = format!("CONSUMER.INFO.{JOBS}.{}", consumer(bulkhead, index));
         let info: Result<Value, ApiError> = api(client, &call, Value::Null).await;
         match info {
-            Ok(mut info) => {
-                let name = info["name"].take();
-                let mut config = info["config"].take();
-                config["name"] = name;
-                found.push(config);
-            }
+            Ok(info) => found.push((index, filters(&info["config"]))),
             Err(error) if error.err_code == CONSUMER_NOT_FOUND => {}
             Err(error) => return Err(InitError::of(bulkhead, &error)),
         }
@@ -324,9 +332,15 @@ async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<Value>, Ini
     Ok(found)
 }
 
-/// Returns the number of jobs in the bulkhead that have no outcome yet.
-async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
-    let body = json!({"subjects_filter": bulkhead_filter(bulkhead)});
+fn filters(config: &Value) -> Vec<String> {
+    let several = config["filter_subjects"].as_array().into_iter().flatten();
+    let all = several.chain(config.get("filter_subject"));
+    all.filter_map(|filter| Some(filter.as_str()?.to_owned())).collect()
+}
+
+/// Returns the number of jobs that match the filter and have no outcome yet.
+async fn count_waiting(client: &Client, filter: &str) -> Result<u64, InitError> {
+    let body = json!({"subjects_filter": filter});
     let info: Value = api(client, &format!("STREAM.INFO.{JOBS}"), body)
         .await
         .map_err(|error| InitError::of(JOBS, &error))?;
@@ -343,6 +357,8 @@ fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
         let existing = existing.get(key).unwrap_or(&Value::Null);
         let is_equal = match (existing, wanted) {
             (Value::Null, wanted) => is_default(wanted),
+            // The server does not permit this change.
+            (Value::Bool(true), Value::Bool(false)) if key == "deny_delete" => true,
             (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().all(|item| b.contains(item)),
             (a, b) => a == b,
         };
@@ -356,6 +372,7 @@ fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::names::bulkhead_filter;
 
     #[test]
     fn versions_are_compared_numerically() {
@@ -371,6 +388,7 @@ mod tests {
         let wanted = json!({"a": false, "b": 0, "c": ["x", "y"], "d": 3});
         assert!(differences(&json!({"c": ["y", "x"], "d": 3, "e": 1}), &wanted).is_empty());
         assert_eq!(differences(&json!({"c": ["y"], "d": 4}), &wanted).len(), 2);
+        assert!(differences(&json!({"deny_delete": true}), &json!({"deny_delete": false})).is_empty());
     }
 
     #[test]
@@ -378,5 +396,14 @@ mod tests {
         let (old, new) = (json!({"subjects": ["a"]}), json!({"subjects": ["a", "b"]}));
         assert_eq!(added_subjects(&old, &new), ["b"]);
         assert!(added_subjects(&new, &old).is_empty());
+    }
+
+    #[test]
+    fn single_subject_of_a_bulkhead_is_replaced_by_its_lanes() {
+        let old = json!({"subjects": [bulkhead_filter("a")]});
+        let subjects = bulkhead_subjects("a");
+        assert_eq!(added_subjects(&old, &json!({"subjects": subjects})), subjects);
+        assert!(added_subjects(&old, &json!({"subjects": subjects[1..]})).is_empty());
+        assert!(added_subjects(&old, &json!({"subjects": bulkhead_subjects("b")})).is_empty());
     }
 }

@@ -545,6 +545,7 @@ fn rules(faults: Faults) -> Rules {
         host_lost_after: Duration::from_millis(HOST_LOST_AFTER),
         attempts_max: 3,
         result_bytes_max: 1 << 20,
+        is_rate_limit_shared: false,
         faults,
     }
 }

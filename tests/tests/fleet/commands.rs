@@ -9,7 +9,8 @@ use std::process::Command;
 use bulkhead_fleet::operate::{DeadFilter, Operator};
 use bulkhead_fleet::settings::Settings;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, server_program};
-use bulkhead_tests::{PATIENCE, programs, run, wait_for};
+use bulkhead_tests::{PATIENCE, heavy, programs, run, wait_for};
+use serde_json::{Value, json};
 
 use super::jobs::{BULKHEADS, settings, start};
 
@@ -142,7 +143,7 @@ fn dead_letter_can_be_shown_resubmitted_and_dropped() {
         let settings = Settings::read(&fleet.config()).unwrap();
         let operator = Operator::connect(&settings).await.unwrap();
         let filter = DeadFilter { id: Some("first".into()), ..DeadFilter::default() };
-        let letter = operator.dead(&filter).await.unwrap().remove(0);
+        let letter = operator.dead(&filter, 1).await.unwrap().remove(0);
         let new_id = operator.requeue(&letter).await.unwrap();
         assert_eq!(operator.requeue(&letter).await.unwrap(), new_id);
         new_id
@@ -154,6 +155,80 @@ fn dead_letter_can_be_shown_resubmitted_and_dropped() {
     assert_eq!(fleet.command(&["dead", "drop", "--all"]).status.code(), Some(0));
     assert_eq!(fleet.json(&["dead", "list"]).1.len(), 0);
     assert_eq!(fleet.command(&["dead", "requeue", "first"]).status.code(), Some(66));
+}
+
+/// Publishes a dead letter, as an agent would, for an earlier job.
+fn letter_message(tenant: &str, id: &str) -> Vec<u8> {
+    let outcome = "{\"outcome\":\"rejected\",\"reason\":\"invalid\",\"bulkhead\":\"b\",\"executed\":\"no\",\"attempts\":0,\
+                   \"queued_ms\":0,\"ran_ms\":0,\"retryable\":false,\"job\":null}";
+    let head = format!("NATS/1.0\r\nBulkhead-Id: {id}\r\nBulkhead-Outcome: {outcome}\r\n\r\n");
+    format!("HPUB bh.dead.b.{tenant}.{id} {} {}\r\n{head}old\r\n", head.len(), head.len() + 3).into_bytes()
+}
+
+#[test]
+fn dead_letter_replaces_only_that_of_an_earlier_job() {
+    let Some(fleet) = start() else { return };
+    let letter = || {
+        let (_, letters) = fleet.json(&["dead", "list"]);
+        assert_eq!(letters.len(), 1, "{letters:?}");
+        letters[0].clone()
+    };
+    fleet.send(&letter_message("=", "nightly"));
+    wait_for("the letter is stored", || (fleet.json(&["dead", "list"]).1.len() == 1).then_some(()));
+    assert_eq!(fleet.json(&["submit", "b", "fail", "-n", "--id", "nightly"]).0, 1);
+    fleet.wait_drained("b");
+    let own = letter();
+    assert_eq!((&own["outcome"], &own["payload_bytes"]), (&"failed".into(), &0.into()), "{own}");
+
+    // Another submission of the same job changes nothing.
+    run(async {
+        let job = fleet.connect().await.job("b", "other payload").id("nightly").operation("fail");
+        job.submit().await.unwrap().result().await.unwrap_err();
+    });
+    fleet.wait_drained("b");
+    assert_eq!(letter(), own);
+}
+
+#[test]
+fn dead_letters_are_listed_and_dropped_whatever_their_number() {
+    const LETTERS: usize = 10_010;
+    let _turn = heavy();
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let letters = (0..LETTERS - 1).map(|number| letter_message("a", &number.to_string()));
+    let letters: Vec<u8> = letters.chain([letter_message("z", "newest")]).flatten().collect();
+    fleet.send(&letters);
+    wait_for("the letters are stored", || {
+        let status = fleet.status()?;
+        let dead = status["streams"].as_array()?.iter().find(|stream| stream["name"] == "BH_DEAD")?;
+        (dead["messages"] == LETTERS).then_some(())
+    });
+    let (_, listed) = fleet.json(&["dead", "list", "--limit", "2"]);
+    assert_eq!([&listed[0]["id"], &listed[1]["id"]], ["newest", (LETTERS - 2).to_string().as_str()]);
+    let (code, dropped) = fleet.json(&["dead", "drop", "--all"]);
+    assert_eq!((code, dropped.len()), (0, LETTERS));
+    assert_eq!(fleet.json(&["dead", "list"]).1.len(), 0);
+}
+
+#[test]
+fn init_replaces_the_single_subject_of_earlier_versions() {
+    for version in VERSIONS {
+        let Some(fleet) = TestFleet::start(version, 1, &settings()) else { return };
+        let info = fleet.request(b"$JS.API.STREAM.INFO.BH_JOBS", b"", b"");
+        let mut config = serde_json::from_str::<Value>(&info).unwrap()["config"].take();
+        config["subjects"] = json!(["bh.job.b.n.*.*", "bh.job.other.n.*.*"]);
+        config["deny_delete"] = json!(true);
+        let updated = fleet.request(b"$JS.API.STREAM.UPDATE.BH_JOBS", b"", config.to_string().as_bytes());
+        assert!(!updated.contains("error"), "{updated}");
+        let publish = |lane: &str| fleet.request(format!("bh.job.b.n.{lane}.acme").as_bytes(), b"", b"");
+        assert!(publish("99").contains("\"seq\""));
+        let (code, findings) = fleet.json(&["init"]);
+        assert_eq!((code, &findings[0]["state"]), (0, &"changed".into()), "{findings:?}");
+        assert!(publish("99").starts_with("NATS/1.0 503"));
+        assert!(publish("2").contains("\"seq\""));
+        let (code, findings) = fleet.json(&["init"]);
+        assert_eq!(code, 0);
+        assert!(findings.iter().all(|finding| finding["state"] == "unchanged"), "{findings:?}");
+    }
 }
 
 #[test]
@@ -183,7 +258,7 @@ fn fleet_try_command_runs_a_complete_fleet() {
 }
 
 /// Returns the status and body of one of the agent's pages.
-fn get(port: u16, path: &str) -> (u16, String) {
+pub(crate) fn get(port: u16, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("the agent listens");
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
     write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();

@@ -1,8 +1,9 @@
 //! Limits: backlogs, sizes, full streams, lanes, and messages that are not jobs.
 
-use std::io::{BufRead, BufReader, Write};
-use std::net::TcpStream;
+use std::process::Output;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use bulkhead_client::RejectReason;
 use bulkhead_fleet::FleetError;
 use bulkhead_shared::Verdict;
@@ -111,22 +112,12 @@ fn invalid_options_never_reach_the_servers() {
     assert_eq!(fleet.pending("b"), Some(0));
 }
 
-/// Publishes a hand-written message, as a third-party client could.
+/// Publishes a message with hand-written headers.
 fn publish_raw(fleet: &TestFleet, subject: &str, headers: &[&str]) {
-    let address = fleet.servers[0].address();
-    let mut socket = TcpStream::connect(address.trim_start_matches("nats://")).unwrap();
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
-    let head =
-        format!("NATS/1.0\r\n{}\r\n", headers.iter().map(|line| format!("{line}\r\n")).collect::<String>());
-    let connect =
-        "CONNECT {\"verbose\":false,\"headers\":true,\"protocol\":1,\"lang\":\"x\",\"version\":\"1\"}\r\n";
-    let message = match headers {
-        [] => format!("PUB {subject} 2\r\nhi\r\n"),
-        _ => format!("HPUB {subject} {} {}\r\n{head}hi\r\n", head.len(), head.len() + 2),
-    };
-    socket.write_all(format!("{connect}{message}PING\r\n").as_bytes()).unwrap();
-    let lines = BufReader::new(socket).lines();
-    assert!(lines.map_while(Result::ok).any(|line| line == "PONG"));
+    let lines: String = headers.iter().map(|line| format!("{line}\r\n")).collect();
+    let head = if headers.is_empty() { String::new() } else { format!("NATS/1.0\r\n{lines}\r\n") };
+    let answer = fleet.request(subject.as_bytes(), head.as_bytes(), b"hi");
+    assert!(answer.contains("\"seq\""), "{answer}");
 }
 
 #[test]
@@ -178,22 +169,52 @@ fn lanes_let_a_quiet_tenant_overtake_a_busy_one() {
     });
 }
 
+/// Runs `init` with another number of lanes.
+fn change_lanes(fleet: &TestFleet, lanes: &str) -> Output {
+    let text = std::fs::read_to_string(fleet.config()).unwrap();
+    let text = text.replace("[bulkhead.b]\n", &format!("[bulkhead.b]\nlanes = {lanes}\n"));
+    let file = fleet.folder.path().join("lanes.toml");
+    std::fs::write(&file, text).unwrap();
+    fleet.command(&["--config", file.to_str().unwrap(), "init"])
+}
+
 #[test]
 fn lanes_can_change_only_while_no_jobs_are_waiting() {
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
-    let change = |lanes: &str| {
-        let text = std::fs::read_to_string(fleet.config()).unwrap();
-        let text = text.replace("[bulkhead.b]\n", &format!("[bulkhead.b]\nlanes = {lanes}\n"));
-        let file = fleet.folder.path().join("lanes.toml");
-        std::fs::write(&file, text).unwrap();
-        fleet.command(&["--config", file.to_str().unwrap(), "init"])
-    };
-    assert!(change("4").status.success());
+    assert!(change_lanes(&fleet, "4").status.success());
     let (code, _) = fleet.json(&["submit", "b", "-n", "--detach"]);
     assert_eq!(code, 0);
-    let refused = change("2");
+    let refused = change_lanes(&fleet, "2");
     assert_eq!(refused.status.code(), Some(69));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("1 jobs are waiting"), "{refused:?}");
+}
+
+#[test]
+fn interrupted_change_of_lanes_can_be_repeated() {
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    assert!(change_lanes(&fleet, "4").status.success());
+    for deleted in ["b_n_0", "b_n_2"] {
+        fleet.request(format!("$JS.API.CONSUMER.DELETE.BH_JOBS.{deleted}").as_bytes(), b"", b"");
+    }
+    // No consumer can deliver this job, which belongs to the first of four lanes.
+    assert_eq!(fleet.json(&["submit", "b", "-n", "--detach"]).0, 0);
+    for _ in 0..2 {
+        let changed = change_lanes(&fleet, "2");
+        assert!(changed.status.success(), "{changed:?}");
+    }
+}
+
+#[test]
+fn library_always_sends_a_deadline() {
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    run(async {
+        fleet.connect().await.job("b", "").submit().await.unwrap();
+    });
+    let stored = fleet.request(b"$JS.API.STREAM.MSG.GET.BH_JOBS", b"", b"{\"seq\": 1}");
+    let stored: serde_json::Value = serde_json::from_str(&stored).unwrap();
+    let headers = STANDARD.decode(stored["message"]["hdrs"].as_str().unwrap()).unwrap();
+    let headers = String::from_utf8(headers).unwrap();
+    assert!(headers.contains("Bulkhead-Deadline-Ms: 3600000\r\n"), "{headers}");
 }
 
 #[test]

@@ -8,3 +8,4 @@ mod jobs;
 mod limits;
 mod outages;
 mod security;
+mod tenants;

@@ -1,0 +1,112 @@
+//! Tenants that send hostile messages or exceed their share. No other tenant's job may suffer.
+
+use std::time::Duration;
+
+use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of};
+use bulkhead_tests::{run, wait_for};
+
+use super::commands::get;
+use super::jobs::{BULKHEADS, settings};
+
+#[test]
+fn tenant_cannot_escape_its_backlog_by_inventing_lanes() {
+    let settings = settings().replace("[streams]\n", "[streams]\ntenant_backlog = 5\n");
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings) else { return };
+    let publish = |lane: &str| fleet.request(format!("bh.job.b.{lane}.acme").as_bytes(), b"", b"");
+    for lane in ["n.99", "n.16", "n.02", "n.x", "m.2"] {
+        assert!(publish(lane).starts_with("NATS/1.0 503"), "{lane}");
+    }
+    for _ in 0..5 {
+        assert!(publish("n.2").contains("\"seq\""));
+    }
+    assert!(publish("n.2").contains("maximum messages per subject"));
+    assert_eq!(fleet.pending("b"), Some(5));
+}
+
+#[test]
+fn job_with_a_long_traceparent_does_not_occupy_a_permit() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let long = "a".repeat(65_400);
+    // More jobs than permits.
+    for number in 0..6 {
+        let headers = format!("NATS/1.0\r\nBulkhead-Id: {number}\r\ntraceparent: {long}\r\n\r\n");
+        let answer = fleet.request(b"bh.job.b.n.2.acme", headers.as_bytes(), b"");
+        assert!(answer.contains("\"seq\""), "{answer}");
+    }
+    fleet.add_host("host-a", BULKHEADS);
+    run(async {
+        let client = fleet.connect().await;
+        result_of(client.job("b", "").submit().await.unwrap()).await.unwrap();
+    });
+    fleet.wait_drained("b");
+    let (_, letters) = fleet.json(&["dead", "list"]);
+    assert_eq!(letters.len(), 6, "{letters:?}");
+    assert!(letters.iter().all(|letter| letter["reason"] == "invalid"), "{letters:?}");
+}
+
+/// Headers that `async-nats` cannot parse. The last ones make the library panic.
+const UNREADABLE: [&[u8]; 6] = [
+    b"GARBAGE\r\n\r\n",
+    b"NATS/1.0\r\nno colon\r\n\r\n",
+    b"NATS/1.0\r\nBulkhead-Id: \xff\r\n\r\n",
+    b"NATS/1.0\r\nA\x01: b\r\n\r\n",
+    b"NATS/1.0\r\nBulkhead-Id: a\rb\r\n\r\n",
+    b"NATS/1.0\r\nBulkhead-Id: a\rb\r\n\r\n",
+];
+
+#[test]
+fn unreadable_messages_are_deleted_and_harm_no_other_job() {
+    for version in VERSIONS {
+        let Some(mut fleet) = TestFleet::start(version, 1, &settings()) else { return };
+        fleet.add_host("host-a", BULKHEADS);
+        let [begun, go] = ["begun", "go"].map(|name| fleet.hosts[0].supervisor.file(name));
+        run(async {
+            let client = fleet.connect().await;
+            let operation = format!("steps:trace {};wait {}", begun.display(), go.display());
+            let running = client.job("b", "").operation(operation).submit().await.unwrap();
+            wait_for("the job has begun", || begun.exists().then_some(()));
+            for headers in UNREADABLE {
+                fleet.request(b"bh.job.b.n.2.acme", headers, b"");
+            }
+            fleet.request(b"bh.job.b.n.3.\xff", b"", b"");
+            result_of(client.job("b", "").submit().await.unwrap()).await.unwrap();
+            std::fs::write(&go, "").unwrap();
+            result_of(running).await.unwrap();
+        });
+        fleet.wait_drained("b");
+        assert_eq!(std::fs::read_to_string(begun).unwrap().lines().count(), 1);
+        assert!(fleet.hosts[0].log().contains("cannot be parsed"));
+    }
+}
+
+#[test]
+fn tenant_above_its_rate_limit_does_not_stop_other_tenants() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let limit = "rate_limit = { per_second = 0.001, burst = 1, per = \"tenant\" }\n";
+    fleet.add_host("host-a", &format!("{BULKHEADS}{limit}"));
+    run(async {
+        let client = fleet.connect().await;
+        result_of(client.job("b", "").tenant("acme").submit().await.unwrap()).await.unwrap();
+        client.job("b", "").tenant("acme").submit().await.unwrap();
+        let returned = "bulkhead_fleet_returned_total{bulkhead=\"b\"} 1";
+        wait_for("the second job is returned", || {
+            get(fleet.hosts[0].http, "/metrics").1.contains(returned).then_some(())
+        });
+        // The supervisor has asked for a pause of at least a minute.
+        let quiet = client.job("b", "").tenant("quiet").deadline(Duration::from_secs(40));
+        result_of(quiet.submit().await.unwrap()).await.unwrap();
+    });
+    assert_eq!(fleet.pending("b"), Some(1));
+}
+
+#[test]
+fn first_job_of_an_isolated_tenant_is_pulled() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    fleet.add_host("host-a", &format!("{BULKHEADS}tenants = {{ isolate = true, max_active = 4 }}\n"));
+    run(async {
+        let client = fleet.connect().await;
+        for tenant in ["acme", "quiet"] {
+            result_of(client.job("b", "").tenant(tenant).submit().await.unwrap()).await.unwrap();
+        }
+    });
+}
