@@ -80,6 +80,12 @@ impl Isolated {
         self.waiting.remove(at)
     }
 
+    /// Returns true if there is room for another waiting tenant once all idle tenants have released their workers.
+    fn has_room(&self) -> bool {
+        let busy = self.running - self.ending - self.idle.len();
+        self.waiting.len() + busy < self.max_active
+    }
+
     /// Returns the next event needed to assign workers. The event either gives workers to a waiting tenant or
     /// makes an idle tenant release its workers.
     fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
@@ -201,14 +207,14 @@ impl Bulkheads {
 
     fn has_room_for(&mut self, compartments: &Compartments, compartment: &Compartment) -> bool {
         let bulkhead = compartment.bulkhead;
-        while let Some(idle) = self.tenants(bulkhead).take_idle_waiter(compartments) {
-            self.effects.push_back(Effect::Apply(idle, Event::ScaleToZero));
-        }
         let has_workers = compartment.tenant_state == TenantState::Leaving;
+        if !has_workers && !self.tenants(bulkhead).has_room() {
+            while let Some(idle) = self.tenants(bulkhead).take_idle_waiter(compartments) {
+                self.effects.push_back(Effect::Apply(idle, Event::ScaleToZero));
+            }
+        }
         let isolated = self.tenants(bulkhead);
-        let waiting = isolated.waiting.len();
-        let room = isolated.max_active.saturating_sub(isolated.running) + isolated.ending;
-        !isolated.is_draining && (has_workers || room > waiting || !isolated.idle.is_empty())
+        !isolated.is_draining && (has_workers || isolated.has_room())
     }
 
     /// Adds a tenant whose job was accepted to the list of tenants waiting for workers.
