@@ -41,7 +41,7 @@ impl DataPlane {
     /// Returns the number of bytes read.
     pub(crate) fn read_session(&mut self, index: SessionIndex, most: usize) -> usize {
         let Some(session) = self.sessions.get_mut(index) else { return 0 };
-        if session.pause_if_behind() {
+        if session.pause_if_behind(self.now) {
             return 0;
         }
         if session.is_held_back {
