@@ -428,7 +428,7 @@ pub struct LimitChange {
     pub max_in_flight: Option<u32>,
     /// Maximum number of queued jobs. A decrease does not remove any job from the queue.
     pub max_queue: Option<u32>,
-    /// New rate limit, or `Some(None)` to remove the limit. Earlier charges still count.
+    /// New rate limit, or `Some(None)` to remove the limit. Charges to a replaced limit still count.
     pub rate_limit: Option<Option<RateLimit>>,
 }
 
