@@ -552,8 +552,9 @@ pub enum OperatorEvent {
         slot: u32,
         /// Human-readable cause.
         message: String,
-        /// Time until the next attempt to replace the worker.
-        retry_in: Duration,
+        /// Time until the next attempt to replace outdated workers. `None` if there is no further attempt, because
+        /// only an operator's restart was under way.
+        retry_in: Option<Duration>,
     },
     /// A slot's next worker will start after a delay.
     RestartBackoff {

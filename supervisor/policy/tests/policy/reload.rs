@@ -222,7 +222,9 @@ fn retries_failed_replacement_while_old_workers_run_jobs() {
     for attempt in 1..=3 {
         assert_eq!(fixture.spawned.len(), 2 + attempt);
         fixture.exit_worker(fixture.newest_worker(), Death::Exit(1));
-        let failed = |note: &&OperatorEvent| matches!(note, OperatorEvent::ReplacementFailed { .. });
+        let failed = |note: &&OperatorEvent| {
+            matches!(note, OperatorEvent::ReplacementFailed { retry_in: Some(_), .. })
+        };
         assert_eq!(fixture.events.iter().filter(failed).count(), attempt);
         let (a, b) = (fixture.job(), fixture.job());
         fixture.reply(a);
