@@ -175,8 +175,7 @@ impl Handover {
     }
 
     /// Returns true if idle connections must be moved to the successor. If the transfer socket is closed, the successor
-    /// has probably failed, and this supervisor keeps its connections until the upgrade has ended in one way or the
-    /// other.
+    /// has probably failed. This supervisor then keeps its connections until the outcome of the upgrade is known.
     pub(super) fn moves_connections(&self) -> bool {
         self.is_leaving() || self.is_released() && self.transfer.is_some()
     }
