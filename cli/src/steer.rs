@@ -149,13 +149,22 @@ async fn wait_until_replaced(args: &Args, name: &str, limit: WaitLimit) -> Resul
         let left = bulkhead.workers.iter().filter(|worker| worker.outdated).count();
         let has_ready_workers =
             bulkhead.workers.iter().all(|worker| worker.state == "ready" || worker.state == "busy");
-        match &bulkhead.state {
-            Word::Known(BulkheadState::Ready) if left == 0 => return Ok(()),
+        match (&bulkhead.state, &bulkhead.restart_failure) {
+            (Word::Known(BulkheadState::Ready), _) if left == 0 => return Ok(()),
             // A draining bulkhead never leaves this state on its own.
-            Word::Known(BulkheadState::Draining) if left == 0 && has_ready_workers => return Ok(()),
-            Word::Known(BulkheadState::Failed) => {
+            (Word::Known(BulkheadState::Draining), _) if left == 0 && has_ready_workers => return Ok(()),
+            (Word::Known(BulkheadState::Failed), _) => {
                 let cause = bulkhead.detail.as_ref().map(shown).unwrap_or_default();
                 let message = format!("{}: the restart failed: {cause}", escape(name));
+                return Err(Failure::new(exit::FAILED, message));
+            }
+            (_, Some(cause)) if left > 0 => {
+                let message = format!(
+                    "{}: the restart stopped, because a replacement failed to start: {}; the old workers continue to \
+                     serve",
+                    escape(name),
+                    shown(cause)
+                );
                 return Err(Failure::new(exit::FAILED, message));
             }
             _ if limit.is_over() => {

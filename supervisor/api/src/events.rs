@@ -131,7 +131,7 @@ events! {
     /// A spare worker has taken over a slot.
     SpareTookOver = "spare_took_over" { pid: u32, slot: u32, generation: u32 };
     /// A worker that should be replaced stays in service, because its replacement failed to start.
-    ReplacementFailed = "replacement_failed" { slot: u32, message: String, serves_on: bool, again_in_ms: f64 };
+    ReplacementFailed = "replacement_failed" { slot: u32, message: String, serves_on: bool } { again_in_ms: f64 };
     /// The next worker of a slot starts after a delay.
     RestartBackoff = "restart_backoff" { slot: u32, delay_ms: f64 };
     /// The bulkhead has no worker, and none of its slots will get one soon.

@@ -66,6 +66,10 @@ pub struct Snapshot {
     pub breaker: Word<BreakerState>,
     /// True if the configuration has a `breaker` table. Otherwise only an operator can open the breaker.
     pub has_breaker: bool,
+    /// Human-readable reason why the last restart of the bulkhead stopped before all workers were replaced. Absent if it
+    /// did not stop.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub restart_failure: Option<String>,
     /// Number of worker restarts for reasons other than `recycle`.
     pub restarts: u64,
     /// Number of times that a job was retried because its worker had died.

@@ -118,8 +118,8 @@ struct Isolated {
     max_active: usize,
     /// Compartments with workers but no jobs, ordered by the time at which they became idle.
     idle: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments without workers, ordered by the time at which the last worker exited.
-    resting: BTreeSet<(Time, CompartmentIndex)>,
+    /// Compartments without workers and jobs, ordered by the time since which they have been unused.
+    unused: BTreeSet<(Time, CompartmentIndex)>,
     /// Compartments that have workers or jobs, or are waiting for workers. All others are scaled to zero.
     active: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is open, half open or forced open.
@@ -177,7 +177,7 @@ impl Compartment {
             is_touched: false,
             latency: Latency::default(),
             load: Load::default(),
-            tenant_state: TenantState::ScaledToZero(now),
+            tenant_state: TenantState::Unused(now),
             is_listed_tripped: false,
         }
     }

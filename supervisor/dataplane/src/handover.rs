@@ -174,9 +174,16 @@ impl Handover {
         (after != before).then_some(after)
     }
 
-    /// Returns true if another connection can be passed on.
+    /// Returns true if idle connections must be moved to the successor. If the transfer socket is closed, the successor
+    /// has probably failed. This supervisor then keeps its connections until the outcome of the upgrade is known.
+    pub(super) fn moves_connections(&self) -> bool {
+        self.is_leaving() || self.is_released() && self.transfer.is_some()
+    }
+
+    /// Returns true if another connection can be passed on. Without a transfer socket, a connection that is passed on is
+    /// closed.
     pub(super) fn has_room(&self) -> bool {
-        self.transfer.as_ref().is_some_and(|transfer| transfer.outbox.len() < OUTBOX_MAX)
+        self.transfer.as_ref().is_none_or(|transfer| transfer.outbox.len() < OUTBOX_MAX)
     }
 
     // The successor.
@@ -225,6 +232,19 @@ mod tests {
         assert!(handover.is_released() && !handover.pauses_reading());
         let (mut handover, _receiver) = switching();
         assert!(handover.end_wait(at(6000), true).is_some());
+    }
+
+    #[test]
+    fn keeps_connections_after_failure_of_the_successor() {
+        let (mut handover, _receiver) = switching();
+        handover.end_wait(at(1), false);
+        handover.release();
+        assert!(handover.moves_connections());
+        handover.transfer = None;
+        assert!(!handover.moves_connections());
+        // This supervisor exits after its last connection, even if it could not pass on the others.
+        handover.leave();
+        assert!(handover.moves_connections() && handover.has_room());
     }
 
     #[test]

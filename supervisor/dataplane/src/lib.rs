@@ -552,6 +552,9 @@ impl DataPlane {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
                 (KEEPER, _) => self.keeper_ready(),
+                (TRANSFER, _) if event.is_read_closed() && self.handover.is_under_way() => {
+                    self.close_transfer();
+                }
                 (_, Some(link @ Endpoint::Link(_))) => self.handle_readiness(link, event),
                 _ => has_others = true,
             }

@@ -116,7 +116,7 @@ pub(super) fn describe(note: OperatorEvent, job_names: Option<(String, String)>)
             (Info, EventKind::WorkerRecycled { pid, reason: reason.name().into() })
         }
         OperatorEvent::ReplacementFailed { slot, message, retry_in } => {
-            let again_in_ms = millis(retry_in);
+            let again_in_ms = retry_in.map(millis);
             (Critical, EventKind::ReplacementFailed { slot, message, serves_on: true, again_in_ms })
         }
         OperatorEvent::RestartBackoff { slot, delay } => {

@@ -97,8 +97,8 @@ pub(super) struct Session {
     frames_begun: u64,
     unread_since: Option<Time>,
     is_dirty: bool,
-    /// True if reading from the client is paused because the client's send backlog is too large.
-    is_paused: bool,
+    /// Start of the current pause, during which the client is not read because its send backlog is too large.
+    paused_since: Option<Time>,
     /// Permit held by a client that the control plane accepted. The client then does not count as a client of
     /// the jobs socket.
     permit: Option<OwnedSemaphorePermit>,
@@ -200,15 +200,16 @@ impl Session {
         }
     }
 
-    /// Extends the timeouts by the length of a pause of the supervisor. The client could not make progress
-    /// during the pause.
+    /// Extends the timeouts by the length of a pause in which the supervisor did not read. The client could not make
+    /// progress during the pause.
     fn extend_timeouts(&mut self, late: Duration, now: Time) {
         let hello_since = match &mut self.phase {
             Phase::AwaitingHello { since } => Some(since),
             Phase::Open | Phase::Closing => None,
         };
-        let times = [hello_since, self.mid_frame_since.as_mut(), self.unread_since.as_mut()];
-        times.into_iter().flatten().for_each(|since| *since = (*since + late).min(now));
+        let own = [&mut self.mid_frame_since, &mut self.unread_since, &mut self.paused_since];
+        let times = own.into_iter().flatten().chain(hello_since);
+        times.for_each(|since| *since = (*since + late).min(now));
     }
 
     /// Returns true if the client has no jobs and no data is in transit.
@@ -250,11 +251,25 @@ impl Session {
         self.queue_state.is_read_closed()
     }
 
-    /// Pauses reading if the client's send backlog is too large. Returns true if reading was paused.
-    pub(super) fn pause_if_behind(&mut self) -> bool {
+    /// Pauses reading if the client's send backlog is too large. Returns true if reading is paused.
+    pub(super) fn pause_if_behind(&mut self, now: Time) -> bool {
         let is_behind = self.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE;
-        self.is_paused |= is_behind;
+        if is_behind {
+            self.paused_since.get_or_insert(now);
+        }
         is_behind
+    }
+
+    /// Ends the pause in reading once the client has read enough of its output. Returns true if a pause has ended.
+    /// Extends the time limit for an incomplete frame by the pause, because the rest of the frame may have arrived during
+    /// the pause.
+    fn end_pause(&mut self, now: Time) -> bool {
+        if self.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE {
+            return false;
+        }
+        let Some(since) = self.paused_since.take() else { return false };
+        self.mid_frame_since = self.mid_frame_since.map(|begun| begun + now.since(since));
+        true
     }
 
     /// Completes the handshake.
@@ -352,7 +367,7 @@ impl Sessions {
             frames_begun: 0,
             unread_since: None,
             is_dirty: false,
-            is_paused: false,
+            paused_since: None,
             permit,
             is_held_back: false,
             takes_goaway: false,
@@ -719,8 +734,7 @@ impl Sessions {
             }
             self.needs_checks = true;
         }
-        if session.is_paused && waiting <= UNREAD_BYTES_PAUSE {
-            session.is_paused = false;
+        if session.end_pause(now) {
             self.schedule_read(index);
         }
         match waiting {
@@ -776,7 +790,7 @@ impl Sessions {
                 late.push((index, None));
             } else if over(hello_since, HELLO_TIMEOUT) {
                 late.push((index, Some("the client did not send HELLO in time")));
-            } else if !session.is_paused && over(session.mid_frame_since, FRAME_TIMEOUT) {
+            } else if session.paused_since.is_none() && over(session.mid_frame_since, FRAME_TIMEOUT) {
                 late.push((index, Some("the client did not finish sending a frame in time")));
             }
         }
@@ -784,7 +798,7 @@ impl Sessions {
         late
     }
 
-    /// Extends the timeouts of all clients by the length of a pause of the supervisor.
+    /// Extends the timeouts of all clients by the length of a pause in which the supervisor did not read.
     pub(super) fn extend_timeouts(&mut self, late: Duration, now: Time) {
         self.slab.values_mut().for_each(|session| session.extend_timeouts(late, now));
     }

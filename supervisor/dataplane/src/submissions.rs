@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use bulkhead_shared::client_protocol::{Submit, decode_run_limit};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Submit, decode_run_limit};
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::limits::{OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
 use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::trace::Traceparent;
-use bulkhead_shared::{Priority, RejectReason};
+use bulkhead_shared::{Priority, RejectReason, Verdict};
 
 /// Extensions of a SUBMIT frame.
 #[derive(Clone, Copy, Default)]
@@ -20,6 +20,27 @@ pub(super) struct SubmitExtensions {
 
 pub(super) fn decode(metadata: &[u8]) -> Result<(Submit<'_>, Extensions<'_>), codec::CodecError> {
     codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
+}
+
+/// Returns the deadline that the client requested, or `None` if the bulkhead's default applies.
+pub(super) fn requested_deadline(submit: &Submit<'_>) -> Option<Duration> {
+    (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us))
+}
+
+/// Returns the outcome of a submission that was rejected before it became a job. `deadline` is the job's deadline, or
+/// `None` if the deadline is unknown.
+pub(super) fn rejection<'m>(
+    verdict: &'m Verdict,
+    bulkhead: &'m str,
+    deadline: Option<Duration>,
+    retry_after: Option<Duration>,
+) -> OutcomeMessage<'m> {
+    let is_too_late = retry_after.zip(deadline).is_some_and(|(wait, deadline)| wait > deadline);
+    let message = OutcomeMessage {
+        retryable: (verdict.is_retryable(false) && !is_too_late).into(),
+        ..OutcomeMessage::from_verdict(verdict, bulkhead)
+    };
+    message.with_times(Duration::ZERO, Duration::ZERO, deadline.unwrap_or_default(), retry_after)
 }
 
 /// Returns the trace context. Ignores an invalid context, as the W3C specification requires.

@@ -59,11 +59,12 @@ pub enum HttpClient {
 }
 
 impl HttpClient {
-    /// Returns true if the client can submit jobs for the tenant to the bulkhead.
-    pub fn allows(&self, bulkhead: &str, tenant: &str) -> bool {
+    /// Returns true if the client can submit jobs for the tenant to the bulkhead. `exists` is true if there is a
+    /// bulkhead with this name.
+    pub fn allows(&self, (bulkhead, exists): (&str, bool), tenant: &str) -> bool {
         match self {
             Self::Operator { .. } => true,
-            Self::Token(grant) => rejection_message(&grant.rules, (bulkhead, true), tenant).is_none(),
+            Self::Token(grant) => rejection_message(&grant.rules, (bulkhead, exists), tenant).is_none(),
         }
     }
 }

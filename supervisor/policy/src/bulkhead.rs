@@ -90,6 +90,8 @@ pub struct Bulkhead<T> {
     spares_changed: bool,
     /// Slots whose workers the rolling restart has yet to replace, with the reason for the restart.
     rolling: VecDeque<(u32, RecycleReason)>,
+    /// Cause of the failure that stopped the last restart, or `None` if the restart was not stopped.
+    restart_failure: Option<String>,
     random: u64,
     counters: Counters,
     /// Adaptive `Retry-After` values, indexed by priority code. Each value is created at the first rejection.
@@ -150,6 +152,7 @@ impl<T> Bulkhead<T> {
             spacing: RestartSpacing::default(),
             spares_changed: false,
             rolling: VecDeque::new(),
+            restart_failure: None,
             random: seed,
             breaker,
             retries,

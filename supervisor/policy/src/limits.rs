@@ -46,6 +46,11 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// Returns a job's deadline. `requested` is the deadline that the client requested, if any.
+    pub fn effective_deadline(&self, requested: Option<Duration>) -> Duration {
+        requested.map_or(self.deadline, |requested| requested.min(self.deadline_max))
+    }
+
     /// Returns the number of worker slots, not counting slots for spares.
     pub(crate) fn slot_count(&self) -> usize {
         if self.max_in_flight == 0 { 0 } else { self.processes as usize }

@@ -428,7 +428,7 @@ pub struct LimitChange {
     pub max_in_flight: Option<u32>,
     /// Maximum number of queued jobs. A decrease does not remove any job from the queue.
     pub max_queue: Option<u32>,
-    /// New rate limit, or `Some(None)` to remove the limit. Earlier charges still count.
+    /// New rate limit, or `Some(None)` to remove the limit. Charges to a replaced limit still count.
     pub rate_limit: Option<Option<RateLimit>>,
 }
 
@@ -552,8 +552,9 @@ pub enum OperatorEvent {
         slot: u32,
         /// Human-readable cause.
         message: String,
-        /// Time until the next attempt to replace the worker.
-        retry_in: Duration,
+        /// Time until the next attempt to replace outdated workers. `None` if there is no further attempt, because
+        /// only an operator's restart was under way.
+        retry_in: Option<Duration>,
     },
     /// A slot's next worker will start after a delay.
     RestartBackoff {

@@ -61,8 +61,13 @@ impl Bucket {
     }
 
     /// Converts the bucket to another limit. The cost of earlier charges that have not drained yet is capped at the new
-    /// burst, and drains at the new rate.
-    pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {
+    /// burst, and drains at the new rate. If there was no limit before, the bucket is emptied, because the cost of
+    /// charges to an even earlier limit is unknown.
+    pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
+        let Some(before) = before else {
+            *self = Self::default();
+            return;
+        };
         let now = u128::from(now.0);
         let owed = self.0.saturating_sub(now);
         let (old, new) = (before.nanos_for(1), after.nanos_for(1));
@@ -128,11 +133,14 @@ mod tests {
         let mut bucket = Bucket::default();
         assert_eq!(bucket.take(ms(0), &slow, 120), Ok(()));
         let mut other = bucket;
-        other.rescale(ms(0), &slow, &fast);
+        other.rescale(ms(0), Some(&slow), &fast);
         assert_eq!(other.take(ms(0), &fast, 880), Ok(()), "120 of 1000 are used up");
         assert!(other.take(ms(0), &fast, 1).is_err());
+        let mut forgotten = bucket;
+        forgotten.rescale(ms(0), None, &fast);
+        assert_eq!(forgotten, Bucket::default(), "without a limit, the bucket's time has no cost");
         // Charges that are carried over never exceed the new burst.
-        bucket.rescale(ms(0), &slow, &RateLimit { burst: 10, ..slow });
+        bucket.rescale(ms(0), Some(&slow), &RateLimit { burst: 10, ..slow });
         assert_eq!(bucket.take(ms(1000), &RateLimit { burst: 10, ..slow }, 1), Ok(()));
     }
 

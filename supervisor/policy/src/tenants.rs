@@ -119,10 +119,8 @@ impl Tenants {
         let index = if name.is_empty() { TenantId::NONE.0 } else { *self.by_name.get(name)? };
         let tenant = &mut self.table[index as usize];
         let before = std::mem::replace(&mut tenant.overrides, overrides).rate_limit;
-        if let (Some(before), Some(after)) =
-            (before.as_ref().or(general), overrides.rate_limit.as_ref().or(general))
-        {
-            tenant.bucket.rescale(now, before, after);
+        if let Some(after) = overrides.rate_limit.as_ref().or(general) {
+            tenant.bucket.rescale(now, before.as_ref().or(general), after);
         }
         Some(TenantId(index))
     }
@@ -155,7 +153,6 @@ impl Tenants {
 
     /// Converts tenants' rate-limit buckets to a new general rate limit. Skips tenants with a rate limit of their own.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
-        let Some(before) = before else { return };
         for tenant in self.table.iter_mut().filter(|tenant| tenant.overrides.rate_limit.is_none()) {
             tenant.bucket.rescale(now, before, after);
         }

@@ -32,6 +32,8 @@ fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &s
         let ms = problem["retry_after_ms"].as_f64().expect("milliseconds");
         let seconds: f64 = answer.header("retry-after").parse().unwrap();
         assert!(seconds * 1000.0 >= ms && seconds * 1000.0 < ms + 1000.0 || seconds == 1.0, "{ms} {seconds}");
+        let deadline_ms = problem["deadline_ms"].as_f64().expect("every outcome has a deadline");
+        assert!(problem["retryable"] == false || ms <= deadline_ms, "{problem}");
     }
     problem
 }
@@ -276,7 +278,10 @@ fn overload_rejection_names_the_reason() {
         std::thread::spawn(move || place.job("late", "echo", &[], &vec![1; 4 << 20]))
     };
     supervisor.wait_number("late", "queued", 1);
-    check(&place.job("late", "echo", &[], &vec![2; 4 << 20]), 503, "rejected", "overloaded", "no");
+    for headers in [&[][..], &["Bulkhead-Deadline-Ms: 500"][..]] {
+        let refused = place.job("late", "echo", headers, &vec![2; 4 << 20]);
+        check(&refused, 503, "rejected", "overloaded", "no");
+    }
     let mut chunked = place.connect();
     chunked.send_head("POST", "/v1/bulkheads/late/jobs", &["Transfer-Encoding: chunked"], None);
     let piece = vec![3; 1 << 20];
@@ -536,6 +541,11 @@ fn http_job_is_rejected_while_128_other_jobs_are_pending() {
     let line =
         metrics.lines().find(|line| line.starts_with("bulkhead_tenant_jobs_total") && counts_acme(line));
     assert!(line.is_some_and(|line| line.ends_with(" 1")), "{line:?}");
+    for (headers, deadline_ms) in [(&[][..], 60_000), (&["Bulkhead-Deadline-Ms: 500"][..], 500)] {
+        let problem = check(&place.job("b", "echo", headers, b""), 503, "rejected", "overloaded", "no");
+        assert_eq!(problem["deadline_ms"].as_f64(), Some(f64::from(deadline_ms)), "{problem}");
+        assert_eq!(problem["retryable"], deadline_ms >= 1000, "{problem}");
+    }
     // The jobs socket and other HTTP requests are not affected.
     let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
     let by_socket = client.job("b", "x").start().unwrap();

@@ -749,6 +749,34 @@ fn out_of_band_byte_closes_only_its_own_connection() {
     drop(other);
 }
 
+/// The only tenant with workers is idle, so that it makes room for one other tenant.
+#[test]
+fn idle_tenant_makes_room_for_only_one_of_many() {
+    const TENANTS: u64 = 40;
+    let supervisor = Supervisor::start(
+        "[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\ndeadline = \"60s\"\n\
+         tenants = { isolate = true, max_active = 1 }\n",
+    );
+    let socket = open(&supervisor.socket());
+    let of = |number: u64| {
+        let tenant = format!("tenant {number}");
+        frame(kind::SUBMIT, number, &Submit { tenant: &tenant, ..PLAIN }, b"")
+    };
+    push(&socket, &of(0));
+    assert_eq!(outcome(&socket).1.verdict, Verdict::Ok);
+    // The stopped worker does not exit before the supervisor has handled all jobs.
+    kill_pid(supervisor.worker_pids("victim")[0], Signal::SIGSTOP);
+    is_stopped(&supervisor);
+    (1..=TENANTS).for_each(|number| push(&socket, &of(number)));
+    goes_on(&supervisor);
+    for _ in 1..TENANTS {
+        let (number, rejected, _) = outcome(&socket);
+        assert_eq!(rejection(rejected).0, RejectReason::Unavailable, "tenant {number}");
+    }
+    let (number, served, _) = outcome(&socket);
+    assert_eq!((number, served.verdict), (1, Verdict::Ok));
+}
+
 /// The out-of-band byte can arrive before the supervisor knows that the worker process is running.
 #[test]
 fn out_of_band_byte_during_start_kills_worker() {

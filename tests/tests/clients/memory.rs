@@ -301,6 +301,28 @@ fn memory_pressure_disconnects_clients_with_incomplete_frames() {
 }
 
 #[test]
+fn memory_rejection_is_retryable_only_within_the_deadline() {
+    let supervisor = Supervisor::start_with("max_payload = \"1MiB\"\nmax_buffered = \"2MiB\"", BUSY);
+    let mut caller = Caller::of(&supervisor);
+    caller.occupy(&supervisor, "a");
+    let payload = vec![1; 900_000];
+    for _ in 0..2 {
+        caller.submit(&PLAIN, &payload, 0);
+    }
+    supervisor.wait_number("a", "queued", 2);
+    // The default and the maximum are 600 s. The client has to wait for one second.
+    for (asked, applied, is_retryable) in
+        [(0, 600_000_000, true), (u64::MAX, 600_000_000, true), (500_000, 500_000, false)]
+    {
+        let number = caller.submit(&Submit { deadline_us: asked, ..PLAIN }, &payload, 0);
+        let (answered, outcome) = caller.outcome();
+        assert_eq!((answered, name(&outcome).as_str()), (number, "overloaded"));
+        assert_eq!((outcome.deadline, outcome.retryable), (Duration::from_micros(applied), is_retryable));
+        assert_eq!(outcome.retry_after, Some(Duration::from_secs(1)));
+    }
+}
+
+#[test]
 fn memory_limit_includes_job_records_and_names() {
     let supervisor = Supervisor::start_with("max_payload = \"1MiB\"\nmax_buffered = \"4MiB\"", BUSY);
     let before = resident_bytes(supervisor.pid());

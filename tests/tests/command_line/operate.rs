@@ -345,25 +345,51 @@ fn drain_waits_until_no_jobs_are_left() {
 
 #[test]
 fn restart_waits_until_all_workers_are_replaced() {
-    let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 3\n\
-         [bulkhead.stuck]\ncommand = [\"sh\", \"-c\", \"test -e flag || exit 3; exec 'MISBEHAVE'\"]\n\
-         cwd = \".\"\nenv = { PATH = \"/usr/bin:/bin\" }\n",
-    );
+    let supervisor = Supervisor::start(&breakable("processes = 3\nstart = { handshake = \"60s\" }\n"));
+    supervisor.wait_number("b", "limit", 3);
     let before = supervisor.worker_pids("b");
     bulkhead(&supervisor, &["restart", "b", "--wait"]).expect(0);
     let after = supervisor.worker_pids("b");
     assert!(after.len() == 3 && after.iter().all(|pid| !before.contains(pid)), "{before:?} {after:?}");
-    supervisor.touch("flag");
-    bulkhead(&supervisor, &["reset", "stuck"]).expect(0);
-    supervisor.wait_number("stuck", "limit", 1);
-    std::fs::remove_file(supervisor.folder.path().join("flag")).unwrap();
-    let late = wait_for("the command waits without success", || {
-        Some(bulkhead(&supervisor, &["restart", "stuck", "--wait=200ms"])).filter(|ran| ran.code == Some(124))
-    });
-    assert!(late.stderr.contains("old workers left: 1"), "{}", late.stderr);
-    bulkhead(&supervisor, &["submit", "stuck"]).expect(0);
+    supervisor.touch("hangs");
+    let late = bulkhead(&supervisor, &["restart", "b", "--wait=200ms"]).expect(124);
+    assert!(late.stderr.contains("old workers left: 3"), "{}", late.stderr);
+    bulkhead(&supervisor, &["submit", "b"]).expect(0);
     bulkhead(&supervisor, &["restart", "nobody", "--wait"]).expect(66);
+}
+
+/// Returns the configuration of a bulkhead whose new workers exit if the file `fails` exists, and hang if the file
+/// `hangs` exists.
+fn breakable(keys: &str) -> String {
+    let script = "test -e fails && exit 3; test -e hangs && exec 'MISBEHAVE' hang-at-start; exec 'MISBEHAVE'";
+    format!(
+        "[bulkhead.b]\ncommand = [\"sh\", \"-c\", \"{script}\"]\ncwd = \".\"\n\
+         env = {{ PATH = \"/usr/bin:/bin\" }}\n{keys}"
+    )
+}
+
+#[test]
+fn restart_fails_if_a_replacement_does_not_start() {
+    for tenants in ["", "tenants = { isolate = true }\n"] {
+        let supervisor = Supervisor::start(&breakable(&format!("processes = 2\n{tenants}")));
+        bulkhead(&supervisor, &["submit", "b", "--tenant", "acme"]).expect(0);
+        supervisor.wait_number("b", "limit", 2);
+        let before = supervisor.worker_pids("b");
+        supervisor.touch("fails");
+        let failed = bulkhead(&supervisor, &["restart", "b", "--wait"]).expect(1);
+        let message = &failed.stderr;
+        assert!(message.contains("status 3; the old workers continue to serve"), "{message}");
+        let cause = supervisor.snapshot("b")["restart_failure"].clone();
+        assert!(cause.as_str().is_some_and(|cause| cause.contains("status 3")), "{cause}");
+        let event = &supervisor.wait_events("replacement_failed", 1)[0];
+        assert_eq!((&event["message"], &event["serves_on"]), (&cause, &true.into()));
+        assert!(event.get("again_in_ms").is_none(), "there is no further attempt: {event}");
+        bulkhead(&supervisor, &["submit", "b", "--tenant", "acme"]).expect(0);
+        assert_eq!(supervisor.worker_pids("b"), before);
+        std::fs::remove_file(supervisor.file("fails")).unwrap();
+        bulkhead(&supervisor, &["restart", "b", "--wait"]).expect(0);
+        assert!(supervisor.snapshot("b").get("restart_failure").is_none());
+    }
 }
 
 // Crash reports.

@@ -469,3 +469,39 @@ fn rejected_tenants_use_bounded_memory() {
         busy.abort();
     });
 }
+
+/// A tenant whose jobs are waiting in the fallback must not be forgotten. Such tenants do not keep the supervisor from
+/// forgetting others.
+#[test]
+fn jobs_at_a_fallback_do_not_keep_other_tenants_remembered() {
+    const WAITING: usize = 30;
+    let _turn = heavy();
+    let keys = format!(
+        "fallback = [\"f\"]\n[bulkhead.f]\ncommand = [\"MISBEHAVE\"]\nmax_queue = {WAITING}\ndeadline = \"1h\""
+    );
+    let supervisor = Supervisor::start(
+        &isolated("max_active = 1", &keys).replace("deadline = \"60s\"", "deadline = \"1h\""),
+    );
+    run(async {
+        let client = connect(&supervisor).await;
+        let busy = running(&client, "busy").await;
+        // One job runs in the fallback, and the others wait there.
+        let mut at_fallback = Vec::new();
+        for number in 0..=WAITING {
+            let job = client.job("b", "").operation("hang").tenant(format!("waiting {number}"));
+            at_fallback.push(job.start().await.unwrap());
+        }
+        supervisor.wait_number("f", "queued", WAITING as u64);
+        for tenant in 0..5_000 {
+            let result = client.job("b", "").tenant(format!("tenant {tenant}")).send().await;
+            assert_eq!(outcome(&result), "rejected/unavailable");
+        }
+        let is_remembered =
+            |tenant: &str| supervisor.try_get(&format!("/v1/bulkheads/b?tenant={tenant}")).unwrap().0 == 200;
+        assert!(!is_remembered("tenant%20200"));
+        assert!((0..=WAITING).all(|number| is_remembered(&format!("waiting%20{number}"))));
+        drop((busy, at_fallback));
+        supervisor.wait_number("b", "cancelled", WAITING as u64 + 2);
+        assert_balanced(&supervisor.snapshot("b"));
+    });
+}

@@ -1,6 +1,7 @@
 //! Workers that are forked from a template that is initialised once (`start.mode = "fork"`).
 
 use std::collections::BTreeSet;
+use std::process::Command;
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::confined::{DEFAULT_LAYERS, STRICT_LAYERS, has_layers, is_root};
@@ -161,6 +162,35 @@ fn hung_template_is_replaced() {
     let [other, next, _] = who(&client);
     assert!(other != template && next != worker);
     wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+}
+
+/// Without free descriptors, the supervisor cannot create the pipes for a template's output.
+#[test]
+fn failed_template_starts_leak_no_user_ids() {
+    const FAILURES: usize = 6;
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    // There are fewer user IDs than failures.
+    let ids = "worker_uids = \"60600-60603\"";
+    let keys = format!("{FORK}\nrestart = {{ backoff = \"50ms\", backoff_max = \"50ms\", max = 1000 }}");
+    let supervisor = Supervisor::start_with(ids, &bulkhead(&keys).replace("\"none\"", "\"default\""));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    client.job("b", "x").send().unwrap();
+    let limit_files = |most: u32| {
+        let limit = [format!("--pid={}", supervisor.pid()), format!("--nofile={most}:")];
+        assert!(Command::new("prlimit").args(limit).status().unwrap().success());
+    };
+    let worker = supervisor.worker_pids("b")[0];
+    let processes = children(parent(worker).unwrap());
+    limit_files(3);
+    processes.into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
+    wait_for("the supervisor has failed to start templates", || {
+        (supervisor.log().matches("failed to prepare the template").count() >= FAILURES).then_some(())
+    });
+    limit_files(1024);
+    wait_for("the bulkhead is ready", || (supervisor.snapshot("b")["state"] == "ready").then_some(()));
+    assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
 }
 
 /// While the template forks, the keeper cannot distinguish a new worker from a leftover process. The keeper waits

@@ -212,7 +212,7 @@ mod tests {
             assert!(!other.headers().contains_key(EXECUTED), "{status}");
         }
         for reason in RejectReason::ALL {
-            let response = jobs::rejected("b", reason, String::new());
+            let response = jobs::rejected("b", None, reason, String::new());
             assert_eq!(response.headers()[EXECUTED], "no", "{reason}");
             let is_retryable = retryable.contains(&response.status());
             assert_eq!(response.headers()[RETRYABLE], is_retryable.to_string(), "{reason}");

@@ -16,13 +16,14 @@ use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::response::Response;
+use bulkhead_config::Config;
 use bulkhead_plane::access::{HttpClient, TokenGrant};
 use bulkhead_plane::counters::RejectedJob;
 use bulkhead_shared::client_protocol::{OutcomeMessage, decode_run_limit};
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::trace::Traceparent;
-use bulkhead_shared::{JobId, Outcome, Priority, RejectReason, Verdict};
+use bulkhead_shared::{JobId, JobOptions, Outcome, Priority, RejectReason, Verdict};
 use tokio::io::AsyncReadExt;
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -65,30 +66,33 @@ pub(super) async fn submit(
         Ok(job) => job,
         Err(sentence) => {
             count("", Priority::default(), RejectReason::Invalid);
-            return rejected(&name, RejectReason::Invalid, sentence);
+            return rejected(&name, None, RejectReason::Invalid, sentence);
         }
     };
     let submitter = Submitter::new(admission, token.map(|Extension(token)| token));
+    let deadline = submitter.deadline_of(&control.config(), &name, &job.options);
     // A client without permission for a tenant must not affect the tenant's counters.
-    let tenant = if submitter.client.allows(&name, job.options.tenant) { job.options.tenant } else { "" };
+    let is_permitted = submitter.client.allows((&name, true), job.options.tenant);
+    let tenant = if is_permitted { job.options.tenant } else { "" };
     let upload = submitter.upload(&control, &name, &parts.headers, body);
     let mut response = match run(&control, submitter, &name, &job, upload).await {
         Ok(response) => response,
         Err(Failure::Timeout) => {
             count(tenant, job.options.priority, RejectReason::Invalid);
-            upload_timed_out(&name)
+            upload_timed_out(&name, deadline)
         }
         Err(Failure::Overloaded(sentence)) => {
             count(tenant, job.options.priority, RejectReason::Overloaded);
-            rejected(&name, RejectReason::Overloaded, sentence)
+            rejected(&name, deadline, RejectReason::Overloaded, sentence)
         }
         // The request did not become a job, usually because the client has disconnected.
         Err(Failure::Broken) => {
-            rejected(&name, RejectReason::Invalid, "the payload does not match the request headers".into())
+            let sentence = "the payload does not match the request headers".into();
+            rejected(&name, deadline, RejectReason::Invalid, sentence)
         }
-        Err(Failure::Dropped) => dropped(&name, job.options.is_idempotent),
+        Err(Failure::Dropped) => dropped(&name, deadline, job.options.is_idempotent),
         Err(Failure::Draining) => {
-            rejected(&name, RejectReason::Draining, "the supervisor is stopping".into())
+            rejected(&name, deadline, RejectReason::Draining, "the supervisor is stopping".into())
         }
     };
     // If the job has a span, the response already contains the `traceparent` of the span.
@@ -132,6 +136,17 @@ impl Submitter {
             None => HttpClient::Operator { uid: admission.uid },
         };
         Self { client, slot: admission.session }
+    }
+
+    /// Returns the deadline of a job, or `None` if it is unknown. A client without access to the bulkhead must not learn
+    /// whether the bulkhead exists.
+    fn deadline_of(&self, config: &Config, name: &str, options: &JobOptions<&str>) -> Option<Duration> {
+        let bulkhead = config.bulkheads.iter().find(|bulkhead| bulkhead.name == name);
+        let is_permitted = self.client.allows((name, bulkhead.is_some()), options.tenant);
+        match bulkhead.filter(|_| is_permitted) {
+            Some(it) => Some(options.deadline.map_or(it.deadline, |asked| asked.min(it.deadline_max))),
+            None => options.deadline,
+        }
     }
 
     fn upload(&self, control: &Control, name: &str, headers: &HeaderMap, body: Body) -> Upload {

@@ -89,7 +89,25 @@ impl Bulkheads {
 
     // Fallbacks.
 
-    /// Counts the outcome of a job that was passed on to a fallback.
+    /// Counts the outcome of a job that was passed on to a fallback, for the compartment to which the client submitted
+    /// the job.
+    pub(crate) fn count_fallback_end(
+        &mut self,
+        compartments: &mut Compartments,
+        now: Time,
+        index: CompartmentIndex,
+        verdict: &Verdict,
+    ) {
+        let compartment = &mut compartments[index];
+        compartment.policy.count_fallback_outcome(verdict);
+        let counters = &mut self.slab[compartment.bulkhead].counters;
+        counters.elsewhere = counters.elsewhere.saturating_sub(1);
+        if compartment.tenant.is_some() {
+            self.update_tenant(compartments, index, now);
+        }
+    }
+
+    /// Counts the outcome of a job that was passed on to a fallback, for the fallback.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,

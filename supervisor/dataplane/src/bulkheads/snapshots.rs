@@ -289,6 +289,7 @@ struct Sum {
     restarts: u64,
     states: CombinedState,
     trouble: Option<String>,
+    restart_failure: Option<String>,
     limit: u64,
     adaptive: AdaptiveSeen,
     in_flight: u64,
@@ -316,6 +317,9 @@ impl Sum {
         }
         if self.trouble.is_none() {
             self.trouble = Some(policy.last_failure()).filter(|text| !text.is_empty()).map(str::to_owned);
+        }
+        if self.restart_failure.is_none() {
+            self.restart_failure = policy.restart_failure().map(str::to_owned);
         }
         self.limit += policy.limit();
         self.adaptive.add(compartment);
@@ -370,6 +374,7 @@ impl Sum {
             rejected: rejected(&self.counters),
             breaker: self.breaker.into(),
             has_breaker: limits.breaker.is_some(),
+            restart_failure: self.restart_failure,
             restarts: self.restarts,
             retries: self.counters.retries,
             quarantined: self.quarantined,

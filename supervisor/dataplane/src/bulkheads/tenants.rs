@@ -3,7 +3,7 @@
 //!
 //! A tenant's compartment outlives its workers, because it contains the rate limit, the breaker and the restart
 //! history. Otherwise, a tenant could reset these by pausing. If there are too many compartments, the compartment that
-//! has been without workers the longest is removed first.
+//! has been unused the longest is removed first.
 
 use std::sync::Arc;
 
@@ -19,10 +19,6 @@ use crate::slab::{BulkheadIndex, CompartmentIndex};
 /// workers at the same time.
 const REMEMBERED_MAX: usize = 4096;
 
-/// Maximum number of tenants examined when choosing a compartment to remove. Only tenants without workers are
-/// examined.
-const FORGET_CANDIDATES_MAX: usize = 16;
-
 /// An action for the caller to perform. Actions must be performed in order, immediately after the call that produced
 /// them.
 pub(crate) enum Effect {
@@ -36,8 +32,11 @@ pub(crate) enum Effect {
 /// State of a tenant's compartment, as recorded in [`Isolated`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TenantState {
-    /// The compartment has had no workers since the given time.
-    ScaledToZero(Time),
+    /// The compartment has had no workers and no jobs since the given time. Jobs that were passed on to other bulkheads
+    /// count as well.
+    Unused(Time),
+    /// The compartment has no workers, but must still count the outcomes of jobs that were passed on to other bulkheads.
+    AwaitingFallback,
     /// The compartment has no workers and is waiting for them.
     StartAnnounced,
     /// The compartment has workers but has had no jobs since the given time.
@@ -55,17 +54,19 @@ impl TenantState {
 }
 
 impl Compartment {
-    /// Returns the current state of a compartment. The state contains `now` if the compartment was just scaled
-    /// to zero.
+    /// Returns the current state of a compartment. The state contains `now` if the compartment has just become unused.
     fn current_tenant_state(&self, now: Time) -> TenantState {
         match (self.policy.activity(), self.policy.idle_since()) {
             (Activity::Started, Some(since)) => TenantState::Idle(since),
             (Activity::Started, None) => TenantState::Busy,
             (_, _) if !self.policy.has_no_workers() => TenantState::Leaving,
             (Activity::StartAnnounced, _) => TenantState::StartAnnounced,
+            (Activity::ScaledToZero, _) if self.policy.counters().elsewhere > 0 => {
+                TenantState::AwaitingFallback
+            }
             (Activity::ScaledToZero, _) => match self.tenant_state {
-                TenantState::ScaledToZero(since) => TenantState::ScaledToZero(since),
-                _ => TenantState::ScaledToZero(now),
+                TenantState::Unused(since) => TenantState::Unused(since),
+                _ => TenantState::Unused(now),
             },
         }
     }
@@ -77,6 +78,12 @@ impl Isolated {
     fn take_idle_waiter(&mut self, compartments: &Compartments) -> Option<CompartmentIndex> {
         let at = self.waiting.iter().position(|index| compartments[*index].policy.has_no_jobs())?;
         self.waiting.remove(at)
+    }
+
+    /// Returns true if there is room for another waiting tenant once all idle tenants have released their workers.
+    fn has_room(&self) -> bool {
+        let busy = self.running - self.ending - self.idle.len();
+        self.waiting.len() + busy < self.max_active
     }
 
     /// Returns the next event needed to assign workers. The event either gives workers to a waiting tenant or
@@ -131,8 +138,8 @@ impl Bulkheads {
         }
     }
 
-    /// Creates a tenant's compartment. If there are too many compartments, removes the compartment that has had no
-    /// workers for the longest time.
+    /// Creates a tenant's compartment. If there are too many compartments, removes the compartment that has been unused
+    /// the longest.
     fn add_tenant(
         &mut self,
         compartments: &mut Compartments,
@@ -144,11 +151,8 @@ impl Bulkheads {
         let isolated = self.tenants(bulkhead);
         let limits = isolated.limits_of(tenant);
         let is_full = isolated.by_tenant.len() >= REMEMBERED_MAX;
-        let mut oldest = isolated.resting.iter().map(|&(_, index)| index).take(FORGET_CANDIDATES_MAX);
-        // Keeps a compartment whose jobs were passed on to other bulkheads, because the compartment must count their
-        // outcomes.
-        let has_no_claims = |index: &CompartmentIndex| compartments[*index].policy.counters().elsewhere == 0;
-        let forgotten = if is_full { oldest.find(has_no_claims) } else { None };
+        let oldest = isolated.unused.first().map(|&(_, index)| index);
+        let forgotten = oldest.filter(|_| is_full);
         let seed = compartments.next_seed(now);
         let mut compartment = Compartment::new(bulkhead, Some(name.clone()), limits, seed, now);
         let index = match forgotten {
@@ -162,7 +166,7 @@ impl Bulkheads {
         };
         let isolated = self.tenants(bulkhead);
         isolated.by_tenant.insert(name, index);
-        isolated.resting.insert((now, index));
+        isolated.unused.insert((now, index));
         // These commands apply to the whole bulkhead, including compartments created later.
         let (is_draining, is_forced_open) = (isolated.is_draining, isolated.is_forced_open);
         let stop = is_stopping.then(|| Effect::Apply(index, Event::Stop { by: now }));
@@ -182,17 +186,17 @@ impl Bulkheads {
         if let Some(tenant) = &gone.tenant {
             isolated.by_tenant.remove(tenant);
         }
-        if let TenantState::ScaledToZero(since) = gone.tenant_state {
-            isolated.resting.remove(&(since, index));
+        if let TenantState::Unused(since) = gone.tenant_state {
+            isolated.unused.remove(&(since, index));
         }
         self.effects.push_back(Effect::Forgotten(bulkhead, index, Box::new(gone)));
     }
 
     // Tenants with workers.
 
-    /// Returns true if a tenant without workers can get workers for its next job. This is the case if fewer than the
-    /// maximum number of tenants have workers, a tenant with workers is idle, or more tenants are releasing workers
-    /// than are waiting.
+    /// Returns true if a tenant without workers can get workers for its next job. This is the case if fewer tenants are
+    /// waiting than the maximum number of tenants leaves room for. Tenants that are idle or releasing their workers
+    /// leave room for others.
     #[inline]
     pub(crate) fn can_wake(&mut self, compartments: &Compartments, index: CompartmentIndex) -> bool {
         let compartment = &compartments[index];
@@ -203,14 +207,14 @@ impl Bulkheads {
 
     fn has_room_for(&mut self, compartments: &Compartments, compartment: &Compartment) -> bool {
         let bulkhead = compartment.bulkhead;
-        while let Some(idle) = self.tenants(bulkhead).take_idle_waiter(compartments) {
-            self.effects.push_back(Effect::Apply(idle, Event::ScaleToZero));
-        }
         let has_workers = compartment.tenant_state == TenantState::Leaving;
+        if !has_workers && !self.tenants(bulkhead).has_room() {
+            while let Some(idle) = self.tenants(bulkhead).take_idle_waiter(compartments) {
+                self.effects.push_back(Effect::Apply(idle, Event::ScaleToZero));
+            }
+        }
         let isolated = self.tenants(bulkhead);
-        let waiting = isolated.waiting.len();
-        let room = isolated.max_active.saturating_sub(isolated.running) + isolated.ending;
-        !isolated.is_draining && (has_workers || room > waiting || !isolated.idle.is_empty())
+        !isolated.is_draining && (has_workers || isolated.has_room())
     }
 
     /// Adds a tenant whose job was accepted to the list of tenants waiting for workers.
@@ -239,22 +243,21 @@ impl Bulkheads {
             return;
         }
         match before {
-            TenantState::ScaledToZero(since) => drop(isolated.resting.remove(&(since, index))),
+            TenantState::Unused(since) => drop(isolated.unused.remove(&(since, index))),
             TenantState::Idle(since) => drop(isolated.idle.remove(&(since, index))),
             TenantState::Leaving => isolated.ending -= 1,
-            TenantState::StartAnnounced | TenantState::Busy => {}
+            TenantState::AwaitingFallback | TenantState::StartAnnounced | TenantState::Busy => {}
         }
         match after {
-            TenantState::ScaledToZero(since) => {
-                isolated.active.remove(&index);
-                isolated.resting.insert((since, index));
-                compartment.latency = Latency::default();
-            }
+            TenantState::Unused(since) => drop(isolated.unused.insert((since, index))),
             TenantState::Idle(since) => drop(isolated.idle.insert((since, index))),
             TenantState::Leaving => isolated.ending += 1,
-            TenantState::StartAnnounced | TenantState::Busy => {}
+            TenantState::AwaitingFallback | TenantState::StartAnnounced | TenantState::Busy => {}
         }
-        if !matches!(after, TenantState::ScaledToZero(_)) {
+        if matches!(after, TenantState::Unused(_) | TenantState::AwaitingFallback) {
+            isolated.active.remove(&index);
+            compartment.latency = Latency::default();
+        } else {
             isolated.active.insert(index);
         }
         isolated.running =

@@ -44,16 +44,37 @@ fn rejects_client_that_does_not_send_hello() {
 }
 
 #[test]
-fn rejects_client_stalled_mid_frame_unless_paused() {
+fn rejects_client_stalled_mid_frame() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
-    sessions[index].mid_frame_since = Some(at(1));
-    sessions[index].is_paused = true;
-    assert!(sessions.check_timeouts(at(60)).is_empty());
-    sessions[index].is_paused = false;
+    receive_beginning(&mut sessions, index, at(1));
     assert!(sessions.check_timeouts(at(31)).is_empty());
     assert_eq!(sessions.check_timeouts(at(32)).len(), 1);
+}
+
+/// A pause in reading does not count towards the time limit for a frame, neither during the pause nor afterwards.
+#[test]
+fn read_pause_extends_time_limit_for_a_frame() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    let session = &mut sessions[index];
+    session.phase = Phase::Open;
+    let result = Payload::Owned(vec![0; UNREAD_BYTES_PAUSE + 1]);
+    session.outbox.push(kind::OUTCOME, 7, &Empty, &[], result).unwrap();
+    receive_beginning(&mut sessions, index, at(1));
+    let session = &mut sessions[index];
+    assert!(session.pause_if_behind(at(11)) && session.pause_if_behind(at(20)));
+    // The client reads a little from time to time, so that it is not disconnected for reading nothing.
+    let waiting = session.outbox.waiting_bytes();
+    for seconds in [30, 50] {
+        assert_eq!(sessions.flushed(index, waiting + 1, at(seconds), LIMITS), AfterFlush::Keep);
+        assert!(sessions.check_timeouts(at(seconds)).is_empty());
+    }
+    sessions[index].outbox = Outbox::default();
+    assert_eq!(sessions.flushed(index, waiting, at(61), LIMITS), AfterFlush::Keep);
+    assert!(sessions.check_timeouts(at(81)).is_empty(), "20 of 30 s are left after the pause");
+    assert_eq!(sessions.check_timeouts(at(82)).len(), 1);
 }
 
 #[test]

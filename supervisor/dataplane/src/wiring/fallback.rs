@@ -135,9 +135,8 @@ impl DataPlane {
         let outcome = self.outcome_of(index, answer);
         let Some(fallback) = &answer.record.fallback else { return outcome };
         let Some(combined) = fallback.combine(self.now, &outcome) else { return outcome };
-        self.compartments[fallback.origin_compartment()].policy.count_fallback_outcome(&combined.verdict);
-        let counters = &mut self.bulkheads[fallback.origin()].counters;
-        counters.elsewhere = counters.elsewhere.saturating_sub(1);
+        let (now, entered) = (self.now, fallback.origin_compartment());
+        self.bulkheads.count_fallback_end(&mut self.compartments, now, entered, &combined.verdict);
         if let Some(target) = fallback.current_target() {
             let (compartment, origin) = (&self.compartments[index], fallback.origin());
             self.bulkheads.count_guest_end(compartment, (origin, target), &outcome.verdict);

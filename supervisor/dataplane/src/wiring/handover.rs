@@ -197,7 +197,7 @@ impl DataPlane {
     pub(crate) fn pass_on_sessions(&mut self) {
         // When the supervisors are stopping, both stop together. Further requests are then rejected here, because the
         // successor might have exited.
-        if !self.handover.is_released() || self.is_stopping {
+        if !self.handover.moves_connections() || self.is_stopping {
             return;
         }
         let mut passed_on = 0;
@@ -481,14 +481,14 @@ impl DataPlane {
 
     pub(crate) fn flush_transfer(&mut self) {
         let Some(transfer) = &mut self.handover.transfer else { return };
-        // If the successor has exited, the connections in the outbox are lost along with the others that the successor
-        // had.
         if transfer.outbox.flush(&transfer.socket).is_err() {
-            transfer.outbox = Outbox::default();
+            self.close_transfer();
         }
     }
 
-    fn close_transfer(&mut self) {
+    /// Closes the transfer socket. If the other supervisor has exited, the connections in the outbox are lost along with
+    /// the others that it had.
+    pub(crate) fn close_transfer(&mut self) {
         if let Some(transfer) = self.handover.transfer.take() {
             let _ = self.poll.registry().deregister(&mut SourceFd(&transfer.socket.as_raw_fd()));
         }

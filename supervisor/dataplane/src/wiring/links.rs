@@ -318,7 +318,9 @@ impl DataPlane {
                 return;
             }
         }
-        match index.and_then(|index| self.links[index].take_watch()) {
+        // The heartbeats might be waiting in a link that is not being read.
+        let read = index.filter(|&index| !self.links[index].unsolicited.is_paused());
+        match read.and_then(|index| self.links[index].take_watch()) {
             Some(watch) if !self.keeper.is_being_replaced() => {
                 self.background.check_starvation(compartment, worker, watch);
             }

@@ -22,7 +22,7 @@ use crate::sessions::endpoint::ClientEndpoint;
 use crate::sessions::{AfterFlush, Client, Phase};
 use crate::shares::{Holder, Owner};
 use crate::slab::SessionIndex;
-use crate::{DataPlane, Endpoint, Incoming};
+use crate::{CHECK_INTERVAL, DataPlane, Endpoint, Incoming};
 
 /// Maximum number of connections accepted per iteration. The limit is low because identifying a new client takes
 /// time, and connected clients take precedence.
@@ -217,6 +217,10 @@ impl DataPlane {
     /// Closes the sessions of clients that have exceeded a timeout, and retries accepting connections.
     pub(crate) fn check_sessions(&mut self) {
         self.accept();
+        if self.handover.pauses_reading() {
+            // Clients cannot make progress. The next check follows after the same interval.
+            return self.sessions.extend_timeouts(CHECK_INTERVAL, self.now);
+        }
         for (index, message) in self.sessions.check_timeouts(self.now) {
             match message {
                 Some(message) => self.reject_session(index, RejectReason::Invalid, message),

@@ -45,16 +45,14 @@ impl DataPlane {
             Fork::Waits => return Ok(None),
             Fork::NoTemplate => {}
         }
-        // Workers that were waiting for a template of the previous program now wait for the new template.
-        let mut waiting = self.update_templates(|templates, _| templates.end(index));
-        waiting.push((worker, slot));
         let spawn = self.links.next_spawn();
+        let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
+        let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
+        // Takes the UID last, so that only a failed order has to give the UID back.
         let id = match program.sandbox().identity() {
             WorkerIdentity::Each => self.links.take_id()?,
             WorkerIdentity::Own | WorkerIdentity::One(_) => None,
         };
-        let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
-        let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let order = program.template_order(spawn, id);
         let keeper = self.keeper.serving();
         if let Err(error) = keeper.and_then(|it| it.spawn_template(&order, stdout_write, stderr_write)) {
@@ -62,6 +60,10 @@ impl DataPlane {
             return Err(error);
         }
         self.keeper.ping(self.now);
+        // Workers that were waiting for a template of the previous program now wait for the new template. If the new
+        // template could not be ordered, they continue to wait for the old one.
+        let mut waiting = self.update_templates(|templates, _| templates.end(index));
+        waiting.push((worker, slot));
         let output = Some((stdout_read, stderr_read));
         let order = TemplateOrder { compartment: index, bulkhead, ready, program, id, output };
         self.templates.add(self.now, spawn, order, waiting);

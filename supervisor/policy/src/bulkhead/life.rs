@@ -316,6 +316,7 @@ impl<T> Bulkhead<T> {
 
     /// Replaces all workers, because their secrets, environment or program may be outdated.
     pub(super) fn rolling_restart(&mut self, now: Time) {
+        self.restart_failure = None;
         for place in self.workers.places() {
             self.edit_timing(place, |worker| {
                 if worker.revision == Revision::UpToDate {
@@ -378,6 +379,7 @@ impl<T> Bulkhead<T> {
     /// Replaces all workers with workers that run a new program or configuration. Forgets earlier failures,
     /// because they do not apply to the new program.
     pub(super) fn replace(&mut self, now: Time) {
+        self.restart_failure = None;
         for place in self.workers.places() {
             self.edit_timing(place, |worker| worker.revision = Revision::BeforeReload { retry_at: None });
         }
@@ -611,7 +613,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Handles the failure of a successor. The slot's current worker continues to run, and the replacement is attempted
-    /// again later.
+    /// again later. Only a restart requested by an operator is not attempted again.
     fn successor_failed(&mut self, now: Time, slot: u32, reason: RecycleReason) {
         let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
         if let SlotState::Occupied(place) = self.workers.slot(slot).state {
@@ -620,6 +622,8 @@ impl<T> Bulkhead<T> {
             });
         }
         // Other successors would probably fail for the same reason.
+        let mut stopped = self.rolling.iter().map(|&(_, reason)| reason).chain([reason]);
+        let stops_restart = stopped.any(|reason| reason == RecycleReason::Restart);
         self.rolling.clear();
         for place in self.workers.places() {
             self.edit_timing(place, |worker| {
@@ -628,13 +632,15 @@ impl<T> Bulkhead<T> {
                 }
             });
         }
-        if reason == RecycleReason::Reload {
+        if stops_restart || reason == RecycleReason::Reload {
             let message = self.workers.slot(slot).record.last_exit.clone().unwrap_or_default();
-            self.actions.push(Action::Report(OperatorEvent::ReplacementFailed {
-                slot,
-                message,
-                retry_in: pause,
-            }));
+            if stops_restart {
+                self.restart_failure = Some(message.clone());
+            }
+            let is_retried =
+                |place| self.workers.get(place).is_some_and(|worker| worker.retry_replacement_at().is_some());
+            let retry_in = self.workers.places().any(is_retried).then_some(pause);
+            self.actions.push(Action::Report(OperatorEvent::ReplacementFailed { slot, message, retry_in }));
         }
     }
 

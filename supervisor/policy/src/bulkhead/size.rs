@@ -307,6 +307,7 @@ impl<T> Bulkhead<T> {
         }
         self.activity = Activity::ScaledToZero;
         self.idle_since = None;
+        self.restart_failure = None;
         for slot in self.workers.slot_numbers() {
             if self.workers.slot(slot).state != SlotState::Closed {
                 self.clear_slot(now, slot, SlotState::Empty);

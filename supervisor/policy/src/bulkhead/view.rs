@@ -358,6 +358,11 @@ impl<T> Bulkhead<T> {
         &self.last_failure
     }
 
+    /// Returns the reason why the last restart stopped before all workers were replaced, or `None` if it did not.
+    pub fn restart_failure(&self) -> Option<&str> {
+        self.restart_failure.as_deref()
+    }
+
     /// Returns the state of the bulkhead.
     pub fn state(&self) -> BulkheadState {
         if self.mode != Mode::Open {

@@ -3,8 +3,8 @@
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
-    BreakerLimits, BreakerState, Death, Event, Health, KillReason, Limits, OperatorEvent, RateLimit, RatePer,
-    RecycleReason, Restart, RestartPolicy, TenantLimits, TenantOverrides,
+    BreakerLimits, BreakerState, Death, Event, Health, KillReason, LimitChange, Limits, OperatorEvent,
+    RateLimit, RatePer, RecycleReason, Restart, RestartPolicy, TenantLimits, TenantOverrides,
 };
 use bulkhead_shared::{Priority, RejectReason};
 
@@ -59,6 +59,33 @@ fn reload_keeps_rate_limit_charges() {
     assert_eq!((fixture.submit(), fixture.last_reason()), (None, Some("rate_limited")));
     reconfigure(&mut fixture, limits(8, 8, 0));
     fixture.job();
+}
+
+/// While there is no limit, the old charges no longer count, regardless of how the limit is removed and set again.
+#[test]
+fn rate_limit_that_was_removed_leaves_no_charges() {
+    let slow = RateLimit { per_second: 1.0, burst: 4, per: RatePer::Tenant };
+    let fast = RateLimit { per_second: 1000.0, burst: 10, per: RatePer::Tenant };
+    let of_reload = |rate_limit| Event::Reconfigure(Box::new(Limits { rate_limit, ..limits(8, 8, 0) }));
+    let of_change = |rate_limit| {
+        Event::ChangeLimits(LimitChange { rate_limit: Some(rate_limit), ..LimitChange::default() })
+    };
+    let of_tenant = |rate_limit| {
+        let overrides = TenantOverrides { rate_limit, ..TenantOverrides::default() };
+        Event::ChangeTenantLimits { tenant: "acme".to_owned(), overrides }
+    };
+    let ways: [&dyn Fn(Option<RateLimit>) -> Event<u32>; 3] = [&of_reload, &of_change, &of_tenant];
+    for (number, way) in ways.into_iter().enumerate() {
+        let mut fixture = Fixture::ready(limits(8, 8, 0));
+        fixture.apply(way(Some(slow)));
+        let pass = |fixture: &mut Fixture| {
+            (0..20).filter(|_| fixture.submit_as(Priority::Normal, "acme").is_some()).count()
+        };
+        assert_eq!(pass(&mut fixture), 4, "way {number}");
+        fixture.apply(way(None));
+        fixture.apply(way(Some(fast)));
+        assert_eq!(pass(&mut fixture), 10, "way {number}");
+    }
 }
 
 #[test]
@@ -195,7 +222,9 @@ fn retries_failed_replacement_while_old_workers_run_jobs() {
     for attempt in 1..=3 {
         assert_eq!(fixture.spawned.len(), 2 + attempt);
         fixture.exit_worker(fixture.newest_worker(), Death::Exit(1));
-        let failed = |note: &&OperatorEvent| matches!(note, OperatorEvent::ReplacementFailed { .. });
+        let failed = |note: &&OperatorEvent| {
+            matches!(note, OperatorEvent::ReplacementFailed { retry_in: Some(_), .. })
+        };
         assert_eq!(fixture.events.iter().filter(failed).count(), attempt);
         let (a, b) = (fixture.job(), fixture.job());
         fixture.reply(a);

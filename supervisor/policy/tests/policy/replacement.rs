@@ -1,6 +1,7 @@
 //! Replaced workers: the number of running jobs during a replacement, workers that hang at exit, and `recycle.jobs`.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
@@ -258,6 +259,66 @@ fn restarting_a_starting_worker_does_not_stop_its_slot() {
         fixture.reply(job);
         fixture.expect(job, "ok", None);
     }
+}
+
+/// Returns the delays before the next attempt, from the events about failed replacements.
+fn failed_replacements(fixture: &Fixture) -> Vec<Option<Duration>> {
+    let delay = |note: &OperatorEvent| match note {
+        OperatorEvent::ReplacementFailed { retry_in, .. } => Some(*retry_in),
+        _ => None,
+    };
+    fixture.events.iter().filter_map(delay).collect()
+}
+
+#[test]
+fn failed_replacement_stops_a_restart_until_the_next_one() {
+    let mut fixture = Fixture::ready(limits(2, 1, 0));
+    let old = fixture.spawned.clone();
+    fixture.apply(Event::Restart);
+    assert_eq!(fixture.bulkhead.restart_failure(), None);
+    fixture.exit_worker(fixture.newest_worker(), Death::Exit(1));
+    let cause = fixture.bulkhead.restart_failure().expect("the restart has stopped");
+    assert!(cause.contains("status 1"), "{cause}");
+    fixture.wait(60 * SECOND);
+    assert_eq!((fixture.spawned.len(), outdated(&fixture)), (3, old.clone()));
+    assert_eq!(failed_replacements(&fixture), [None]);
+    fixture.apply(Event::Restart);
+    for _ in 0..2 {
+        assert_eq!(fixture.bulkhead.restart_failure(), None);
+        fixture.bring_up(fixture.newest_worker());
+    }
+    assert_eq!((&fixture.drained, failed_replacements(&fixture).len()), (&old, 1));
+}
+
+/// A replacement for any other reason runs the same program, so its failure stops the restart as well.
+#[test]
+fn failed_replacement_for_another_reason_stops_a_restart() {
+    let mut limits = limits(3, 1, 0);
+    limits.recycle.rss = Some(1);
+    let mut fixture = Fixture::ready(limits);
+    let [first, second, third] = fixture.spawned[..] else { panic!("three workers must start") };
+    fixture.apply(Event::Restart);
+    let successor = fixture.newest_worker();
+    fixture.apply(Event::Memory { worker: third, rss_bytes: 2 });
+    assert_ne!(fixture.newest_worker(), successor);
+    fixture.exit_worker(fixture.newest_worker(), Death::Exit(1));
+    fixture.bring_up(successor);
+    assert_eq!((&fixture.drained, failed_replacements(&fixture)), (&vec![first], vec![None]));
+    assert_eq!(outdated(&fixture), [first, second, third]);
+    assert!(fixture.bulkhead.restart_failure().is_some());
+}
+
+/// Workers that are outdated because of a reload are replaced later, so the failure of a restart is not final.
+#[test]
+fn failed_restart_after_a_reload_is_retried() {
+    let mut fixture = Fixture::ready(limits(1, 1, 0));
+    fixture.apply(Event::ReplaceWorkers);
+    fixture.exit_worker(fixture.newest_worker(), Death::Exit(1));
+    fixture.apply(Event::Restart);
+    fixture.exit_worker(fixture.newest_worker(), Death::Exit(1));
+    let [Some(_), Some(delay)] = failed_replacements(&fixture)[..] else { panic!("both are retried") };
+    fixture.wait(delay);
+    assert_eq!(fixture.spawned.len(), 4);
 }
 
 /// During a restart, a resize replaces a slot's new worker. The cause of this replacement is the resize, not

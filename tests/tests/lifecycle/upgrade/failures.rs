@@ -224,8 +224,7 @@ fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     raw.submit(1, &format!("steps:count {};wait {}", begun.display(), gate.display()), b"");
     wait_for("the job runs", || begun.exists().then_some(()));
     let worker = get(&manager, "/v1/bulkheads/b")["workers"][0]["pid"].as_u64().unwrap() as u32;
-    let is_keeper = |pid: &u32| name(*pid).is_some_and(|name| name == "bulkhead-keeper");
-    let keeper = children(new).into_iter().find(is_keeper).unwrap();
+    let keeper = keeper_of(new);
     // The worker cannot exit on its own, and the keeper cannot kill it. The keeper is not stopped by a signal, because
     // a stopped process would resume when the new program exits.
     kill_pid(worker, Signal::SIGSTOP);
@@ -247,6 +246,35 @@ fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     assert!(!is_alive(worker), "the worker is still running");
     assert_eq!(client.join().unwrap(), (1, (0, 0)));
     assert_eq!(upgrading.end().0, Some(1));
+}
+
+/// The old program waits for the dead program's workers to exit before it serves clients again. A connection that becomes
+/// idle in the meantime must not be passed on.
+#[test]
+fn idle_connection_survives_death_of_the_successor() {
+    let manager = start(ONE);
+    let old = manager.main();
+    let [begun, gate] = ["begun", "gate"].map(|name| manager.folder.path().join(name));
+    let mut raw = Raw::connect(&manager.socket());
+    raw.submit(1, &format!("steps:count {};wait {}", begun.display(), gate.display()), b"");
+    wait_for("the job runs", || begun.exists().then_some(()));
+    let upgrading = Upgrading::start(&manager);
+    let new = upgrading.until_switched(&manager, old);
+    // A keeper that is stopped does not kill its workers.
+    let stopped = StoppedThread::new(keeper_of(new));
+    kill_pid(new, Signal::SIGKILL);
+    wait_for("the new program has exited", || (!is_alive(new)).then_some(()));
+    std::fs::write(&gate, "").unwrap();
+    assert_eq!(raw.outcome(), (1, (0, 0)));
+    raw.submit(2, "", b"");
+    stopped.resume();
+    assert_eq!(raw.outcome(), (2, (0, 0)));
+    assert_eq!(upgrading.end().0, Some(1));
+}
+
+fn keeper_of(supervisor: u32) -> u32 {
+    let is_keeper = |pid: &u32| name(*pid).is_some_and(|name| name == "bulkhead-keeper");
+    children(supervisor).into_iter().find(is_keeper).unwrap()
 }
 
 #[test]

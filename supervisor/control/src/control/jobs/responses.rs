@@ -159,41 +159,59 @@ pub(in crate::control) fn bulkhead_of(request: &Request) -> Option<&str> {
 /// contains the fields of an outcome.
 pub(in crate::control) fn reject_request(request: &Request, reason: RejectReason, message: &str) -> Response {
     match bulkhead_of(request) {
-        Some(name) => rejected(name, reason, message.to_owned()),
+        Some(name) => rejected(name, None, reason, message.to_owned()),
         None if reason == RejectReason::Unauthenticated => problem(StatusCode::UNAUTHORIZED, message),
         None => problem(StatusCode::FORBIDDEN, message),
     }
 }
 
-/// Returns the response for a job that was rejected without involving the data plane.
-pub(in crate::control) fn rejected(name: &str, reason: RejectReason, message: String) -> Response {
+/// Returns the response for a job that was rejected without involving the data plane. `deadline` is the job's deadline,
+/// or `None` if the deadline is unknown.
+pub(in crate::control) fn rejected(
+    name: &str,
+    deadline: Option<Duration>,
+    reason: RejectReason,
+    message: String,
+) -> Response {
     let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
-    local_outcome_response(name, Verdict::Rejected { reason, message }, retry_after)
+    local_outcome_response(name, deadline, Verdict::Rejected { reason, message }, retry_after)
 }
 
 /// Returns the response for a job whose payload did not arrive in time. The HTTP status is 408.
-pub(super) fn upload_timed_out(name: &str) -> Response {
+pub(super) fn upload_timed_out(name: &str, deadline: Option<Duration>) -> Response {
     let message = format!("the payload did not arrive within {} s", UPLOAD_TIMEOUT.as_secs());
     let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message };
-    outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &local_outcome(name, verdict, None), Vec::new(), None)
+    let outcome = local_outcome(name, deadline, verdict, None);
+    outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &outcome, Vec::new(), None)
 }
 
 /// Returns the response for a job whose connection was closed by the data plane before it sent an outcome. The data
 /// plane does this if it shuts down or has no memory for the result.
-pub(super) fn dropped(name: &str, is_idempotent: bool) -> Response {
+pub(super) fn dropped(name: &str, deadline: Option<Duration>, is_idempotent: bool) -> Response {
     let message = "the supervisor is stopping or out of memory; the job may have run".into();
     let verdict = Verdict::Crashed { reason: CrashReason::Stopped, status: None, message };
     let retryable = verdict.is_retryable(is_idempotent);
-    let outcome = Outcome { retryable, ..local_outcome(name, verdict, None) };
+    let outcome = Outcome { retryable, ..local_outcome(name, deadline, verdict, None) };
     outcome_problem(None, &outcome, Vec::new(), None)
 }
 
 /// Returns a response with an outcome created by the control plane itself.
-fn local_outcome_response(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
-    outcome_problem(None, &local_outcome(name, verdict, retry_after), Vec::new(), None)
+fn local_outcome_response(
+    name: &str,
+    deadline: Option<Duration>,
+    verdict: Verdict,
+    retry_after: Option<Duration>,
+) -> Response {
+    outcome_problem(None, &local_outcome(name, deadline, verdict, retry_after), Vec::new(), None)
 }
 
-fn local_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcome {
+fn local_outcome(
+    name: &str,
+    deadline: Option<Duration>,
+    verdict: Verdict,
+    retry_after: Option<Duration>,
+) -> Outcome {
+    let is_too_late = retry_after.zip(deadline).is_some_and(|(wait, deadline)| wait > deadline);
     Outcome {
         job: None,
         bulkhead: truncate(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
@@ -201,9 +219,9 @@ fn local_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) ->
         queued: Duration::ZERO,
         ran: Duration::ZERO,
         worker_pid: None,
-        retryable: verdict.is_retryable(false),
+        retryable: verdict.is_retryable(false) && !is_too_late,
         retry_after,
-        deadline: Duration::ZERO,
+        deadline: deadline.unwrap_or_default(),
         run_limit: None,
         status: None,
         report: None,
@@ -218,7 +236,7 @@ mod tests {
     #[test]
     fn idempotent_job_without_an_outcome_is_retryable() {
         for (is_idempotent, retryable) in [(false, "false"), (true, "true")] {
-            let response = dropped("b", is_idempotent);
+            let response = dropped("b", None, is_idempotent);
             assert_eq!(response.headers()["bulkhead-retryable"], retryable);
         }
     }

@@ -41,7 +41,7 @@ impl DataPlane {
     /// Returns the number of bytes read.
     pub(crate) fn read_session(&mut self, index: SessionIndex, most: usize) -> usize {
         let Some(session) = self.sessions.get_mut(index) else { return 0 };
-        if session.pause_if_behind() {
+        if session.pause_if_behind(self.now) {
             return 0;
         }
         if session.is_held_back {
@@ -240,18 +240,14 @@ impl DataPlane {
             return Ok(false);
         }
         self.check_request_number(index, header.number).map_err(Some)?;
-        match self.check_submission(index, header, metadata) {
+        let checked = match self.check_submission(index, header, metadata) {
             // The payload is not received, because the job would be rejected anyway.
             Ok(_) if self.is_stopping => {
-                self.reject_submission(
-                    index,
-                    header,
-                    metadata,
-                    RejectReason::Draining,
-                    "the supervisor is stopping",
-                );
-                Ok(false)
+                Err((RejectReason::Draining, "the supervisor is stopping".to_owned()))
             }
+            checked => checked,
+        };
+        match checked {
             Ok((bulkhead, ..)) => {
                 if let Some(session) = self.sessions.get_mut(index) {
                     session.frame_for = Some(bulkhead);

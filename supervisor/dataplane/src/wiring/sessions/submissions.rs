@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use bulkhead_plane::access::{self, Grant};
 use bulkhead_plane::peer_check::{ClientRejection, SocketKind};
 use bulkhead_policy::{Event, Submission};
-use bulkhead_shared::client_protocol::{OutcomeMessage, Submit};
+use bulkhead_shared::client_protocol::Submit;
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::Header;
 use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, truncate};
@@ -58,10 +58,9 @@ impl DataPlane {
         file.iter_mut().for_each(|file| file.set_kept(keeps_payload));
         let is_resendable = keeps_payload || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
         let digest = if file.is_none() { entry.digest(submit.operation, payload.bytes()) } else { None };
-        let deadline = (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us));
+        let deadline = submissions::requested_deadline(&submit);
         let fallback = has_fallback.then(|| {
-            let limits = policy.limits();
-            let limit = deadline.map_or(limits.deadline, |asked| asked.min(limits.deadline_max));
+            let limit = policy.limits().effective_deadline(deadline);
             let origin = (bulkhead, compartment);
             let wishes = (extensions.run_limit, priority, idempotent, submit.cost);
             Box::new(FallbackState::new(origin, entry.fallback.clone(), (self.now, limit), wishes))
@@ -170,12 +169,15 @@ impl DataPlane {
     ) {
         let decoded = submissions::decode(metadata).ok();
         let name = decoded.as_ref().map_or("", |(submit, _)| submit.bulkhead);
+        let mut deadline = decoded.as_ref().and_then(|(submit, _)| submissions::requested_deadline(submit));
         if let Some((submit, _)) = &decoded
             && let Some(bulkhead) = self.bulkheads.find(name)
         {
             let priority = Priority::from_code(submit.priority).unwrap_or_default();
-            // A client without permission for a tenant must not affect the tenant's counters.
+            // A client without permission must neither affect a tenant's counters nor learn that the bulkhead exists.
             let is_forbidden = reason == RejectReason::Forbidden;
+            let limits = self.bulkheads[bulkhead].limits(&self.compartments);
+            deadline = if is_forbidden { deadline } else { Some(limits.effective_deadline(deadline)) };
             let label = self.bulkheads.label_of(if is_forbidden { "" } else { submit.tenant });
             let compartments = &mut self.compartments;
             self.bulkheads.count_rejected(compartments, self.now, bulkhead, (priority, label), reason);
@@ -192,11 +194,7 @@ impl DataPlane {
             let (given, bytes) = (submissions::traceparent(&extensions), header.payload_length());
             self.spans.send_rejected((self.now, SystemTime::now), &submit, given, bytes, &verdict)
         });
-        let message = OutcomeMessage {
-            retryable: verdict.is_retryable(false).into(),
-            ..OutcomeMessage::from_verdict(&verdict, name)
-        };
-        let message = message.with_times(Duration::ZERO, Duration::ZERO, Duration::ZERO, retry_after);
+        let message = submissions::rejection(&verdict, name, deadline, retry_after);
         let extensions = OutcomeExtensions { span, ..OutcomeExtensions::default() };
         let (request, pool) = ((index, header.number), &mut self.buffers.pool);
         self.sessions.send_outcome(request, &message, extensions, Payload::NONE, pool);
