@@ -99,7 +99,7 @@ pub(crate) async fn drain(args: &Args, drain: &Drain) -> Result<u8, Failure> {
             }
             None => "new and queued jobs are rejected; running jobs can finish",
         };
-        // Even if nobody reads the output, the command waits for all bulkheads.
+        // The command waits for all bulkheads even if its output is no longer read.
         print(args, name, json, text).or_else(Failure::unless_closed_pipe)?;
     }
     Ok(exit::OK)

@@ -34,7 +34,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
             Ok(())
         };
         last = step;
-        // The exit status depends on the last step, even if nobody reads the output.
+        // The exit status depends on the last step, even if the output is no longer read.
         printed.or_else(Failure::unless_closed_pipe)
     });
     if ended.await? == exit::CANCELLED {

@@ -68,7 +68,7 @@ fn all_from(reader: JoinHandle<Vec<u8>>) -> Vec<u8> {
     reader.join().expect("a reader")
 }
 
-/// Runs a command whose output nobody reads, as in `command | true`.
+/// Runs a command whose output is not read, as in `command | true`.
 pub(super) fn unread(command: &mut Command) -> Ran {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("the command runs");

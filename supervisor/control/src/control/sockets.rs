@@ -122,8 +122,8 @@ impl Control {
             match used {
                 Ok(()) => self.report_socket(Severity::Info, EventKind::SocketRenewed { socket, path }),
                 Err(problem) => {
-                    // Nobody listens on a socket that was bound but is not used. Removing its file lets the next
-                    // attempt bind a new one.
+                    // The new listener is already closed. The next attempt binds the socket again only if the file is
+                    // missing.
                     if bound.exists() {
                         let _ = std::fs::remove_file(bound.path());
                     }

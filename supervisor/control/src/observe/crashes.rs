@@ -639,7 +639,7 @@ mod tests {
     }
 
     #[test]
-    fn evicted_report_leaves_no_file_if_its_backtrace_could_not_be_written() {
+    fn evicted_report_without_a_written_backtrace_leaves_no_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 1).unwrap();
