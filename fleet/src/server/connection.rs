@@ -150,6 +150,7 @@ fn report(event: &Event) {
     match event {
         Event::Connected => tracing::info!("connected to a fleet server"),
         Event::Disconnected => tracing::warn!("the connection to the server was lost; reconnecting"),
+        Event::Closed => tracing::debug!("closed a connection to a fleet server"),
         other => tracing::warn!("server connection: {other}"),
     }
 }

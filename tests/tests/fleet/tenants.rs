@@ -79,24 +79,32 @@ fn unreadable_messages_are_deleted_and_harm_no_other_job() {
     }
 }
 
+/// Returns the number of attempts after which the agent returned a job.
+fn returned(fleet: &TestFleet) -> Option<u64> {
+    let page = get(fleet.hosts[0].http, "/metrics").1;
+    let line = page.lines().find(|line| line.starts_with("bulkhead_fleet_returned_total"))?;
+    line.rsplit(' ').next()?.parse().ok()
+}
+
 #[test]
 fn tenant_above_its_rate_limit_does_not_stop_other_tenants() {
+    // More than the agent requests with one pull.
+    const JOBS: u64 = 30;
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let limit = "rate_limit = { per_second = 0.001, burst = 1, per = \"tenant\" }\n";
     fleet.add_host("host-a", &format!("{BULKHEADS}{limit}"));
     run(async {
         let client = fleet.connect().await;
         result_of(client.job("b", "").tenant("acme").submit().await.unwrap()).await.unwrap();
-        client.job("b", "").tenant("acme").submit().await.unwrap();
-        let returned = "bulkhead_fleet_returned_total{bulkhead=\"b\"} 1";
-        wait_for("the second job is returned", || {
-            get(fleet.hosts[0].http, "/metrics").1.contains(returned).then_some(())
-        });
-        // The supervisor has asked for a pause of at least a minute.
+        for _ in 0..JOBS {
+            client.job("b", "").tenant("acme").submit().await.unwrap();
+        }
+        wait_for("all other jobs are returned", || returned(&fleet).filter(|count| *count >= JOBS));
+        // The supervisor has asked to wait for at least a minute.
         let quiet = client.job("b", "").tenant("quiet").deadline(Duration::from_secs(40));
         result_of(quiet.submit().await.unwrap()).await.unwrap();
     });
-    assert_eq!(fleet.pending("b"), Some(1));
+    assert_eq!(fleet.pending("b"), Some(JOBS));
 }
 
 #[test]
