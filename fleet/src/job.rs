@@ -90,6 +90,16 @@ impl JobOptions {
                 return Err(format!("{name} contains a control character; remove the character"));
             }
         }
+        for (name, text) in [
+            ("the ID", self.id.as_str()),
+            ("the operation", &self.operation),
+            ("the traceparent", traceparent),
+        ] {
+            // The NATS client removes these spaces from header values, so the job would have another ID or operation.
+            if text != text.trim() {
+                return Err(format!("{name} begins or ends with a space; remove the space"));
+            }
+        }
         if self.deadline.is_some_and(|deadline| deadline < Duration::from_millis(1)) {
             return Err("the deadline is below 1 ms; use a longer deadline".into());
         }
@@ -190,6 +200,14 @@ mod tests {
         };
         let (read, error) = JobOptions::parse(("b".into(), "t".into()), Some(&options.to_headers()), 1);
         assert_eq!((read, error), (options, None));
+    }
+
+    #[test]
+    fn header_with_outer_spaces_is_rejected() {
+        assert!(JobOptions::new("b".into(), "id ".into()).check().is_err());
+        let options = JobOptions { operation: " decode".into(), ..JobOptions::new("b".into(), "id".into()) };
+        assert!(options.check().is_err());
+        assert!(JobOptions { operation: "a b".into(), ..options }.check().is_ok());
     }
 
     #[test]
