@@ -113,11 +113,12 @@ fn apply(shared: &Shared, snapshots: &[Snapshot]) {
     }
 }
 
-/// Returns true if a rate limit applies to all tenants together. Isolated tenants, whose workers belong to a tenant, have
-/// separate rate limits.
+/// Returns true if a rate limit applies to all tenants together. Isolated tenants have separate rate limits. They are
+/// recognised by workers that name a tenant, or by a ready bulkhead without workers.
 fn is_rate_limit_shared(snapshot: &Snapshot) -> bool {
-    let is_per_tenant = snapshot.rate_limit.as_ref().is_some_and(|rate| rate.per == "tenant");
-    !is_per_tenant && snapshot.workers.iter().all(|worker| worker.tenant.is_none())
+    let is_common = snapshot.rate_limit.as_ref().is_some_and(|rate| rate.per == "bulkhead");
+    let has_common_workers = snapshot.workers.iter().all(|worker| worker.tenant.is_none());
+    is_common && has_common_workers && !(snapshot.state == BulkheadState::Ready && snapshot.limit == 0)
 }
 
 /// Returns the number of jobs that a bulkhead can run at once, or 0 if it accepts no jobs.
@@ -152,6 +153,9 @@ mod tests {
         let rate = |per: &'static str| Some(Rate { per: per.into(), ..Rate::default() });
         let shared = Snapshot { rate_limit: rate("bulkhead"), ..Snapshot::default() };
         assert!(is_rate_limit_shared(&shared));
+        // Only a limit of a single tenant can reject jobs of a bulkhead without a general limit.
+        assert!(!is_rate_limit_shared(&Snapshot::default()));
+        assert!(!is_rate_limit_shared(&Snapshot { state: BulkheadState::Ready.into(), ..shared.clone() }));
         assert!(!is_rate_limit_shared(&Snapshot { rate_limit: rate("tenant"), ..Snapshot::default() }));
         let worker = Worker { tenant: Some("acme".into()), ..Worker::default() };
         assert!(!is_rate_limit_shared(&Snapshot { workers: vec![worker], ..shared }));

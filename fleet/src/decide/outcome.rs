@@ -135,12 +135,12 @@ fn delay_and_pause(
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let asked = with_jitter(asked, jitter);
     match &reported.verdict {
-        // A job with a lower cost might be accepted sooner.
+        // The pause is shorter than the delay, because a job with a lower cost might be accepted sooner.
         Verdict::Rejected { reason: RejectReason::RateLimited, .. } if rules.is_rate_limit_shared => {
             (asked, asked.min(RATE_LIMIT_PAUSE_MAX))
         }
-        // The tenant has used up its own share, which must not delay other tenants. The growing delay keeps a tenant with
-        // many waiting jobs from occupying the agents with attempts.
+        // The tenant has used up its own share. Other tenants must not wait, so pulls continue. The growing delay prevents
+        // a tenant with many waiting jobs from occupying the agents with attempts.
         Verdict::Rejected { reason: RejectReason::RateLimited | RejectReason::TenantQuota, .. } => {
             (asked.max(backoff(RETURN_DELAY_MIN, message.delivery, jitter)), Duration::ZERO)
         }

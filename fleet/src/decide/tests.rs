@@ -213,7 +213,7 @@ fn only_rejections_that_concern_all_tenants_pause_pulls() {
 }
 
 #[test]
-fn jobs_beyond_their_tenants_share_are_tried_less_and_less_often() {
+fn retry_delay_grows_for_jobs_above_their_tenants_share() {
     for (delivery, delay) in [(1, 20), (7, 20), (8, 32), (9, 60), (1000, 60)] {
         assert_eq!(delays(RejectReason::RateLimited, delivery, false), [delay, 0], "{delivery}");
     }

@@ -1,5 +1,5 @@
-//! Deletes messages whose headers or subject `async-nats` cannot parse. The library closes the connection or panics when it receives
-//! such a message, so no agent ever sees the message, and the server would deliver it forever.
+//! Deletes messages whose headers or subject `async-nats` cannot parse. Such a message makes the library close the
+//! connection or panic. No agent can handle the message, so the server would redeliver it forever.
 
 use async_nats::{Client, HeaderName, HeaderValue, StatusCode};
 use base64::Engine as _;
@@ -39,14 +39,14 @@ pub(crate) async fn delete(client: &Client, bulkhead: &str, start: u64) -> u64 {
     for _ in 0..MESSAGES_MAX {
         let request = json!({"seq": next, "next_by_subj": filter});
         let found: Result<Found, ApiError> = api(client, &format!("STREAM.MSG.GET.{JOBS}"), request).await;
-        // There are no further messages, or the server does not respond.
+        // There are no further messages, or the server does not respond. The next search starts from the beginning.
         let Ok(Found { message }) = found else {
             next = 1;
             break;
         };
         next = message.seq + 1;
         bytes += message.data.len();
-        // In JSON, this character replaces bytes that are not UTF-8.
+        // The server replaces invalid UTF-8 in a subject when it encodes the response as JSON.
         let is_utf8 = !message.subject.contains(char::REPLACEMENT_CHARACTER);
         if !(is_utf8 && is_readable(&message.hdrs)) && delete_one(client, &message).await {
             deleted += 1;

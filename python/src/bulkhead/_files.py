@@ -119,7 +119,7 @@ def copied(view: memoryview) -> bytearray | mmap.mmap:
 
 
 class SharedPayload(mmap.mmap):
-    """A payload for which the process's data limit (``RLIMIT_DATA``) has no room. The limit excludes shared memory."""
+    """Shared memory for a payload that exceeds the data limit (``RLIMIT_DATA``), which excludes shared memory."""
 
 
 def payload_buffer(size: int) -> Any:

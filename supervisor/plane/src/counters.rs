@@ -64,7 +64,7 @@ pub struct RejectedJob {
     pub reason: RejectReason,
 }
 
-/// Number of rejected jobs of each kind. The data plane collects these counts before it
+/// Number of rejected jobs, by bulkhead, tenant, priority and reason. The data plane collects these counts before it
 /// replies to a request for counters.
 #[derive(Debug, Default)]
 pub struct RejectedJobs(Mutex<HashMap<RejectedJob, u64>>);

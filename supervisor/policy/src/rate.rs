@@ -61,8 +61,8 @@ impl Bucket {
     }
 
     /// Converts the bucket to another limit. The cost of earlier charges that have not drained yet is capped at the new
-    /// burst, and drains at the new rate. If there was no limit before, the bucket is emptied, because the cost of
-    /// charges to an even earlier limit is unknown.
+    /// burst, and drains at the new rate. If there was no limit before, empties the bucket, because the limit
+    /// under which the bucket was charged is unknown.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
         let Some(before) = before else {
             *self = Self::default();

@@ -127,8 +127,8 @@ impl SymbolizerOptions {
         answer
     }
 
-    /// Starts a symbolizer, sends the records to it and returns the answer. Leaves its keeper in `started`, unless no
-    /// symbolizer was started.
+    /// Starts a symbolizer, sends the records to it and returns the answer. Stores the keeper in `started`,
+    /// but clears `started` if the keeper could not start a symbolizer, because the user ID is then unused.
     fn ask(
         &self,
         started: &mut Option<Keeper>,

@@ -194,9 +194,8 @@ impl Bulkheads {
 
     // Tenants with workers.
 
-    /// Returns true if a tenant without workers can get workers for its next job. This is the case if fewer tenants are
-    /// waiting than the maximum number of tenants leaves room for. Tenants that are idle or releasing their workers
-    /// leave room for others.
+    /// Returns true if a tenant without workers can get workers for its next job. This is the case if fewer than
+    /// `max_active` tenants are waiting or busy. Tenants that are idle or releasing their workers do not count.
     #[inline]
     pub(crate) fn can_wake(&mut self, compartments: &Compartments, index: CompartmentIndex) -> bool {
         let compartment = &compartments[index];

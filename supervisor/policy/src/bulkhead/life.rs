@@ -612,8 +612,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the failure of a successor. The slot's current worker continues to run, and the replacement is attempted
-    /// again later. Only a restart requested by an operator is not attempted again.
+    /// Handles the failure of a successor. The slot's current worker continues to run. The replacement is attempted
+    /// again later, unless an operator's restart requested it.
     fn successor_failed(&mut self, now: Time, slot: u32, reason: RecycleReason) {
         let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
         if let SlotState::Occupied(place) = self.workers.slot(slot).state {
