@@ -164,9 +164,14 @@ impl KeptAlive {
 
     /// Sends a request and reads the response. Returns `None` if the connection is closed first.
     pub fn ask(&mut self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Option<Answer> {
+        self.send(method, path, headers, body);
+        self.answer()
+    }
+
+    /// Sends a request. A connection that is already closed is detected when the response is read.
+    pub fn send(&mut self, method: &str, path: &str, headers: &[&str], body: &[u8]) {
         self.socket().send_head(method, path, headers, Some(body.len()));
         let _ = self.socket().write_all(body);
-        self.answer()
     }
 
     /// Returns the socket, so that a request can be sent in parts.

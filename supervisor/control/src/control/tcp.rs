@@ -26,10 +26,13 @@ use super::tokens::{ReadOnly, TokenTable};
 use super::waiting::{ListenerRules, WAITING_MAX, WaitingConnections};
 use super::{Control, http, jobs, tokens};
 use bulkhead_config::{Role, Token};
-use bulkhead_linux::listener::stop_new_connections;
+use bulkhead_linux::listener::{has_handshakes, stop_new_connections};
 
 /// Maximum number of connections to accept from the backlog of a listener that is closing.
 const BACKLOG_MAX: usize = 4096;
+
+/// Time between two checks of a closing listener for handshakes.
+const HANDSHAKE_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Authentication challenges in the response to a request without a token. The second challenge makes a browser ask the
 /// user for a password.
@@ -94,9 +97,13 @@ pub(super) async fn accept_until_shutdown(
     // Connections in the backlog are still accepted, so that these clients get a response instead of a reset. If the
     // kernel cannot stop new connections, a client that connects at the last moment may still be reset.
     let _ = stop_new_connections(&listener);
-    if has_waiting(&listener) {
-        let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, accept_next()).await;
-    }
+    let accept_last = async {
+        // The order matters, because a connection whose handshake has just ended is in the backlog.
+        while has_handshakes(&listener) || has_waiting(&listener) {
+            let _ = tokio::time::timeout(HANDSHAKE_INTERVAL, accept_next()).await;
+        }
+    };
+    let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, accept_last).await;
     // Passes on the connections in the backlog that the accept loop has not reached.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
     for _ in 0..BACKLOG_MAX {

@@ -2,10 +2,11 @@
 //!
 //! [`stop_new_connections`] closes a TCP listener without losing connections. If a listener is only closed, the kernel
 //! resets all connections in its queue. One of them may have arrived between the last `accept` and the close, from a
-//! client that has already sent a request. [`inherit`] takes over a listener that a service manager has opened.
+//! client that has already sent a request. [`has_handshakes`] finds connections that are about to arrive. [`inherit`] takes over a listener that a service manager has opened.
 
-use std::io;
-use std::net::TcpListener;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 
@@ -80,6 +81,30 @@ pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {
     SockRef::from(listener).attach_filter(&filter)
 }
 
+/// Returns true if a client has begun a handshake with a TCP listener and has not completed it. Such a connection cannot
+/// be accepted yet, and is reset if the listener closes. Returns false if the kernel's list of connections cannot be
+/// read.
+pub fn has_handshakes(listener: &impl AsFd) -> bool {
+    let address = rustix::net::getsockname(listener).ok().and_then(|address| address.try_into().ok());
+    let Some(port) = address.map(|address: SocketAddr| address.port()) else { return false };
+    let is_handshake = |line: io::Result<String>| line.is_ok_and(|line| is_handshake_with(&line, port));
+    // An IPv6 listener can also have IPv4 clients. The kernel lists these with IPv6 addresses.
+    ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"]
+        .iter()
+        .filter_map(|path| File::open(path).ok())
+        .any(|file| BufReader::new(file).lines().any(is_handshake))
+}
+
+/// Checks a line of the kernel's list of connections. The fields are a number, the local address, the remote address,
+/// and the state. All are hexadecimal.
+fn is_handshake_with(line: &str, port: u16) -> bool {
+    const SYN_RECV: &str = "03";
+    let mut fields = line.split_whitespace().skip(1);
+    let (local, state) = (fields.next(), fields.nth(1));
+    let local_port = local.and_then(|local| local.rsplit(':').next());
+    state == Some(SYN_RECV) && local_port.is_some_and(|hex| u16::from_str_radix(hex, 16) == Ok(port))
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{ErrorKind, Read, Write};
@@ -87,6 +112,8 @@ mod tests {
     use std::os::fd::IntoRawFd;
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
+
+    use socket2::{Domain, Socket, Type};
 
     use super::*;
 
@@ -110,6 +137,30 @@ mod tests {
             assert!(listener.accept().is_ok(), "{address}");
             listener.set_nonblocking(true).unwrap();
             assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock, "{address}");
+        }
+    }
+
+    #[test]
+    fn handshake_is_found_until_connection_can_be_accepted() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(address) else {
+                eprintln!("NOT RUN: this machine does not have the address {address}");
+                continue;
+            };
+            let address = listener.local_addr().unwrap();
+            let client = Socket::new(Domain::for_address(address), Type::STREAM, None).unwrap();
+            client.set_nonblocking(true).unwrap();
+            // The client ignores the listener's response to its first packet.
+            client.attach_filter(&[SockFilter::new((BPF_RET | BPF_K) as u16, 0, 0, 0)]).unwrap();
+            assert!(!has_handshakes(&listener), "{address}");
+            client.connect(&address.into()).unwrap_err();
+            assert!(has_handshakes(&listener), "{address}");
+            stop_new_connections(&listener).unwrap();
+            assert!(has_handshakes(&listener), "{address}");
+            client.detach_filter().unwrap();
+            // The listener's response is repeated after a second.
+            let _accepted = listener.accept().unwrap();
+            assert!(!has_handshakes(&listener), "{address}");
         }
     }
 
