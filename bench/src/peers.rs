@@ -236,7 +236,7 @@ impl Driver {
         let [first, rest @ ..] = program else { return Err("no program".into()) };
         let mut command = Command::new(first);
         command.args(rest).args(peer.arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
-        // Some peers print long messages about each death.
+        // Some of the compared systems print a long message whenever a worker dies.
         command.stderr(Stdio::null()).process_group(0);
         if peer.from == Source::Npm {
             command.current_dir(folder.join("node"));

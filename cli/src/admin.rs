@@ -319,7 +319,7 @@ pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> 
     if args.json {
         output::json(String::from_utf8_lossy(&response).trim_end())?;
     } else {
-        output::line(&format!("{}: the change is in effect: {body}", escape(&resize.name)))?;
+        output::line(&format!("{}: the following change is in effect: {body}", escape(&resize.name)))?;
     }
     Ok(exit::OK)
 }

@@ -82,7 +82,7 @@ fn print(args: &Args, logs: &Logs, text: &str, line: &LogLine) -> Result<(), Fai
     let (bulkhead, at) = (shown(&line.bulkhead), shown(&line.at));
     if let Some(count) = line.dropped {
         output::to_stderr(&format!(
-            "{at} {bulkhead}: {count} lines of output were skipped, because output arrived too fast"
+            "{at} {bulkhead}: {count} lines of output were skipped because output arrived too fast"
         ));
         return Ok(());
     }

@@ -39,8 +39,9 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
         Failure::new(exit::USAGE, format!("failed to read the payload from {name}: {error}"))
     })?;
     if bytes.len() as u64 == max {
-        let message =
-            format!("the payload from {name} has at least {max} bytes, more than any bulkhead accepts");
+        let message = format!(
+            "the payload from {name} has at least {max} bytes, which is more than any bulkhead accepts"
+        );
         return Err(Failure::rejected(RejectReason::TooLarge, message));
     }
     Ok(bytes)

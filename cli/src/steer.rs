@@ -71,7 +71,7 @@ pub(crate) async fn resume(args: &Args, name: &str) -> Result<u8, Failure> {
 pub(crate) async fn reset(args: &Args, name: &str) -> Result<u8, Failure> {
     let json = post(args, name, "reset").await?;
     let text =
-        "the breaker, the restart history and the quarantine are reset, and failed workers start again";
+        "the breaker, restart history and quarantine have been reset, and failed workers are restarting";
     print(args, name, &json, text)?;
     Ok(exit::OK)
 }
@@ -109,7 +109,7 @@ async fn wait_until_drained(args: &Args, name: &str, limit: WaitLimit) -> Result
     loop {
         let bulkhead: Snapshot = limit.look(get(args, &path_of(name))).await?;
         if bulkhead.state != BulkheadState::Draining {
-            let message = format!("{}: the bulkhead was resumed before it was drained", escape(name));
+            let message = format!("{}: the bulkhead was resumed before the drain was complete", escape(name));
             return Err(Failure::new(exit::FAILED, message));
         }
         // Workers may still be running jobs whose clients already have the outcome.
@@ -160,7 +160,7 @@ async fn wait_until_replaced(args: &Args, name: &str, limit: WaitLimit) -> Resul
             }
             (_, Some(cause)) if left > 0 => {
                 let message = format!(
-                    "{}: the restart stopped, because a replacement failed to start: {}; the old workers continue to \
+                    "{}: the restart stopped because a replacement failed to start: {}; the old workers continue to \
                      serve",
                     escape(name),
                     shown(cause)

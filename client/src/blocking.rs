@@ -76,14 +76,14 @@ impl Client {
     }
 
     /// Sets whether this client's jobs are retried; see [`crate::Client::retry`].
-    #[must_use = "returns a client with this setting"]
+    #[must_use = "the setting applies only to the returned client"]
     pub fn retry(self, retries: bool) -> Self {
         Self { client: self.client.retry(retries), server: self.server }
     }
 
     /// Sets the maximum time that this client's jobs wait for a lost connection to be re-established; see
     /// [`crate::Client::reconnect_timeout`].
-    #[must_use = "returns a client with this setting"]
+    #[must_use = "the setting applies only to the returned client"]
     pub fn reconnect_timeout(self, limit: Duration) -> Self {
         Self { client: self.client.reconnect_timeout(limit), server: self.server }
     }
@@ -95,7 +95,7 @@ impl Client {
 }
 
 /// Builder for a job; see [`crate::Job`].
-#[must_use = "a job does nothing until the job is sent"]
+#[must_use = "a job does nothing until it is sent"]
 #[derive(Clone, Debug)]
 pub struct Job {
     job: crate::Job,

@@ -255,7 +255,7 @@ impl Client {
     /// # Ok(())
     /// # }
     /// ```
-    #[must_use = "returns a client with this setting"]
+    #[must_use = "the setting applies only to the returned client"]
     pub fn retry(mut self, retries: bool) -> Self {
         self.retries = retries;
         self
@@ -265,7 +265,7 @@ impl Client {
     /// their deadline. If the time is zero, jobs end when the connection is lost, and no job is sent again. Only jobs
     /// that a supervisor being replaced has not accepted still wait up to five seconds for the new supervisor. Other
     /// clones of the client keep their setting.
-    #[must_use = "returns a client with this setting"]
+    #[must_use = "the setting applies only to the returned client"]
     pub fn reconnect_timeout(mut self, limit: Duration) -> Self {
         self.reconnect_timeout = Some(limit);
         self

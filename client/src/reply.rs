@@ -119,7 +119,7 @@ impl JobError {
     pub(crate) fn lost(executed: Executed, reason: &str) -> Self {
         let advice = match executed {
             Executed::No => "the job was not sent: send the job again",
-            _ => "whether the job ran is unknown: send the job again only if a rerun is safe",
+            _ => "the job may have run: send the job again only if it can safely run twice",
         };
         let message = format!("the connection to the supervisor was lost ({reason}); {advice}");
         Self::Disconnected { executed, message }
@@ -132,8 +132,8 @@ impl JobError {
                 "the job was not sent: check that the supervisor is running, then send the job again"
             }
             _ => {
-                "whether the job ran is unknown: check that the supervisor is running, then send the job again \
-                 only if a rerun is safe"
+                "the job may have run: check that the supervisor is running, then send the job again only if \
+                 it can safely run twice"
             }
         };
         Self::Disconnected { executed, message: format!("{problem}; {advice}") }
@@ -166,7 +166,7 @@ impl JobError {
     /// Returns the error for a result that was revoked before the client had read it. The job itself succeeded.
     pub(crate) fn result_revoked() -> Self {
         let message = "the job succeeded, but the supervisor revoked the result because this program did not \
-                       read it for several seconds; send the job again only if a rerun is safe";
+                       read it for several seconds; send the job again only if it can safely run twice";
         Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
     }
 
@@ -273,7 +273,7 @@ impl fmt::Display for JobError {
             Self::Crashed(outcome) => {
                 let advice = match outcome.retryable {
                     true => "the job can be sent again",
-                    false => "whether the job ran is unknown: send the job again only if a rerun is safe",
+                    false => "the job may have run: send the job again only if it can safely run twice",
                 };
                 write!(f, "{outcome}; {advice}")?;
                 write_report(f, outcome)

@@ -90,12 +90,12 @@ impl fmt::Display for FleetError {
             Self::Job(error) => error.fmt(f),
             Self::Overdue { id, waited } => write!(
                 f,
-                "no outcome within {} s; whether the job ran is unknown; ask again with: bulkhead fleet result {id}",
+                "no outcome within {} s; the job may have run; ask again with: bulkhead fleet result {id}",
                 waited.as_secs()
             ),
             Self::Unreachable { id, message } => write!(
                 f,
-                "the fleet's servers are not responding: {message}; whether the job was accepted is unknown; \
+                "the fleet's servers are not responding: {message}; the job may have been accepted; \
                  submit the job again with the same ID ({id}): it runs only once"
             ),
         }

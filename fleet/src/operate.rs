@@ -276,7 +276,7 @@ fn requeued_id(id: &str, sequence: u64) -> String {
 
 fn letter(message: StoredMessage) -> Result<DeadLetter, String> {
     let (bulkhead, tenant, id) = parse_dead_subject(&message.subject)
-        .ok_or_else(|| format!("{} is not a dead letter", message.subject))?;
+        .ok_or_else(|| format!("{} is not the subject of a dead letter", message.subject))?;
     let (mut options, _) = JobOptions::parse((bulkhead, tenant), Some(&message.headers), message.sequence);
     options.id = id;
     let outcome = message.headers.get(format::OUTCOME).map(|value| value.as_str()).unwrap_or_default();

@@ -200,7 +200,7 @@ flat!(OutcomeMessage: [], [
 ], [bulkhead, code, message]);
 
 /// Values of [`OutcomeMessage::outcome`].
-#[expect(missing_docs, reason = "each constant is the outcome of the same name")]
+#[expect(missing_docs, reason = "each constant represents the outcome of the same name")]
 pub mod outcome_code {
     pub const OK: u8 = 0;
     pub const FAILED: u8 = 1;

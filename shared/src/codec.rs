@@ -190,7 +190,7 @@ fn take<'a, const BYTES: usize>(rest: &mut &'a [u8]) -> Result<&'a [u8; BYTES], 
 #[cold]
 fn malformed(error: &DecodeError) -> CodecError {
     CodecError::Malformed(match error {
-        DecodeError::Utf8 { .. } => "a text field is not UTF-8".to_owned(),
+        DecodeError::Utf8 { .. } => "a text field is not valid UTF-8".to_owned(),
         DecodeError::UnexpectedEnd { .. } => "unexpected end".to_owned(),
         other => other.to_string(),
     })
@@ -230,7 +230,7 @@ mod tests {
         // A message that consists of a reason and a one-byte string that is not valid UTF-8.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
         let error = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
-        assert_eq!(error.to_string(), "the metadata is malformed: a text field is not UTF-8");
+        assert_eq!(error.to_string(), "the metadata is malformed: a text field is not valid UTF-8");
 
         // A count of 2^56 extensions that is not followed by any extension.
         let bytes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];

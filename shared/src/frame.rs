@@ -21,7 +21,7 @@ pub const FLAG_CRITICAL: u8 = 1;
 
 /// Kinds of frames. The meaning of a number never changes; new kinds get new numbers. Earlier versions used
 /// the numbers 52 and 65, which must not be assigned again.
-#[expect(missing_docs, reason = "each kind is documented at the message of the same name")]
+#[expect(missing_docs, reason = "each kind is documented on the message type of the same name")]
 pub mod kind {
     // Both protocols: the first frames of a connection.
     pub const HELLO: u8 = 1;
@@ -88,7 +88,9 @@ pub struct Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The metadata would be longer than the frame.
-    #[error("a frame announces {metadata_length} bytes of metadata, but only {length} bytes in total")]
+    #[error(
+        "a frame announces {metadata_length} bytes of metadata, but a total length of only {length} bytes"
+    )]
     MetadataBeyondFrame {
         /// Announced size of the metadata.
         metadata_length: u16,

@@ -72,7 +72,7 @@ impl Pipe {
 impl Side {
     /// Registers a waker and returns the previous one. The caller must release the lock before dropping the previous
     /// waker, because that can drop a task that owns other endpoints.
-    #[must_use = "drop the waker after releasing the lock"]
+    #[must_use = "the returned waker must be dropped after the lock is released"]
     fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
         if self.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {

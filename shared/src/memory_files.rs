@@ -159,7 +159,7 @@ impl Mapping {
         );
         // SAFETY: both ranges have `into.len()` bytes, and `into` cannot overlap the mapping. Concurrent
         // writes by another process can change the copied values, but any value is a valid byte.
-        #[expect(unsafe_code, reason = "the other side can access the same memory at the same time")]
+        #[expect(unsafe_code, reason = "another process can access the same memory at the same time")]
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr().add(at), into.as_mut_ptr(), into.len());
         }
@@ -175,7 +175,7 @@ impl Mapping {
         }
         // SAFETY: the mapping has `count` bytes, the vector has capacity for them, and exactly the copied
         // bytes become part of the vector.
-        #[expect(unsafe_code, reason = "the other side can access the same memory at the same time")]
+        #[expect(unsafe_code, reason = "another process can access the same memory at the same time")]
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr(), out.as_mut_ptr().add(out.len()), count);
             out.set_len(out.len() + count);

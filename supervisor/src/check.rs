@@ -345,8 +345,8 @@ fn describe_exit(exit: keeper::Exit) -> String {
         keeper::Exit::Signal { number, .. } => format!("signal {}", bulkhead_linux::signals::name(number)),
         keeper::Exit::Oom => "out of memory".to_owned(),
         keeper::Exit::Violation { call } => match keeper::syscall_name(call) {
-            "" => "the process made a system call that the sandbox forbids".to_owned(),
-            name => format!("called {name}, which the sandbox forbids"),
+            "" => "made a system call that the sandbox forbids".to_owned(),
+            name => format!("made the system call {name}, which the sandbox forbids"),
         },
     }
 }
@@ -373,7 +373,7 @@ fn handshake(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig)
     let first = frame(&mut link, deadline).map_err(timeout_error(deadline, too_late));
     let (header, metadata) = first.map_err(|failure| match (failure, &bulkhead.program) {
         (StartFailure::Closed(_), bulkhead_config::Program::Command { .. }) => StartFailure::Closed(Some(
-            "a program without the worker SDK needs `exec` instead of `command`".to_owned(),
+            "a program that does not use the worker SDK needs `exec` instead of `command`".to_owned(),
         )),
         (other, _) => other,
     })?;

@@ -48,7 +48,7 @@ fn config_path(args: &Args) -> Result<PathBuf, String> {
     }
     let Some(path) = config::default_path() else {
         return Err(
-            "there is no default configuration file, because neither XDG_CONFIG_HOME nor HOME is set; \
+            "there is no default configuration file because neither XDG_CONFIG_HOME nor HOME is set; \
                     pass --config FILE"
                 .to_owned(),
         );

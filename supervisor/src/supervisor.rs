@@ -168,7 +168,7 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     }
     if std::process::id() == 1 {
         return Err(
-            "the first process of a container cannot be upgraded, because the container stops with it: start \
+            "the first process of a container cannot be upgraded because the container stops with it: start \
                     another container, or start the supervisor under an init process"
                 .to_owned(),
         );

@@ -39,7 +39,7 @@ impl Link {
     /// opened a descriptor.
     ///
     /// Returns an error if the descriptor is not open.
-    #[expect(unsafe_code, reason = "the descriptor is a number from the command line")]
+    #[expect(unsafe_code, reason = "the descriptor's number was passed on the command line")]
     pub fn inherit(number: RawFd) -> io::Result<Self> {
         if !Path::new(&format!("/proc/self/fd/{number}")).exists() {
             return Err(io::Error::other(format!(

@@ -4,7 +4,7 @@
 //! with `pwrite(2)`, which returns an error where a copy in user space would fault again. After the record is
 //! written, the previous action for the signal takes effect, so that the worker dies as it would without a
 //! recorder.
-#![expect(unsafe_code, reason = "signal handlers have no safe form")]
+#![expect(unsafe_code, reason = "there is no safe way to install a signal handler")]
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;

@@ -29,12 +29,12 @@ pub(crate) fn inherited(variable: &str) -> Option<OwnedFd> {
     // SAFETY: `BorrowedFd` requires an open descriptor. The number is only passed to `fcntl`, which fails if
     // the descriptor is not open. The number comes from this process's environment and is used once, and
     // nothing else in this process uses this descriptor so early in `main`.
-    #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
+    #[expect(unsafe_code, reason = "the descriptor is inherited from the parent process")]
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
     // Children must not inherit the descriptor.
     rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC).ok()?;
     // SAFETY: the descriptor is open, and the supervisor passed it to this process for this use.
-    #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
+    #[expect(unsafe_code, reason = "the descriptor is inherited from the parent process")]
     Some(unsafe { OwnedFd::from_raw_fd(number) })
 }
 

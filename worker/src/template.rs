@@ -8,7 +8,7 @@
 //! In a sandbox, each worker applies additional Landlock rules, so that it cannot reach the template or other
 //! workers. Before the first job, the seal (`seal.rs`) takes away the ability to fork siblings, which only
 //! the template needs.
-#![expect(unsafe_code, reason = "forking a sibling and renumbering descriptors have no safe form")]
+#![expect(unsafe_code, reason = "there is no safe way to fork a sibling or to renumber descriptors")]
 
 use std::collections::VecDeque;
 use std::ffi::CString;
@@ -69,7 +69,10 @@ impl Template {
             let nothing = std::fs::File::open("/dev/null").map_err(failed)?;
             duplicate_to(&nothing.into(), libc::STDIN_FILENO).map_err(|errno| failed(errno.into()))?;
             if rules.exposes_temporary_files() {
-                eprintln!("workers can access each other's temporary directories: check `read` and `write`");
+                eprintln!(
+                    "workers can access each other's temporary directories: check the paths in `read` and \
+                     `write`"
+                );
             }
         }
         Ok(Self { socket: ManuallyDrop::new(socket), parent: rustix::process::getppid(), rules })
@@ -94,7 +97,7 @@ impl Template {
     /// returns the link. In the template, returns only on an error.
     pub(crate) fn serve(&self, mut before_fork: impl FnMut()) -> Result<OwnedFd, String> {
         self.check_threads()?;
-        let failed = |error: Errno| format!("failed to use the keeper's socket: {error}");
+        let failed = |error: Errno| format!("failed to communicate with the keeper: {error}");
         self.send(TemplateMessage::Ready).map_err(failed)?;
         let template = rustix::process::getpid();
         let mut removals = VecDeque::new();

@@ -28,7 +28,7 @@ const HELP: &[(&str, &str)] = &[
     ("Esc", "go back, clear the filter, or quit"),
     ("/", "filter by name; Enter applies the filter, Esc cancels"),
     ("s", "switch to the next sort order"),
-    ("w n u r c", "sort: worst first, by name, utilisation, rejections, crashes"),
+    ("w n u r c", "sort by severity, name, utilisation, rejections or crashes"),
     ("p", "pause, continue"),
     ("Ctrl-Z", "suspend and return to the shell; `fg` continues"),
     ("q Ctrl-C", "quit"),

@@ -206,7 +206,7 @@ impl Run {
             }
             // An operator has removed the letter.
             None if last == 0 => Ok(false),
-            _ => Err("the replica has an old state".to_owned()),
+            _ => Err("the server returned an outdated state of the message".to_owned()),
         }
     }
 
@@ -238,10 +238,7 @@ impl Run {
             Conclusion::Left(None) => {}
             Conclusion::Fenced => {
                 add(|of| &of.fenced);
-                tracing::warn!(
-                    "an outcome was dropped, because another agent has taken over {}",
-                    self.ledger
-                );
+                tracing::warn!("an outcome was dropped because another agent has taken over {}", self.ledger);
             }
         }
     }

@@ -51,7 +51,10 @@ pub enum Action {
 
 /// The agent's next step in handling a message.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "a job has about seven steps, each moved once")]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a job has only about seven steps, and each step is moved only once"
+)]
 pub enum Step {
     /// Perform the action after this delay.
     Do(Action, Duration),

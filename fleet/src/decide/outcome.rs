@@ -17,7 +17,7 @@ const RATE_LIMIT_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Result of an attempt to run a job.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "moved only twice for each attempt")]
+#[expect(clippy::large_enum_variant, reason = "each attempt's result is moved only twice")]
 pub enum AttemptEnd {
     /// The supervisor reported an outcome.
     Reported(Ending),

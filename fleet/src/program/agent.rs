@@ -17,7 +17,8 @@ pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8,
         return Ok(exit::OK);
     }
     if settings.bulkhead.is_empty() {
-        let message = "no bulkheads configured, so the agent has nothing to do: add a [bulkhead.NAME] table";
+        let message =
+            "no bulkheads are configured, so the agent has nothing to do: add a [bulkhead.NAME] table";
         return Err(Failure::new(exit::USAGE, message));
     }
     start_log();

@@ -47,7 +47,7 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
 async fn one(operator: &Operator, id: &str, tenant: Option<&str>) -> Result<DeadLetter, Failure> {
     let filter = DeadFilter { bulkhead: None, tenant: tenant.map(str::to_owned), id: Some(id.to_owned()) };
     let subjects = operator.dead_subjects(&filter).await.map_err(Failure::unreachable)?;
-    let missing = || Failure::new(exit::NOT_FOUND, format!("there is no dead letter {id}"));
+    let missing = || Failure::new(exit::NOT_FOUND, format!("there is no dead letter with the ID {id}"));
     match &subjects[..] {
         [] => Err(missing()),
         [subject] => read(operator, subject).await?.ok_or_else(missing),
@@ -74,7 +74,7 @@ async fn select(operator: &Operator, selection: &Selection) -> Result<Vec<String
         let filter = filter(Some(id.clone()));
         let subjects = operator.dead_subjects(&filter).await.map_err(Failure::unreachable)?;
         if subjects.is_empty() {
-            return Err(Failure::new(exit::NOT_FOUND, format!("there is no dead letter {id}")));
+            return Err(Failure::new(exit::NOT_FOUND, format!("there is no dead letter with the ID {id}")));
         }
         selected.extend(subjects);
     }

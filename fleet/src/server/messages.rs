@@ -152,7 +152,9 @@ fn stored_message(message: Message) -> Result<StoredMessage, String> {
     };
     Ok(StoredMessage {
         subject: text("Nats-Subject")?,
-        sequence: text("Nats-Sequence")?.parse().map_err(|_| "the sequence is not a number".to_owned())?,
+        sequence: text("Nats-Sequence")?
+            .parse()
+            .map_err(|_| "the sequence number of the message is invalid".to_owned())?,
         stored_at: text("Nats-Time-Stamp")?,
         body: message.payload,
         headers,

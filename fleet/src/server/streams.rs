@@ -53,7 +53,7 @@ pub enum InitError {
 impl fmt::Display for InitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoBulkhead => f.write_str("no bulkheads configured: add a [bulkhead.NAME] table"),
+            Self::NoBulkhead => f.write_str("no bulkheads are configured: add a [bulkhead.NAME] table"),
             Self::Version(text) | Self::Server(text) => f.write_str(text),
         }
     }
@@ -176,7 +176,7 @@ fn check_version(client: &Client, settings: &Settings) -> Result<(), InitError> 
     let found = parse_version(&info.version);
     if found.is_none_or(|found| found < min) {
         return Err(InitError::Version(format!(
-            "{}:{} runs nats-server {}; {} need{} {}.{}.{} or later, because earlier versions can lose or repeat jobs: \
+            "{}:{} runs nats-server {}; {} need{} {}.{}.{} or later because earlier versions can lose or repeat jobs: \
              update the servers",
             info.host,
             info.port,

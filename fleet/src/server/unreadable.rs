@@ -59,7 +59,7 @@ pub(crate) async fn delete(client: &Client, bulkhead: &str, start: u64) -> u64 {
         return next;
     }
     tracing::warn!(
-        "deleted {deleted} messages for {bulkhead}, because their headers or subjects cannot be parsed"
+        "deleted {deleted} messages for {bulkhead} because their headers or subjects could not be parsed"
     );
     1
 }

@@ -159,7 +159,7 @@ class Job:
         if not self.losses:
             return _copy(error)
         text = error.outcome.message.removesuffix("; the job was not sent")
-        advice = "whether the job ran is unknown: send the job again only if a rerun is safe"
+        advice = "the job may have run: send the job again only if it can safely run twice"
         return Disconnected(f"{text}; {advice}", "unknown")
 
 

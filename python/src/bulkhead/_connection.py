@@ -38,7 +38,7 @@ REPEATED_HANDSHAKE_SECONDS_MIN = 0.001
 
 def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
     """Returns the error for a job whose connection was lost."""
-    advice = "whether the job ran is unknown: send the job again only if a rerun is safe"
+    advice = "the job may have run: send the job again only if it can safely run twice"
     if executed == "no":
         advice = "the job was not sent: send the job again"
     return Disconnected(f"the connection to the supervisor was lost ({reason}); {advice}", executed)

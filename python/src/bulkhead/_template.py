@@ -115,7 +115,8 @@ def _sandbox(system: _System) -> Rules | None:
         # Prevents this user's other processes from reading this process's memory or duplicating its descriptors.
         system.control(_PR_SET_DUMPABLE, 0)
         if rules.exposes_temporary_files():
-            print("workers can access each other's temporary directories: check `read` and `write`", file=sys.stderr)
+            problem = "workers can access each other's temporary directories"
+            print(f"{problem}: check the paths in `read` and `write`", file=sys.stderr)
     return rules
 
 

@@ -253,7 +253,8 @@ def _sentence(outcome: Outcome) -> str:
     if outcome.outcome == "crashed":
         if outcome.retryable:
             return f"{text}; the job can be sent again{see}"
-        return f"{text}; whether the job ran is unknown: send the job again only if a rerun is safe{see}"
+        advice = "the job may have run: send the job again only if it can safely run twice"
+        return f"{text}; {advice}{see}"
     return text
 
 

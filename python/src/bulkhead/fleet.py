@@ -164,7 +164,7 @@ class AsyncFleet:
             await asyncio.sleep(PAUSE_AFTER_ERROR)
         if may_be_stored:
             raise Disconnected(
-                f"the servers are not responding: {cause}; whether the job was accepted is unknown; submit the job "
+                f"the servers are not responding: {cause}; the job may have been accepted; submit the job "
                 f"again with the same ID ({headers['Bulkhead-Id']}): it runs only once",
                 "unknown",
             )
@@ -240,7 +240,7 @@ class Submitted:
                 raise self._closed()
             left = self._until - time.monotonic()
             if left <= 0:
-                raise Disconnected(f"the job {self.id} has no outcome yet; whether it ran is unknown", "unknown")
+                raise Disconnected(f"the job {self.id} has no outcome yet, but may have run", "unknown")
             try:
                 await notices.next_msg(timeout=min(pause, left))
                 # The replica that responds may not have the record yet.
@@ -252,7 +252,7 @@ class Submitted:
                 await asyncio.sleep(PAUSE_AFTER_ERROR)
 
     def _closed(self) -> Disconnected:
-        sentence = f"the fleet was closed before the job {self.id} had an outcome; whether it ran is unknown"
+        sentence = f"the fleet was closed before the job {self.id} had an outcome; the job may have run"
         return Disconnected(sentence, "unknown")
 
 

@@ -366,7 +366,7 @@ impl<'b> Batch<'b> {
     /// returns `None`. After an error, the connection is unusable.
     #[expect(
         clippy::should_implement_trait,
-        reason = "an error ends the batch, and `Iterator` cannot express that"
+        reason = "no frame can follow an error, but an `Iterator` could continue after one"
     )]
     pub fn next(&mut self) -> Result<Option<Item<'b>>, FrameError> {
         loop {

@@ -104,6 +104,6 @@ fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<
 fn non_null<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
     let value = Option::deserialize(value)?;
     let null_error =
-        || serde::de::Error::custom("null is not allowed: a tenant's limit can be changed, but not removed");
+        || serde::de::Error::custom("null is not allowed: a tenant's limit can be changed but not removed");
     value.map(Some).ok_or_else(null_error)
 }

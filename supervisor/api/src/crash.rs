@@ -189,7 +189,7 @@ pub struct Usage {
 
 /// A crash report, as shown by `GET /v1/crashes/{id}` and stored in `crash_dir`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[expect(missing_docs, reason = "the names match the events and are self-explanatory")]
+#[expect(missing_docs, reason = "the field names match those of the events and are self-explanatory")]
 pub struct CrashReport {
     #[schemars(with = "String")]
     pub id: CrashId,
@@ -248,7 +248,7 @@ const fn one() -> u32 {
 
 /// A job in a crash report.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[expect(missing_docs, reason = "the names match the events and are self-explanatory")]
+#[expect(missing_docs, reason = "the field names match those of the events and are self-explanatory")]
 pub struct CrashJob {
     pub job: String,
     pub operation: String,
@@ -396,7 +396,7 @@ pub struct Replay {
 
 /// Result of a replayed job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[expect(missing_docs, reason = "the names match the outcome and the report")]
+#[expect(missing_docs, reason = "the field names match those of the outcome and the report")]
 pub struct ReplayedJob {
     pub cause: Option<Cause>,
     /// Index of the job in the crash report.

@@ -59,7 +59,7 @@ macro_rules! events {
         /// Kind of an event, with its fields.
         #[derive(Clone, Debug, PartialEq, Deserialize)]
         #[serde(tag = "kind")]
-        #[expect(missing_docs, reason = "the fields are named as in the documentation")]
+        #[expect(missing_docs, reason = "the documentation describes each field under the same name")]
         pub enum EventKind {
             $($(#[doc = $sentence])+
             $(#[serde($flag)])?

@@ -13,7 +13,7 @@ use crate::{Text, Word};
 /// The outcome of a job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
+#[expect(missing_docs, reason = "the field names are part of the contract and are self-explanatory")]
 pub struct JobOutcome {
     pub attempts: u32,
     pub bulkhead: String,

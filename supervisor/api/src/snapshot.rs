@@ -21,7 +21,7 @@ pub struct Bulkheads {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Bulkhead")]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
+#[expect(missing_docs, reason = "the field names are part of the contract and are self-explanatory")]
 pub struct Snapshot {
     pub name: String,
     /// Name of the isolated tenant, if the snapshot covers only this tenant's part of the bulkhead.
@@ -156,7 +156,7 @@ pub struct Tenant {
 /// Run times and queue times of jobs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
+#[expect(missing_docs, reason = "the field names are part of the contract and are self-explanatory")]
 pub struct Latencies {
     pub run: Percentiles,
     pub queue: Percentiles,
@@ -165,7 +165,7 @@ pub struct Latencies {
 /// Percentiles of a duration, in milliseconds. Each percentile is `null` if nothing was measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
+#[expect(missing_docs, reason = "the field names are part of the contract and are self-explanatory")]
 pub struct Percentiles {
     pub p50: Option<f64>,
     pub p90: Option<f64>,
@@ -176,7 +176,7 @@ pub struct Percentiles {
 /// A worker process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
+#[expect(missing_docs, reason = "the field names are part of the contract and are self-explanatory")]
 pub struct Worker {
     /// Name of the tenant that the worker is reserved for, if tenants are isolated.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -109,7 +109,7 @@ fn read_bulkheads(
         problems.report(
             name.span(),
             format!("the configuration file contains more than {} bulkheads", defaults::BULKHEADS_MAX),
-            "run a second supervisor for some of the bulkheads",
+            "move some of the bulkheads to a second supervisor",
         );
         entries.truncate(defaults::BULKHEADS_MAX);
     }

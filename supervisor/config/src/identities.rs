@@ -23,11 +23,11 @@ fn found_id(label: &str, what: &str, name: &str, found: nix::Result<Option<u32>>
         Ok(Some(id)) => Ok(id),
         Ok(None) => Err(ValueError::new(
             format!("`{label}`: there is no {what} `{}`", shown(name)),
-            format!("write a name from `getent {database}`, or add the missing name to the system"),
+            format!("write a name that `getent {database}` lists, or add the missing name to the system"),
         )),
         Err(error) => Err(ValueError::new(
             format!("`{label}`: the {what} `{}` cannot be looked up: {error}", shown(name)),
-            format!("check the lookup with `getent {database} {}`", shown(name)),
+            format!("run `getent {database} {}` to check the lookup", shown(name)),
         )),
     }
 }

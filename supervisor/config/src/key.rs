@@ -264,7 +264,7 @@ impl fmt::Display for Kind {
                     if all { "to" } else { "to below" }
                 )
             }
-            Self::Number(max) => write!(f, "number, whole or fractional, above 0 and at most {max}"),
+            Self::Number(max) => write!(f, "whole or fractional number above 0 and at most {max}"),
             Self::Boolean => f.write_str("`true` or `false`"),
             Self::Network => {
                 let max = defaults::TCP_PORTS_MAX;
@@ -293,7 +293,7 @@ impl fmt::Display for Kind {
                 Measure::Zero => "`0`",
             }),
             Self::Table => f.write_str("table"),
-            Self::Tables(max) => write!(f, "array of tables, at most {max}"),
+            Self::Tables(max) => write!(f, "array of at most {max} tables"),
         }
     }
 }

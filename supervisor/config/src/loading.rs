@@ -85,7 +85,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
             shown(&folder.to_string_lossy()),
             defaults::FRAGMENTS_MAX
         );
-        return problems.report(start..start, message, "write several bulkheads into a single file");
+        return problems.report(start..start, message, "define several bulkheads in one file");
     }
     for path in names {
         let unreadable = |error: io::Error| {
@@ -167,7 +167,7 @@ fn add_bulkheads<'s>(sources: &Sources, all: &mut DeTable<'s>, more: DeTable<'s>
         problems.report(
             name.span(),
             format!("bulkhead `{}` is already defined in {place}", shown(name.get_ref())),
-            "rename a bulkhead, or remove a section",
+            "rename one of the bulkheads, or remove one of the sections",
         );
     }
 }
@@ -278,7 +278,7 @@ fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     let found = file.metadata().map_err(|error| unreadable(path, &error))?;
     let Some(who) = who_can_change(&found) else { return Ok(()) };
     let path = shown(&path.to_string_lossy());
-    let message = format!("{path} is not used, because {who}");
+    let message = format!("{path} cannot be used because {who}");
     Err((message, format!("run `chown root {path}` and `chmod go-w {path}`")))
 }
 
@@ -313,7 +313,7 @@ impl InvalidText {
         problems.report(
             at..at + 1,
             format!("the file is not UTF-8: byte 0x{:02x}", self.byte),
-            "save the file as UTF-8, the only encoding of TOML",
+            "save the file as UTF-8, the only encoding that TOML allows",
         );
     }
 }
@@ -327,10 +327,7 @@ fn read_text(path: &Path, file: File) -> Result<Result<String, InvalidText>, (St
     if bytes.len() as u64 > defaults::FILE_BYTES_MAX {
         let max = units::format_size(defaults::FILE_BYTES_MAX);
         let message = format!("{} is larger than {max}", shown(&path.to_string_lossy()));
-        return Err((
-            message,
-            "pass a configuration file, which is a text file in the TOML format".to_owned(),
-        ));
+        return Err((message, "pass a configuration file that is a text file in the TOML format".to_owned()));
     }
     Ok(String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();

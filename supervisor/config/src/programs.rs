@@ -70,7 +70,7 @@ fn check_access(
 ) -> Result<(), ValueError> {
     may(path, access).map_err(|error| {
         let message = format!("`{label}`: {} cannot be {done}: {error}", path.display());
-        ValueError::new(message, format!("make the path {able} by the supervisor's user"))
+        ValueError::new(message, format!("make sure that the path is {able} by the supervisor's user"))
     })
 }
 
@@ -97,7 +97,7 @@ pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<
         let parent = path.parent().unwrap_or(Path::new("/"));
         return Err(ValueError::new(
             format!("`{label}`: {} is not a directory", path.display()),
-            format!("write the path of a directory, as in \"{}\"", parent.display()),
+            format!("specify a directory, as in \"{}\"", parent.display()),
         ));
     }
     check_access(label, path, Access::EXEC_OK, ("entered", "accessible"))
@@ -108,7 +108,7 @@ pub(super) fn future_folder(label: &str, path: &Path) -> Result<(), ValueError> 
     match fs::metadata(path) {
         Ok(found) if !found.is_dir() => Err(ValueError::new(
             format!("`{label}`: {} is not a directory", path.display()),
-            "write the path of a directory, or a path that does not exist yet",
+            "specify an existing directory, or a path that does not exist yet",
         )),
         Ok(_) => check_access(label, path, Access::WRITE_OK | Access::EXEC_OK, ("written to", "writable")),
         Err(_) => Ok(()),
@@ -147,7 +147,7 @@ fn check_regular_file(label: &str, what: &str, path: &Path, folder: &Path) -> Re
     let kind = if found.is_dir() { "a directory" } else { "not a regular file" };
     Err(ValueError::new(
         format!("`{label}`: {} is {kind}, not a {what}", path.display()),
-        format!("write the path of the {what} itself"),
+        format!("specify the path of the {what} itself"),
     ))
 }
 
@@ -181,7 +181,7 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), ValueError> {
         return Err(ValueError::new(
             format!("`{label}`: {} is a directory, not a socket", path.display()),
             format!(
-                "write the path of a file in that directory, as in \"{}\"",
+                "specify the path of a file in that directory, as in \"{}\"",
                 path.join(defaults::SOCKET_NAME).display()
             ),
         ));

@@ -198,7 +198,7 @@ impl<'c> Checker<'c> {
             self.problems.report(
                 position.clone(),
                 format!("`socket` and `admin` have the same path: {}", socket.display()),
-                "set different paths, or remove `admin` for the default path",
+                "set different paths, or remove `admin` to use the default path",
             );
         }
         (socket.unwrap_or_default(), admin.unwrap_or_default())
@@ -286,7 +286,7 @@ impl<'c> Checker<'c> {
             ),
             |several| {
                 ValueError::new(
-                    format!("bulkhead `{name}` has {several}, but can run only a single program"),
+                    format!("bulkhead `{name}` has {several}, but a bulkhead can run only one program"),
                     "keep only one key, and add a [bulkhead.NAME] section for each other program",
                 )
             },
@@ -296,7 +296,7 @@ impl<'c> Checker<'c> {
         {
             self.problems.report(
                 entry.span.clone(),
-                "`entry` needs `library`, because `entry` names a function of the library",
+                "`entry` needs `library` because `entry` names a function of the library",
                 "add `library = \"./libworker.so\"`, or remove `entry`",
             );
         }
@@ -349,7 +349,7 @@ impl<'c> Checker<'c> {
                 let names = names.iter().map(|name| shown(name)).collect::<Vec<_>>().join(", ");
                 format!("{which}: {names}")
             }
-            None => "write the name of a bulkhead in this configuration file".to_owned(),
+            None => "write the name of a bulkhead that this configuration file defines".to_owned(),
         }
     }
 
@@ -407,7 +407,7 @@ impl<'c> Checker<'c> {
         self.problems.report(
             position,
             format!(
-                "`{}` ({}) is above `{}` ({})",
+                "`{}` ({}) exceeds `{}` ({})",
                 lower.0,
                 lower.1.with_origin(low.trim_matches('"')),
                 upper.0,
@@ -448,7 +448,7 @@ impl<'c> Checker<'c> {
             self.problems.report(
                 position,
                 format!(
-                    "`{processes_name}` ({}) × `{in_flight_name}` ({}) is above {}",
+                    "`{processes_name}` ({}) × `{in_flight_name}` ({}) exceeds {}",
                     processes.with_origin(processes.value),
                     in_flight.with_origin(in_flight.value),
                     defaults::PERMITS_CEILING
@@ -472,7 +472,7 @@ impl<'c> Checker<'c> {
             self.problems.report(
                 position,
                 format!(
-                    "`{name}` ({given}) is above the supervisor's `max_payload` ({})",
+                    "`{name}` ({given}) exceeds the supervisor's `max_payload` ({})",
                     payload.with_origin(&max)
                 ),
                 format!(

@@ -119,7 +119,7 @@ impl Lines {
             self.entry(entry);
             if key == "socket_mode" {
                 self.comment(format_args!(
-                    "the socket's directory, if missing, is created with mode {:04o}",
+                    "if the socket's directory does not exist, it is created with mode {:04o}",
                     supervisor.folder_mode
                 ));
             }
@@ -381,7 +381,7 @@ fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
             "sandbox.user: auto; the bulkhead has a fixed user ID, because files written under `write` persist"
         }
         (false, _) => {
-            "sandbox.user: shared; workers run as the supervisor's user, because workers cannot be started as other users"
+            "sandbox.user: shared; workers run as the supervisor's user because workers cannot be started as other users"
         }
     }
 }

@@ -426,7 +426,7 @@ pub(super) fn path_text(label: &str, text: &str, key: &LabelledKey) -> ValueResu
 pub(super) fn no_nul(label: &str, text: &str) -> ValueResult<()> {
     if text.contains('\0') {
         return Err(ValueError::new(
-            format!("`{label}` contains a NUL byte, which ends a string in the kernel"),
+            format!("`{label}` contains a NUL byte, which the kernel treats as the end of a string"),
             "remove the `\\u0000`",
         ));
     }
@@ -462,7 +462,7 @@ fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -
 /// Reads a range of user IDs, such as `"200000-200999"`. Rejects ID 0, which is root.
 pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRange> {
     let DeValue::String(text) = value else {
-        return Err(wrong_type(key, "the first and the last ID as a string", value));
+        return Err(wrong_type(key, "a string with the first and the last ID", value));
     };
     let help = || write_help(key, &key.example());
     let number = |digits: &str| {
@@ -488,7 +488,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
     }
     let max = defaults::WORKER_UIDS_MAX;
     if last - first >= max {
-        let message = format!("`{}` has {} IDs, more than {max}", key.label, last - first + 1);
+        let message = format!("`{}` has {} IDs, but the maximum is {max}", key.label, last - first + 1);
         let fewer = (first + max - 1).min(last);
         return Err(ValueError::new(
             message,
@@ -585,7 +585,7 @@ fn zero_limit(value: &DeValue<'_>) -> ValueResult<Option<u64>> {
         DeValue::Integer(number) if integer(number) == 0 => Ok(Some(0)),
         DeValue::String(text) if units::parse_size(text) == Ok(0) => Ok(Some(0)),
         _ => Err(ValueError::new(
-            "`rlimits.core` is always 0: a core dump would write a job's payload to disk",
+            "`rlimits.core` must be 0 because a core dump would write a job's payload to disk",
             "remove `core`, or write `core = 0`",
         )),
     }
@@ -595,7 +595,7 @@ fn zero_limit(value: &DeValue<'_>) -> ValueResult<Option<u64>> {
 /// in this crate. A test reads every key to detect it.
 pub(super) fn wrong_kind(key: &LabelledKey) -> ValueError {
     ValueError::new(
-        format!("`{}` cannot be read by this version", key.label),
+        format!("this version of Bulkhead cannot read `{}`", key.label),
         "this is a bug in Bulkhead, not an error in your file; remove the key and report the bug",
     )
 }

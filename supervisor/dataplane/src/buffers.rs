@@ -9,7 +9,7 @@ use super::JobData;
 const RECORDS_KEPT_MAX: usize = 4096;
 
 #[derive(Default)]
-#[expect(clippy::vec_box, reason = "the boxes themselves are reused, because policy stores records boxed")]
+#[expect(clippy::vec_box, reason = "policy stores boxed records, so the boxes themselves are reused")]
 pub(super) struct Buffers {
     pub(super) scratch: Scratch,
     pub(super) pool: BufferPool,

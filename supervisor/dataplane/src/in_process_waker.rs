@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn data_plane_does_not_sleep_after_input_before_registration() {
+    fn data_plane_stays_awake_if_input_precedes_registration() {
         let (_poll, mut bell) = bell();
         let (here, there) = in_process::pair();
         there.write(b"a").unwrap();

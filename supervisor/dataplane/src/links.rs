@@ -536,7 +536,7 @@ impl Links {
     pub(super) fn remove(&mut self, spawn: u64) -> Option<(LinkIndex, Link)> {
         let index = self.by_spawn.remove(&spawn)?;
         let Some(link) = self.slab.retire(index) else {
-            unreachable!("the keeper names only existing links")
+            unreachable!("the keeper refers only to existing links")
         };
         self.dirty.retain(|&dirty| dirty != index);
         self.unfinished_reads.retain(|&unfinished| unfinished != index);

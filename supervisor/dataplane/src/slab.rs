@@ -21,7 +21,8 @@ macro_rules! indices {
         impl SlabIndex for $name {
             #[inline]
             fn from_number(number: usize) -> Self {
-                debug_assert!(u32::try_from(number).is_ok(), "more entries than memory or descriptors allow");
+                let fits = u32::try_from(number).is_ok();
+                debug_assert!(fits, "memory or descriptors should have run out first");
                 Self(number as u32)
             }
 
@@ -166,7 +167,7 @@ impl<I: SlabIndex, T> Index<I> for Slab<I, T> {
     fn index(&self, index: I) -> &T {
         match self.get(index) {
             Some(value) => value,
-            None => unreachable!("{index:?} has no entry: the index outlived the entry"),
+            None => unreachable!("{index:?} has no entry: the index was used after the entry was removed"),
         }
     }
 }
@@ -176,7 +177,7 @@ impl<I: SlabIndex, T> IndexMut<I> for Slab<I, T> {
     fn index_mut(&mut self, index: I) -> &mut T {
         match self.get_mut(index) {
             Some(value) => value,
-            None => unreachable!("{index:?} has no entry: the index outlived the entry"),
+            None => unreachable!("{index:?} has no entry: the index was used after the entry was removed"),
         }
     }
 }

@@ -69,12 +69,10 @@ pub(super) fn check_form(
     }
     let run_limit = extensions.get(tag::RUN_LIMIT).map(decode_run_limit);
     if run_limit == Some(None) {
-        return invalid(
-            "the run limit must be a number of microseconds, encoded in 8 bytes and at least 1".into(),
-        );
+        return invalid("the run limit must be at least 1 microsecond, encoded as an 8-byte number".into());
     }
     let leased = match extensions.get(tag::LEASE).map(LeaseRef::from_bytes) {
-        Some(None) => return invalid("a lease name must have 16 bytes".into()),
+        Some(None) => return invalid("a lease name must be 16 bytes long".into()),
         leased => leased.flatten(),
     };
     Ok(SubmitExtensions { traceparent: traceparent(extensions), run_limit: run_limit.flatten(), leased })

@@ -3,7 +3,7 @@
 //! Kernel versions and settings are only hints, because a distribution, a container or a security module can
 //! forbid what the kernel supports. Each trial has a time limit, and removes the processes, control groups
 //! and mounts that it created.
-#![expect(unsafe_code, reason = "most probes have no safe wrapper, because the calls do nothing useful")]
+#![expect(unsafe_code, reason = "there are no safe wrappers for most of the calls that the probes make")]
 
 mod cgroup;
 mod child;

@@ -39,8 +39,10 @@ const PROC_FILE_BYTES_MAX: u64 = 1 << 20;
 /// stack pointer.
 const RED_ZONE_BYTES: u64 = 128;
 
-/// Intervals between checks for stopped threads, and between checks for text from the worker.
+/// Interval between checks whether a thread has stopped.
 const STOP_INTERVAL: Duration = Duration::from_micros(50);
+
+/// Interval between checks whether the worker has finished writing text.
 const TEXT_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Offset of the first record in the file. The total size of the records is stored before it.
@@ -179,7 +181,8 @@ struct Tracee {
 
 impl Drop for Tracee {
     fn drop(&mut self) {
-        // Fails if the thread has not stopped. The kernel releases such threads when the calling thread exits.
+        // Fails if the thread has not stopped. The kernel then detaches the thread when the calling thread
+        // exits.
         let _ = ptrace::detach(pid(self.id), None);
     }
 }

@@ -79,7 +79,7 @@ impl SubordinateIds {
         let ranges = |path: &str| {
             let text = std::fs::read_to_string(path).unwrap_or_default();
             let found = parse_ranges(&text, name.as_deref(), uid);
-            if found.is_empty() { Err(format!("{path} has no range for this user")) } else { Ok(found) }
+            if found.is_empty() { Err(format!("{path} contains no range for this user")) } else { Ok(found) }
         };
         let common = largest_common(&ranges("/etc/subuid")?, &ranges("/etc/subgid")?);
         let IdRange { first, last } =

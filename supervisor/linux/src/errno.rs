@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 /// Returns the error of this thread's last failed system call.
 #[inline]
-#[expect(unsafe_code, reason = "the C library's errno has no safe wrapper without an allocation")]
+#[expect(unsafe_code, reason = "no safe wrapper returns the C library's errno without allocating memory")]
 pub fn last() -> Errno {
     // SAFETY: the address of this thread's `errno` is always valid.
     Errno::from_raw_os_error(unsafe { *libc::__errno_location() })

@@ -1,6 +1,6 @@
 //! Landlock's system calls, with access rights as numbers. No function allocates memory, so all functions can be used
 //! between `fork` and `execve`.
-#![expect(unsafe_code, reason = "these system calls have no safe wrapper without an allocation")]
+#![expect(unsafe_code, reason = "no safe wrapper makes these system calls without allocating memory")]
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 

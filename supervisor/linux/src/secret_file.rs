@@ -53,14 +53,16 @@ impl SecretFileError {
     pub fn help(&self) -> &'static str {
         match self {
             Self::Unreadable(_) => {
-                "create the file so that the supervisor's user can read it, or correct the path"
+                "create the file, make it readable for the supervisor's user, or correct the path"
             }
-            Self::NotRegular => "write the path of a regular file",
+            Self::NotRegular => "specify the path of a regular file",
             Self::Mode(_) => {
                 "run `chmod 600` on the file; `chmod 640` is also accepted, and lets the file's group read it"
             }
-            Self::TooLarge(_) => "shorten the contents, or pass the path of the file to the worker",
-            Self::Nul => "write the value as text, such as base64",
+            Self::TooLarge(_) => {
+                "shorten the contents, or set a variable in `env` to the file's path instead"
+            }
+            Self::Nul => "encode the value as text, for example in base64",
         }
     }
 }
@@ -74,7 +76,7 @@ impl fmt::Display for SecretFileError {
                 write!(f, "has mode {mode:04o}, so other users can read or change it")
             }
             Self::TooLarge(max) => write!(f, "is larger than {max} bytes"),
-            Self::Nul => f.write_str("contains a NUL byte, which an environment variable cannot contain"),
+            Self::Nul => f.write_str("contains a NUL byte, which is not allowed in an environment variable"),
         }
     }
 }

@@ -9,7 +9,7 @@ static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 
 /// Makes the loader run `check_descriptor` before the Rust runtime starts.
 #[used]
-#[expect(unsafe_code, reason = "running before the runtime has no safe wrapper")]
+#[expect(unsafe_code, reason = "there is no safe way to run code before the Rust runtime starts")]
 // SAFETY: the section holds pointers to functions of this type, which the loader calls one after another. This function
 // makes a system call and stores a flag, and does not need the runtime.
 #[unsafe(link_section = ".init_array")]

@@ -309,7 +309,7 @@ pub enum SteerError {
     #[error("an upgrade is under way; try again when it has finished")]
     Upgrading,
     /// The bulkhead has no record of the tenant, because the tenant has not submitted any job recently.
-    #[error("this tenant has not sent any jobs to this bulkhead")]
+    #[error("this tenant has not submitted any jobs to this bulkhead recently")]
     UnknownTenant,
     /// The bulkhead has no such job. `holder` is the name of another bulkhead that has the job, for example a fallback.
     #[error("this bulkhead has no such job: {}", place_of(.holder))]
@@ -321,8 +321,8 @@ pub enum SteerError {
 
 fn place_of(holder: &Option<String>) -> String {
     match holder {
-        Some(holder) => format!("the job is in the bulkhead `{holder}`"),
-        None => "the job has ended, or the number is wrong".to_owned(),
+        Some(holder) => format!("the job is in bulkhead `{holder}`"),
+        None => "the job has ended, or the job number is wrong".to_owned(),
     }
 }
 
@@ -369,7 +369,7 @@ pub struct ReplayResult {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommandSendError {
     /// The queue already contains [`COMMANDS_MAX`] commands.
-    #[error("the supervisor is not accepting commands at the moment")]
+    #[error("too many commands are waiting for the supervisor: try again later")]
     Busy,
     /// The data plane has stopped.
     #[error("the supervisor has exited")]

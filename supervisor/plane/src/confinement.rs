@@ -750,8 +750,10 @@ impl LayerResolver<'_> {
             self.missing_required.iter().map(|(layer, _)| format!("\"{}\"", layer.name())).collect();
         let names = names.join(", ");
         let without = match profile {
-            Profile::None => "no `cgroup`, or a `profile` with `best_effort`".to_owned(),
-            profile => format!("`best_effort = [{names}]`, or a `profile` other than \"{}\"", profile.name()),
+            Profile::None => "remove `cgroup`, or set a `profile` with `best_effort`".to_owned(),
+            profile => {
+                format!("set `best_effort = [{names}]`, or a `profile` other than \"{}\"", profile.name())
+            }
         };
         Some(format!(
             "the sandbox layer {} is not available here: {why}; see the requirements in \

@@ -34,7 +34,7 @@ pub const MESSAGE_BYTES_MAX: usize =
 pub const NUMBERS_PER_ATTEMPT: u64 = 1 << 24;
 
 /// Numbers that identify the kinds of messages. The meaning of a number never changes.
-#[expect(missing_docs, reason = "each kind is documented at the message of the same name")]
+#[expect(missing_docs, reason = "each kind is documented on the message type of the same name")]
 pub mod kind {
     // The link.
     pub const HELLO: u8 = 1;
@@ -291,7 +291,7 @@ pub enum FrameError {
     Codec(#[from] CodecError),
     /// The descriptor that belongs to the message is missing, because this process had no free descriptor to receive
     /// it.
-    #[error("a descriptor is missing: raise the limit on open files")]
+    #[error("the descriptor of a message is missing: raise the limit on open files")]
     NoDescriptor,
     /// The message is critical, but this version does not know its kind.
     #[error("this version does not support message kind {0}")]

@@ -5,7 +5,10 @@
 //! - lock-free counters shared by both planes
 //!
 //! This crate does not run any threads or event loops, and does not own any sockets.
-#![expect(missing_docs, reason = "the supervisor's library documents the items that other crates can use")]
+#![expect(
+    missing_docs,
+    reason = "users see these items only through the supervisor library, which documents them"
+)]
 
 pub mod access;
 pub mod bulkhead_counters;

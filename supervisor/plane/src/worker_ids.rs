@@ -122,7 +122,9 @@ impl IdAllocator {
         let whole = UidRange { first: found.first, last: found.last };
         let range = worker_uids.unwrap_or(whole);
         if range.first < whole.first || range.last > whole.last {
-            return Err(format!("`worker_uids` must be within {whole}, this user's IDs in /etc/subuid"));
+            return Err(format!(
+                "`worker_uids` must be within {whole}, the range of this user in /etc/subuid"
+            ));
         }
         let lock_path = own_lock_file(id_use)?;
         let ids = Self { range, maps: Vec::new(), id_use, lock_path, state: Mutex::default() };
@@ -234,7 +236,7 @@ impl IdAllocator {
 
     fn exhausted_error(&self, wanted_by: &str, or: &str) -> io::Error {
         io::Error::other(format!(
-            "no user ID of {} is free for {wanted_by}, because users of this system, processes, and workers of this \
+            "no user ID of {} is free for {wanted_by} because users of this system, processes, and workers of this \
              and other supervisors use the whole range: set another or a larger range in `worker_uids` in \
              [supervisor], or {or}",
             self.range
@@ -513,7 +515,7 @@ mod tests {
             few.allocate()
                 .unwrap_err()
                 .to_string()
-                .contains("0-40 is free for a worker, because users of this system")
+                .contains("0-40 is free for a worker because users of this system")
         );
         assert_eq!(parse_ids("a:x:5:6:::\nb:x:7:\n\nbroken\n"), BTreeSet::from([5, 6, 7]));
         assert_eq!(parse_id_map("         0          0 4294967295\n"), [(0, 4_294_967_294)]);

@@ -19,7 +19,7 @@ use crate::time::Time;
 
 /// Bounds, target and mode of an adaptive limit.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "each field is the configuration key of the same name")]
+#[expect(missing_docs, reason = "each field corresponds to the configuration key of the same name")]
 pub struct AdaptiveLimits {
     pub min: u32,
     pub max: u32,

@@ -206,7 +206,7 @@ impl<T> Jobs<T> {
     }
 
     /// Returns the job at an index. The job must not have been removed.
-    #[expect(clippy::expect_used, reason = "an index without a job is a bug in this crate")]
+    #[expect(clippy::expect_used, reason = "an index that refers to no job is a bug in this crate")]
     pub(crate) fn get(&mut self, index: u32) -> &mut Job<T> {
         self.table[index as usize].as_mut().expect("each index in use has a job")
     }

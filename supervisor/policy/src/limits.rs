@@ -14,7 +14,7 @@ use crate::rate::RateLimit;
 
 /// Limits of one bulkhead.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "each field is the configuration key of the same name")]
+#[expect(missing_docs, reason = "each field corresponds to the configuration key of the same name")]
 pub struct Limits {
     pub processes: u32,
     pub max_in_flight: u32,
@@ -68,7 +68,7 @@ impl Limits {
 /// Thresholds for queue pressure, as fractions of the queue's capacity. Above `reject`, only critical jobs are
 /// accepted.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "each field is the configuration key of the same name")]
+#[expect(missing_docs, reason = "each field corresponds to the configuration key of the same name")]
 pub struct Pressure {
     pub warn: f64,
     pub reject: f64,
@@ -113,7 +113,7 @@ pub struct TenantOverrides {
 
 /// Policy for restarting workers that have exited.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "each field is the configuration key of the same name")]
+#[expect(missing_docs, reason = "each field corresponds to the configuration key of the same name")]
 pub struct Restart {
     pub policy: RestartPolicy,
     pub backoff: Duration,

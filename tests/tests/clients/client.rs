@@ -55,7 +55,7 @@ fn client_reconnects_to_restarted_supervisor() {
         let error = running.await.unwrap_err();
         assert_eq!(error.executed(), Executed::Unknown, "the job was running when the supervisor was killed");
         assert!(!error.is_retryable(), "{error}");
-        assert!(error.to_string().contains("whether the job ran is unknown"), "{error}");
+        assert!(error.to_string().contains("the job may have run"), "{error}");
 
         // No supervisor is running. A job with a short deadline must not wait until the client gives up reconnecting,
         // which takes longer than the test's time limit.
@@ -332,7 +332,7 @@ fn job_error_says_whether_to_retry() {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let crashed = client.job("b", "").operation("abort").send().await.unwrap_err().to_string();
         assert!(crashed.starts_with("crashed (signal)"), "{crashed}");
-        assert!(crashed.contains("send the job again only if a rerun is safe"), "{crashed}");
+        assert!(crashed.contains("send the job again only if it can safely run twice"), "{crashed}");
         let again = client.job("b", "").operation("abort").idempotent(true).send().await.unwrap_err();
         assert!(again.to_string().contains("; the job can be sent again"), "{again}");
 
@@ -580,7 +580,7 @@ fn connect_fails_without_valid_welcome() {
         ("instead of a welcome", outcome(1, b"")),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"", &[0; 1 << 17])),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"abc", b"")),
-        ("metadata, but only", [0xff, 0, 0, 0, 2, 0, 0xff, 0xff].repeat(8)),
+        ("metadata, but a total length", [0xff, 0, 0, 0, 2, 0, 0xff, 0xff].repeat(8)),
         ("protocol version 9", welcome(9)),
     ];
     for (expected, answer) in no_welcome {
@@ -607,7 +607,7 @@ fn protocol_violation_by_supervisor_fails_the_job() {
     let cases: &[(&str, Vec<u8>)] = &[
         ("announced a frame of 4294967295 bytes", [header(kind::OUTCOME, u32::MAX, 8), vec![0; 8]].concat()),
         ("announced a frame of 4294967295 bytes", [header(77, u32::MAX, 8), vec![0; 8]].concat()),
-        ("metadata, but only", header(kind::OUTCOME, 4, 100)),
+        ("metadata, but a total length", header(kind::OUTCOME, 4, 100)),
         ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0; 20], b"")),
         ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0xff; 200], b"")),
         ("cannot be read", frame(kind::PROGRESS, 0, 1 << 32, &[0xff; 20], b"")),
@@ -812,7 +812,7 @@ fn lost_connection_distinguishes_sent_and_unsent_jobs() {
             let (waiting, ()) = tokio::join!(waiting, async { end.send(()).unwrap() });
             let (executed, text) = lost(sent.await);
             assert_eq!(executed, Executed::Unknown);
-            assert!(text.contains("send the job again only if a rerun is safe"), "{text}");
+            assert!(text.contains("send the job again only if it can safely run twice"), "{text}");
             // These jobs wait until the client has reconnected.
             for handle in others {
                 let (executed, text) = lost(handle.unwrap().await);

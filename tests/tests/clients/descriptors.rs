@@ -57,7 +57,7 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result
     sendmsg(to, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
 }
 
-/// Sends a socket that blocks in `close`. If the kernel delivers the socket, only the supervisor still has it open.
+/// Sends a socket whose `close` call blocks. After the delivery, only the supervisor has the socket open.
 fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
     let (socket, listener) = lingering();
     let (to, length, bytes) = (to.try_clone().unwrap(), bytes.len(), bytes.to_vec());

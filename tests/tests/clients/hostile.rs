@@ -281,7 +281,7 @@ fn garbage_after_hello(attack: &Attack) {
     is_refused(&socket, "a critical frame");
     let socket = open(&attack.path);
     push(&socket, &header(4, kind::SUBMIT, 5, 1));
-    is_refused(&socket, "5 bytes of metadata, but only 4");
+    is_refused(&socket, "5 bytes of metadata, but a total length of only 4");
 }
 
 fn never_reads(attack: &Attack) {

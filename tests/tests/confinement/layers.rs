@@ -332,7 +332,7 @@ fn doctor_names_filter_that_blocks_landlock() {
     for call in ["landlock_create_ruleset=1", "landlock_restrict_self=1"] {
         let layer = doctor_layers(&[call]).into_iter().find(|layer| layer["layer"] == "landlock").unwrap();
         let text = |name: &str| layer[name].as_str().unwrap_or_default().to_owned();
-        assert!(text("why_not").contains("a seccomp filter above this process"), "{layer}");
+        assert!(text("why_not").contains("a seccomp filter that this process inherited"), "{layer}");
         assert!(
             text("what_to_do").contains("deploy/seccomp.json") && !text("what_to_do").contains("kernel 5"),
             "{layer}"

@@ -75,7 +75,7 @@ fn unreadable_messages_are_deleted_and_harm_no_other_job() {
         });
         fleet.wait_drained("b");
         assert_eq!(std::fs::read_to_string(begun).unwrap().lines().count(), 1);
-        assert!(fleet.hosts[0].log().contains("cannot be parsed"));
+        assert!(fleet.hosts[0].log().contains("could not be parsed"));
     }
 }
 

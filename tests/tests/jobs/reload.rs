@@ -188,7 +188,7 @@ fn reload_keeps_live_values_of_unchanged_keys() {
 /// If a live change conflicts with the new file, the reload drops the changed value and names its key in the response.
 /// Other live changes stay in effect.
 #[test]
-fn reload_names_dropped_live_values() {
+fn reload_lists_the_runtime_values_it_discards() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");
     let supervisor = start(&file);
     supervisor.resize("b", r#"{"max_queue": 77, "max_in_flight": 1}"#);

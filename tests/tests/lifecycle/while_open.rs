@@ -135,7 +135,7 @@ fn own_folder_is_removed_at_exit() {
 /// The folder contains a mount. The supervisor must not remove the mounted data, because the data does not belong
 /// to it.
 #[test]
-fn mount_in_own_folder_is_not_emptied() {
+fn cleanup_does_not_delete_files_on_a_mount() {
     if !is_root() {
         not_run!("mounting requires root");
         return;

@@ -153,7 +153,7 @@ impl Host {
         rules.for_program(None).map_err(|error| failed("create Landlock rules for a program", error))?;
         if rules.exposes_temporary_files() {
             eprintln!(
-                "programs in this worker can read each other's temporary files, because `read` or `write` \
+                "programs in this worker can read each other's temporary files because `read` or `write` \
                  grants a parent directory of these files"
             );
         }

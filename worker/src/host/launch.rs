@@ -152,7 +152,7 @@ impl Launch {
         };
         // SAFETY: the closure makes only system calls, returns errors that are plain numbers, and uses memory
         // that was prepared in advance. The closure neither allocates memory nor takes a lock.
-        #[expect(unsafe_code, reason = "vfork(2) shares memory with the child")]
+        #[expect(unsafe_code, reason = "the child of vfork(2) shares this process's memory")]
         let child = unsafe { vfork::spawn(execute) }?;
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
@@ -160,7 +160,7 @@ impl Launch {
     /// Executes the program. Does not use `execvp`, which would pass files in an unknown format to a shell.
     fn execute(&self) -> Errno {
         // SAFETY: both lists end with a null pointer. The lists and the strings behind them live in `self`.
-        #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]
+        #[expect(unsafe_code, reason = "every safe wrapper of execve(2) allocates memory")]
         unsafe {
             libc::execve(self.program.as_ptr(), self.arguments.as_ptr(), self.environment.as_ptr());
         }
@@ -173,7 +173,7 @@ impl Launch {
 fn install_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
     for (own, stream) in streams.into_iter().zip(0..) {
         // SAFETY: both arguments are plain descriptor numbers, and the child has a separate descriptor table.
-        #[expect(unsafe_code, reason = "the safe dup2(2) must own the replaced descriptor")]
+        #[expect(unsafe_code, reason = "the safe wrapper of dup2(2) must own the replaced descriptor")]
         errno::check(unsafe { libc::dup2(own, stream) })?;
     }
     Ok(())
@@ -182,7 +182,10 @@ fn install_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
 /// Creates a pipe. Both descriptors are above 2, so a later `dup2` to a standard stream does not replace them.
 fn pipe() -> io::Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = std::io::pipe()?;
-    debug_assert!(reader.as_raw_fd() > 2 && writer.as_raw_fd() > 2, "the host has open standard streams");
+    debug_assert!(
+        reader.as_raw_fd() > 2 && writer.as_raw_fd() > 2,
+        "the host's standard streams must be open"
+    );
     Ok((reader, writer))
 }
 

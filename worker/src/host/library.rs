@@ -79,7 +79,7 @@ fn failed(message: String) -> HandlerError {
     HandlerError::new("library", message)
 }
 
-#[expect(unsafe_code, reason = "loads and prepares a C library")]
+#[expect(unsafe_code, reason = "it is unsafe to load a C library and to call its functions")]
 fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
     let inherited = super::inherited_program();
     let place = inherited.as_ref().map_or_else(|| path.to_owned(), super::place);

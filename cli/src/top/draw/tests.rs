@@ -152,7 +152,7 @@ fn screen_shows_help_filter_and_empty_list() {
     let (mut app, now) = app();
     press(&mut app, KeyCode::Char('?'));
     let lines = screen(&mut app, now, 80, 24);
-    assert!(lines.iter().any(|line| line.contains("worst first, by name")), "{lines:#?}");
+    assert!(lines.iter().any(|line| line.contains("sort by severity, name")), "{lines:#?}");
     assert!(lines[23].contains("/run/bulkhead/admin.sock"), "{}", lines[23]);
     press(&mut app, KeyCode::Esc);
     press(&mut app, KeyCode::Char('/'));

@@ -193,7 +193,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), ValueError> {
     }
     if name.len() > TENANT_BYTES_MAX {
         return Err(ValueError::new(
-            format!("`{}` is not a valid tenant name: the name has {} bytes", shown(name), name.len()),
+            format!("`{}` is not a valid tenant name: the name is {} bytes long", shown(name), name.len()),
             format!("shorten the name; in a job, a tenant's name can have at most {TENANT_BYTES_MAX} bytes"),
         ));
     }

@@ -103,7 +103,7 @@ fn element_of(key: &LabelledKey, index: usize, value: &DeValue<'_>) -> Result<St
         Kind::Words(of) => values::check_word(&label, text, of)?,
         Kind::Paths(_) => values::path_text(&label, text, key)?,
         Kind::Program if index == 0 && text.is_empty() => {
-            let message = format!("`{label}` is empty, but must name the program");
+            let message = format!("`{label}` is empty, but must be the name or path of a program");
             return Err(ValueError::new(message, example()));
         }
         Kind::Program => values::no_nul(&label, text)?,
@@ -120,7 +120,7 @@ fn variable_name(key: &LabelledKey, name: &str) -> Result<(), ValueError> {
     if name.contains(['=', '\0']) {
         return Err(ValueError::new(
             format!(
-                "`{}` cannot be the name of an environment variable, because it contains `=` or a NUL byte",
+                "`{}` cannot be the name of an environment variable because it contains `=` or a NUL byte",
                 shown(name)
             ),
             example(),
@@ -129,7 +129,7 @@ fn variable_name(key: &LabelledKey, name: &str) -> Result<(), ValueError> {
     if name.starts_with("BULKHEAD_") {
         return Err(ValueError::new(
             format!(
-                "`{}` is reserved: the supervisor sets the variables whose names start with `BULKHEAD_`",
+                "`{}` is reserved: only the supervisor sets variables whose names start with `BULKHEAD_`",
                 shown(name)
             ),
             "choose another name",

@@ -121,7 +121,7 @@ impl Checker<'_> {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(
                 given.span.clone(),
-                format!("`access.{name}` is empty: the entry would allow nothing"),
+                format!("`access.{name}` is empty, so the entry would allow nothing"),
                 format!("add a name, or remove `{name}` for {without}"),
             );
         }

@@ -124,7 +124,7 @@ impl Checker<'_> {
         self.problems.report(
             position,
             format!(
-                "`adaptive.max` ({}) is above `{processes_name}` ({}) × `{in_flight_name}` ({})",
+                "`adaptive.max` ({}) exceeds `{processes_name}` ({}) × `{in_flight_name}` ({})",
                 max.with_origin(max.value),
                 processes.with_origin(processes.value),
                 in_flight.with_origin(in_flight.value)

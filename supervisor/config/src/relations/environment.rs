@@ -34,12 +34,12 @@ impl Checker<'_> {
             self.problems.report(
                 raw.heading.clone(),
                 format!(
-                    "bulkhead `{}` has {} bytes of arguments and environment, more than {}",
+                    "bulkhead `{}` has {} bytes of arguments and environment, but the maximum is {}",
                     raw.name,
                     arguments + variables,
                     units::format_size(defaults::ARGUMENT_BYTES_MAX as u64)
                 ),
-                "put large values into a file, and pass the path of the file",
+                "put large values into a file, and pass the file's path instead",
             );
         }
     }
@@ -61,7 +61,7 @@ impl Checker<'_> {
                 let nearest = if value.origin > file.origin { value } else { file };
                 self.problems.report(
                     nearest.span.clone(),
-                    format!("`{}` is in both `env` and `env_files`", shown(name)),
+                    format!("`{}` is set in both `env` and `env_files`", shown(name)),
                     "remove the variable from one of the tables",
                 );
             }
@@ -77,7 +77,7 @@ impl Checker<'_> {
             Some(name) => self.credential(label, name)?,
             None if file.value.is_empty() => {
                 let message = format!("`{label}` is empty");
-                return Err(ValueError::new(message, "write the path of the file with the value"));
+                return Err(ValueError::new(message, "specify the path of the file that contains the value"));
             }
             None => programs::resolve(self.folder(&file.span), &file.value),
         };

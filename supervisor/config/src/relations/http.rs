@@ -121,7 +121,9 @@ impl Checker<'_> {
         if address.is_absent() {
             self.problems.report(
                 file.span.clone(),
-                format!("`token_file` has no effect without `{listener}`, where the token would be used"),
+                format!(
+                    "`token_file` has no effect without `{listener}` because no client could use the token"
+                ),
                 format!("add `{listener} = \"{example}\"` to [supervisor], or remove the entry"),
             );
         }

@@ -19,11 +19,12 @@ impl Checker<'_> {
                 format!(
                     "bulkhead `{name}` cannot fork its workers: with `exec`, each job runs a new program"
                 ),
-                "remove `mode`: each job already has a fresh process",
+                "remove `mode`: each job already runs in a fresh process",
             ),
             Program::Library { .. } => ValueError::new(
                 format!(
-                    "bulkhead `{name}` cannot fork its workers: a library cannot report the state that workers start with"
+                    "bulkhead `{name}` cannot fork its workers: a library cannot report which \
+                     state its workers would inherit"
                 ),
                 "remove `mode`, or write a worker with the SDK and set `command`",
             ),

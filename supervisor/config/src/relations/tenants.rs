@@ -157,7 +157,7 @@ impl Checker<'_> {
             self.problems.report(
                 in_flight.span.clone(),
                 format!(
-                    "`tenant.{}.max_in_flight` ({}) is above {max}: with `tenants.isolate` the limit is per \
+                    "`tenant.{}.max_in_flight` ({}) exceeds {max}: with `tenants.isolate` the limit is per \
                      worker process",
                     shown_key(&raw.name),
                     in_flight.value
@@ -196,7 +196,7 @@ impl Checker<'_> {
         let max_active = max_active.with_origin(max_active.value);
         self.problems.report(
             position,
-            format!("{per_tenant} × `tenants.max_active` ({max_active}) is above {ceiling}"),
+            format!("{per_tenant} × `tenants.max_active` ({max_active}) exceeds {ceiling}"),
             format!("with {with}, set `max_active` to at most {}", ceiling / each),
         );
     }

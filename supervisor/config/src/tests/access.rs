@@ -59,7 +59,8 @@ fn access_rules_open_socket_unless_mode_is_set() {
     let summary = Folder::new().accept(&entry("uid = 5")).summary();
     assert!(
         summary.contains(
-            "socket_mode = \"0666\"\n# the socket's directory, if missing, is created with mode 0755\n"
+            "socket_mode = \"0666\"\n# if the socket's directory does not exist, it is created with \
+             mode 0755\n"
         ),
         "{summary}"
     );
@@ -110,7 +111,7 @@ fn access_rule_rejects_unknown_users_and_groups() {
         &entry("user = \"no-such-user\""),
         (4, 8),
         "`access.user`: there is no user `no-such-user`",
-        "write a name from `getent passwd`, or add the missing name to the system",
+        "write a name that `getent passwd` lists, or add the missing name to the system",
     );
     folder.reject_one(
         &entry("group = \"no such group\""),
@@ -145,7 +146,7 @@ fn access_rule_must_name_existing_bulkheads() {
     folder.reject_one(
         &text("[]"),
         (3, 13),
-        "`access.bulkheads` is empty: the entry would allow nothing",
+        "`access.bulkheads` is empty, so the entry would allow nothing",
         "remove `bulkheads` for all",
     );
     // A rule can name a bulkhead whose table is invalid.

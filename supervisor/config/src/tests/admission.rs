@@ -322,7 +322,7 @@ fn pressure_warn_cannot_exceed_pressure_reject() {
     folder.reject_one(
         &bulkhead("max_queue = 5\npressure = { warn = 0.9, reject = 0.5 }"),
         (4, 21),
-        "`pressure.warn` (0.9) is above `pressure.reject` (0.5)",
+        "`pressure.warn` (0.9) exceeds `pressure.reject` (0.5)",
         "set `reject` to at least 0.9, or `warn` to at most 0.5",
     );
     let early = accept_one("max_queue = 5\npressure = { reject = 0.5 }");
@@ -437,13 +437,13 @@ fn adaptive_limit_requires_max_and_target() {
     let missing = "adaptive = { max = 1 }";
     folder.reject_one(&bulkhead(missing), (3, 1), "`adaptive` needs `target`", "add `target = \"50ms\"`");
     let crossed = "max_in_flight = 9\nadaptive = { min = 4, max = 3, target = \"1s\" }";
-    folder.reject_one(&bulkhead(crossed), (4, 20), "`adaptive.min` (4) is above `adaptive.max` (3)", "");
+    folder.reject_one(&bulkhead(crossed), (4, 20), "`adaptive.min` (4) exceeds `adaptive.max` (3)", "");
 }
 
 #[test]
 fn adaptive_max_cannot_exceed_permits() {
     let folder = Folder::new();
-    let message = "`adaptive.max` (6) is above `processes` (2) × `max_in_flight` (1, the default)";
+    let message = "`adaptive.max` (6) exceeds `processes` (2) × `max_in_flight` (1, the default)";
     let text = bulkhead(&format!("processes = 2\n{ADAPTIVE}"));
     folder.reject_one(&text, (4, 20), message, "set `max` to at most 2, or raise `processes`");
     let closed = bulkhead(&format!("max_in_flight = 0\n{ADAPTIVE}"));
@@ -451,7 +451,7 @@ fn adaptive_max_cannot_exceed_permits() {
     // The problem is reported at the bulkhead's own key, because the values in `[defaults]` can be valid for other
     // bulkheads.
     let text = format!("[defaults]\nprocesses = 6\n{ADAPTIVE}\n{}", bulkhead("processes = 5"));
-    let message = "`adaptive.max` (6, from [defaults]) is above `processes` (5)";
+    let message = "`adaptive.max` (6, from [defaults]) exceeds `processes` (5)";
     folder.reject_one(&text, (6, 13), message, "");
 }
 
@@ -462,7 +462,7 @@ fn adaptive_max_cannot_exceed_isolated_tenant_permits() {
     let tenant = |key: &str| bulkhead(&format!("{isolated}tenant.acme = {{ {key} }}"));
     folder.accept(&tenant("max_queue = 3"));
     folder.accept(&tenant("processes = 3, max_in_flight = 2"));
-    let message = "is above `processes` (1, the default) × `tenant.acme.max_in_flight` (5)";
+    let message = "exceeds `processes` (1, the default) × `tenant.acme.max_in_flight` (5)";
     folder.reject_one(&tenant("max_in_flight = 5"), (6, 33), message, "set `max` to at most 5");
     // A limit on shared workers does not change the number of permits.
     let common = format!("max_in_flight = 6\n{ADAPTIVE}\ntenant.acme = {{ max_in_flight = 5 }}");

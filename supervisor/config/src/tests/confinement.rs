@@ -283,14 +283,14 @@ fn sandbox_uses_separate_ids_unless_user_is_named() {
     assert!(!user("profile = \"none\", user = \"shared\"").wants_own_ids());
     let strict = |entries: &str| bulkhead(&format!("sandbox = {{ profile = \"strict\"{entries} }}"));
     let text = format!("{}[supervisor]\nworker_uids = 5\n", strict(""));
-    folder.reject_one(&text, (5, 15), "`worker_uids` must be the first and the last ID", "");
+    folder.reject_one(&text, (5, 15), "`worker_uids` must be a string with the first and the last ID", "");
     let text = strict(", user = \"auto\", best_effort = [\"identiy\"]");
     folder.reject_one(&text, (3, 63), "cannot be \"identiy\"", "");
     folder.reject_one(&strict(", user = 7"), (3, 40), "`sandbox.user` must be a string", "");
 }
 
 #[test]
-fn worker_uids_must_be_valid_range() {
+fn worker_uids_must_be_a_valid_range() {
     let folder = Folder::new();
     let text = |value: &str| format!("[supervisor]\nworker_uids = {value}\n{}", bulkhead(""));
     for (value, first, last) in [
@@ -315,10 +315,10 @@ fn worker_uids_must_be_valid_range() {
         ("\"5-99999999999999999999999\"", "must be from 1 to 4294967294", example),
         (
             "\"1-1000001\"",
-            "has 1000001 IDs, more than 1000000",
+            "has 1000001 IDs, but the maximum is 1000000",
             "write `worker_uids = \"1-1000000\"` or fewer",
         ),
-        ("[200000, 200999]", "must be the first and the last ID as a string, not an array", example),
+        ("[200000, 200999]", "must be a string with the first and the last ID, not an array", example),
     ] {
         folder.reject_one(&text(value), (2, 15), &format!("`worker_uids` {message}"), help);
     }

@@ -17,7 +17,7 @@ fn crash_dir_must_be_folder_or_missing() {
         &supervisor("crash_dir = \"libthumb.so\""),
         (2, 13),
         "`crash_dir`: ",
-        "write the path of a directory, or a path that does not exist yet",
+        "specify an existing directory, or a path that does not exist yet",
     );
     folder.reject_one(
         &supervisor("crash_dir = \"\""),

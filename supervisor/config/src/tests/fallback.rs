@@ -56,7 +56,7 @@ fn fallback_must_name_existing_bulkheads() {
         &file("[\"x\"]", &many),
         (3, 13),
         "contains `x`",
-        "write the name of a bulkhead in this configuration file",
+        "write the name of a bulkhead that this configuration file defines",
     );
     let problems = folder.reject(&file("[\"x\", \"y\", 3]", &["b"]));
     assert_eq!(problems.len(), 3, "{problems:#?}");

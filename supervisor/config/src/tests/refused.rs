@@ -41,7 +41,7 @@ nonsense = true
         (14, "`adaptive.mode` cannot be \"observe\""),
         (16, "`TWO` is not a valid bulkhead name"),
         (17, "`command` must be an array of strings, not a string"),
-        (18, "`max_result` (1GiB) is above the supervisor's `max_payload` (64MiB, the default)"),
+        (18, "`max_result` (1GiB) exceeds the supervisor's `max_payload` (64MiB, the default)"),
         (19, "unknown key `nonsense` in [bulkhead.TWO]"),
     ];
     assert_eq!(actual, expected);

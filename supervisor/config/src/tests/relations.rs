@@ -10,13 +10,13 @@ fn deadline_cannot_exceed_deadline_max() {
     folder.reject_one(
         &bulkhead("deadline = \"5s\"\ndeadline_max = \"2s\""),
         (3, 12),
-        "`deadline` (5s) is above `deadline_max` (2s)",
+        "`deadline` (5s) exceeds `deadline_max` (2s)",
         "set `deadline_max` to at least \"5s\", or `deadline` to at most \"2s\"",
     );
     folder.reject_one(
         &bulkhead("deadline_max = \"2s\""),
         (3, 16),
-        "`deadline` (30s, the default) is above `deadline_max` (2s)",
+        "`deadline` (30s, the default) exceeds `deadline_max` (2s)",
         "`deadline` to at most \"2s\"",
     );
 }
@@ -25,7 +25,7 @@ fn deadline_cannot_exceed_deadline_max() {
 fn rule_violation_is_reported_at_the_bulkhead_key() {
     let folder = Folder::new();
     let text = format!("{}[defaults]\ndeadline_max = \"40s\"\n", bulkhead("deadline = \"41s\""));
-    folder.reject_one(&text, (3, 12), "(41s) is above `deadline_max` (40s, from [defaults])", "");
+    folder.reject_one(&text, (3, 12), "(41s) exceeds `deadline_max` (40s, from [defaults])", "");
 }
 
 #[test]
@@ -41,17 +41,17 @@ fn run_limit_cannot_exceed_longest_deadline() {
     folder.reject_one(
         &bulkhead("run_limit = \"40s\""),
         (3, 13),
-        "`run_limit` (40s) is above `deadline` (30s, the default)",
+        "`run_limit` (40s) exceeds `deadline` (30s, the default)",
         "set `deadline` to at least \"40s\", or `run_limit` to at most \"30s\"",
     );
     folder.reject_one(
         &bulkhead("run_limit = \"3s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""),
         (3, 13),
-        "`run_limit` (3s) is above `deadline_max` (2s)",
+        "`run_limit` (3s) exceeds `deadline_max` (2s)",
         "set `deadline_max` to at least \"3s\", or `run_limit` to at most \"2s\"",
     );
     let text = format!("[defaults]\nrun_limit = \"40s\"\n{}", bulkhead(""));
-    folder.reject_one(&text, (2, 13), "(40s, from [defaults]) is above `deadline` (30s, the default)", "");
+    folder.reject_one(&text, (2, 13), "(40s, from [defaults]) exceeds `deadline` (30s, the default)", "");
     // A client can ask for a deadline of `deadline_max`.
     let long = folder.accept(&bulkhead("run_limit = \"2s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""));
     assert_eq!(long.bulkheads[0].run_limit, Some(Duration::from_secs(2)));
@@ -68,7 +68,7 @@ fn adaptive_target_cannot_exceed_longest_deadline() {
     folder.reject_one(
         &bulkhead("adaptive = { max = 1, target = \"40s\" }"),
         (3, 32),
-        "`adaptive.target` (40s) is above `deadline` (30s, the default)",
+        "`adaptive.target` (40s) exceeds `deadline` (30s, the default)",
         "set `deadline` to at least \"40s\", or `target` to at most \"30s\"",
     );
     folder.accept(&bulkhead("adaptive = { max = 1, target = \"40s\" }\ndeadline_max = \"40s\""));
@@ -112,7 +112,7 @@ fn bulkhead_has_at_most_one_million_permits() {
     folder.reject_one(
         &bulkhead("processes = 1000\nmax_in_flight = 1001"),
         (3, 13),
-        "`processes` (1000) × `max_in_flight` (1001) is above 1000000",
+        "`processes` (1000) × `max_in_flight` (1001) exceeds 1000000",
         "`max_in_flight = 1000` or less",
     );
 }
@@ -121,8 +121,7 @@ fn bulkhead_has_at_most_one_million_permits() {
 fn payload_limit_cannot_exceed_supervisor_limit() {
     let folder = Folder::new();
     for name in ["max_payload", "max_result"] {
-        let message =
-            format!("`{name}` (65MiB) is above the supervisor's `max_payload` (64MiB, the default)");
+        let message = format!("`{name}` (65MiB) exceeds the supervisor's `max_payload` (64MiB, the default)");
         let help = format!("set `{name}` to at most \"64MiB\"");
         folder.reject_one(&bulkhead(&format!("{name} = \"65MiB\"")), (3, name.len() + 4), &message, &help);
         folder.accept(&format!(
@@ -131,7 +130,7 @@ fn payload_limit_cannot_exceed_supervisor_limit() {
         ));
     }
     let text = format!("[supervisor]\nmax_payload = \"1MiB\"\n{}", bulkhead("max_result = \"2MiB\""));
-    folder.reject_one(&text, (5, 14), "(2MiB) is above the supervisor's `max_payload` (1MiB)", "");
+    folder.reject_one(&text, (5, 14), "(2MiB) exceeds the supervisor's `max_payload` (1MiB)", "");
 }
 
 #[test]
@@ -170,7 +169,7 @@ fn backoff_cannot_exceed_backoff_max() {
     folder.reject_one(
         &bulkhead("restart = { backoff_max = \"10ms\" }"),
         (3, 27),
-        "`restart.backoff` (100ms, the default) is above `restart.backoff_max` (10ms)",
+        "`restart.backoff` (100ms, the default) exceeds `restart.backoff_max` (10ms)",
         "set `backoff_max` to at least \"100ms\", or `backoff` to at most \"10ms\"",
     );
 }

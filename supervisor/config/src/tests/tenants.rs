@@ -147,7 +147,7 @@ fn isolated_tenants_have_at_most_16384_workers() {
     folder.reject_one(
         &text(17, 1024),
         (4, 42),
-        "`processes` (17) × `tenants.max_active` (1024) is above 16384",
+        "`processes` (17) × `tenants.max_active` (1024) exceeds 16384",
         "with this many processes, set `max_active` to at most 963",
     );
     let spares = |spares: u32| format!("{}start.spares = {spares}\n", text(15, 1024));
@@ -155,7 +155,7 @@ fn isolated_tenants_have_at_most_16384_workers() {
     folder.reject_one(
         &spares(2),
         (4, 42),
-        "(`processes` (15) + `start.spares` (2)) × `tenants.max_active` (1024) is above 16384",
+        "(`processes` (15) + `start.spares` (2)) × `tenants.max_active` (1024) exceeds 16384",
         "with this many processes and spares, set `max_active` to at most 963",
     );
     folder.reject_one(
@@ -332,13 +332,14 @@ fn bulkhead_rules_apply_to_isolated_tenants() {
     folder.reject_one(
         &isolated("[bulkhead.a.tenant.acme]\nmax_in_flight = 4097"),
         (5, 17),
-        "`tenant.acme.max_in_flight` (4097) is above 4096: with `tenants.isolate` the limit is per worker process",
+        "`tenant.acme.max_in_flight` (4097) exceeds 4096: with `tenants.isolate` the limit is per worker \
+         process",
         "write `max_in_flight = 4096` or less",
     );
     folder.reject_one(
         &isolated("processes = 2\nmax_in_flight = 1001\n[bulkhead.a.tenant.acme]\nprocesses = 1000"),
         (7, 13),
-        "`tenant.acme.processes` (1000) × `max_in_flight` (1001) is above 1000000",
+        "`tenant.acme.processes` (1000) × `max_in_flight` (1001) exceeds 1000000",
         "write `max_in_flight = 1000` or less",
     );
     let both = "max_in_flight = 0\nmax_queue = 3\n[bulkhead.a.tenant.x]\n[bulkhead.a.tenant.y]";

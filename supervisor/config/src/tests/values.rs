@@ -210,8 +210,8 @@ fn environment_requires_valid_names_and_string_values() {
 fn rlimit_values_must_be_in_the_resources_unit() {
     let folder = Folder::new();
     let cases = [
-        ("core = 1", "`rlimits.core` is always 0", "write `core = 0`"),
-        ("core = \"unlimited\"", "`rlimits.core` is always 0", ""),
+        ("core = 1", "`rlimits.core` must be 0", "write `core = 0`"),
+        ("core = \"unlimited\"", "`rlimits.core` must be 0", ""),
         ("nofile = \"64KiB\"", "must be a number or \"unlimited\"", "write `nofile = 64`"),
         ("nofile = -1", "must be at least 0, not -1", ""),
         ("as = \"1G\"", "is not a size", "write \"1GiB\""),
@@ -251,7 +251,7 @@ fn env_files_must_name_private_files() {
     folder.accept(&of("A = \"empty\""));
     for (file, message, help) in [
         ("none", "cannot be read: No such file or directory", "create the file"),
-        ("work", "is not a regular file", "write the path of a regular file"),
+        ("work", "is not a regular file", "specify the path of a regular file"),
         ("open", "has mode 0644, so other users can read or change it", "run `chmod 600`"),
         ("nul", "contains a NUL byte", ""),
         ("large", "is larger than 65536 bytes", "shorten the contents"),
@@ -269,7 +269,7 @@ fn env_files_require_valid_names_and_paths() {
     let folder = Folder::new();
     for (entry, column, message, help) in [
         ("A = 1", 19, "`env_files.A` must be a string, not a number", ""),
-        ("A = \"\"", 19, "`env_files.A` is empty", "write the path"),
+        ("A = \"\"", 19, "`env_files.A` is empty", "specify the path"),
         ("A = \"\\u0000\"", 19, "`env_files.A` contains a NUL byte", ""),
         ("\"\" = \"token\"", 15, "a name in `env_files` is empty", "write `env_files = "),
         ("\"A=B\" = \"token\"", 15, "`A=B` cannot be the name of an environment variable", "env_files"),
@@ -288,7 +288,7 @@ fn env_files_require_valid_names_and_paths() {
 fn variable_cannot_be_in_both_env_and_env_files() {
     let folder = Folder::new();
     let (env, files) = ("env = { A = \"x\", B = \"y\" }", "env_files = { A = \"token\" }");
-    let message = "`A` is in both `env` and `env_files`";
+    let message = "`A` is set in both `env` and `env_files`";
     folder.reject_one(&bulkhead(&format!("{env}\n{files}")), (4, 19), message, "remove the variable");
     // The problem is reported in the bulkhead's own table.
     folder.reject_one(&format!("[defaults]\n{env}\n{}", bulkhead(files)), (5, 19), message, "");

@@ -50,7 +50,7 @@ type Verdicts = (Vec<Proposal>, Vec<Kept>);
 pub(super) fn advise(seen: &Observations, settings: &Settings, machine: &Machine) -> Verdicts {
     let mut verdicts = Verdicts::default();
     if settings.permits() == 0 {
-        let reason = "a value of 0 rejects every job: set at least 1".to_owned();
+        let reason = "a value of 0 rejects every job: set a value of at least 1".to_owned();
         verdicts.keep("max_in_flight", Setting::Count(0), reason);
         return verdicts;
     }
@@ -63,7 +63,7 @@ pub(super) fn advise(seen: &Observations, settings: &Settings, machine: &Machine
     let busy = seen.busy_ms as f64 / millis(seen.watched).max(1.0);
     if busy < IDLE_MAX && not_served(seen).next().is_none() && seen.deadline_exceeded.running == 0 {
         let reason = format!(
-            "jobs were in flight for {} of the time, which is too little to size this bulkhead",
+            "jobs were in flight for only {} of the time, so there is too little data to size this bulkhead",
             percent(busy)
         );
         verdicts.keep("processes", Setting::Count(settings.processes.into()), reason);

@@ -372,7 +372,7 @@ struct Load {
 }
 
 impl Load {
-    /// Returns simulated observations of this load in a bulkhead with the limits in `settings`.
+    /// Simulates a bulkhead with this load and the limits in `settings`. Returns the observations.
     fn seen(&self, settings: &Settings) -> Observations {
         let limit = settings.permits();
         let below = |marks: Marks<u64>, most: u64| Marks {

@@ -124,7 +124,7 @@ pub(super) async fn replay(
 fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String> {
     let count = report.jobs.len();
     if count == 0 {
-        return Err("no job was in flight at the crash, so there is no job to replay".into());
+        return Err("no job was in flight when the worker crashed, so there is no job to replay".into());
     }
     if let Some(job) = job.filter(|job| *job >= count) {
         return Err(format!("this report has no job {job}: its {count} jobs are numbered from 0"));
@@ -136,9 +136,9 @@ fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, S
             let why = match (job.is_answered, job.payload_bytes) {
                 (true, _) => "the outcome was sent to the client before the crash".to_owned(),
                 (false, bytes) if bytes <= PAYLOAD_BYTES_MAX as u64 => {
-                    format!("all {bytes} bytes of the payload are missing")
+                    format!("the supervisor stored none of the payload's {bytes} bytes")
                 }
-                (false, bytes) => format!("a report cannot contain a payload of {bytes} bytes"),
+                (false, bytes) => format!("a payload of {bytes} bytes is too large for a report"),
             };
             Err(format!("the report does not contain the payload of job {one}: {why}"))
         }

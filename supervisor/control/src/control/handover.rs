@@ -96,7 +96,7 @@ impl ProcessEnd {
         if let Some(other) = self.lock().take()
             && !wait_until_readable(&other, drain_timeout + END_TIMEOUT).unwrap_or(false)
         {
-            tracing::warn!("the other supervisor in the upgrade did not exit in time");
+            tracing::warn!("upgrade: the other supervisor did not exit in time");
         }
         !self.has_failed.load(Ordering::SeqCst)
     }
@@ -241,7 +241,7 @@ impl Handover {
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(Err(error)) = other.map(|link| link.send_now(kind::STOP)) {
-            tracing::warn!("failed to tell the other supervisor in the upgrade to stop: {error}");
+            tracing::warn!("upgrade: failed to tell the other supervisor to stop: {error}");
         }
         has_effect
     }
@@ -288,7 +288,7 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 /// Registers a descriptor with the runtime.
 #[expect(
     deprecated,
-    reason = "the replacement is unsafe, and an owned descriptor stays open while it is registered"
+    reason = "the replacement is unsafe, and the owned descriptor stays open for as long as it is registered"
 )]
 pub(super) fn register(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::new(descriptor)

@@ -173,7 +173,7 @@ impl Submitter {
                 (permit.ok().and_then(Result::ok), control.config().supervisor.jobs_http_max)
             }
         };
-        let sentence = || format!("{max} jobs over HTTP are in progress, which is the maximum");
+        let sentence = || format!("{max} jobs submitted over HTTP are in progress, which is the maximum");
         Ok(SessionOrPermit::Permit(permit.ok_or_else(|| Failure::Overloaded(sentence()))?))
     }
 }
@@ -270,7 +270,7 @@ fn outcome_of(
                 format!("the payload of {bytes} bytes is larger than max_payload ({max} bytes)")
             }
             Length::Unknown => {
-                format!("the payload of more than {max} bytes is larger than max_payload ({max} bytes)")
+                format!("the payload has more than {max} bytes, but max_payload is {max} bytes")
             }
         };
     }

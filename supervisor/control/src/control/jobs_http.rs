@@ -112,7 +112,7 @@ async fn listen(control: Shared, socket: TcpListener) {
 
 fn router(control: Shared) -> Router {
     let not_found = async || {
-        let detail = "this address only serves POST /v1/bulkheads/NAME/jobs, GET /healthz and GET /readyz";
+        let detail = "this address serves only POST /v1/bulkheads/NAME/jobs, GET /healthz and GET /readyz";
         problem(StatusCode::NOT_FOUND, detail)
     };
     let identify = from_fn_with_state(control.clone(), identify);
@@ -143,7 +143,8 @@ async fn identify(
             next.run(request).await
         }
         Some(_) => {
-            let detail = "this token can only read the admin API: send the token of an [[access]] entry with `role = \"jobs\"`";
+            let detail = "this token can only read the admin API: use the token of an [[access]] entry with \
+                          `role = \"jobs\"`";
             reject_request(&request, RejectReason::Forbidden, detail)
         }
         None => {

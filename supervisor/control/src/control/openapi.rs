@@ -185,7 +185,7 @@ fn status_description(status: u16) -> &'static str {
         409 => "The current state does not permit the request.",
         413 => "The body is too large.",
         415 => "The body is not JSON.",
-        422 => "The handler failed, or the request cannot be executed.",
+        422 => "The handler failed, or the request could not be executed.",
         429 => "Too many requests.",
         499 => "The job was cancelled.",
         502 => "The job's worker died.",

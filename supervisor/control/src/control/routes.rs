@@ -57,13 +57,16 @@ const fn json<T: JsonSchema>() -> Content {
 const OBJECT: Content = (JSON, Schema::Object);
 
 const TENANT: Parameter =
-    Parameter("tenant", Schema::Text, "Shows only this tenant. Tenants must be isolated.");
-const BULKHEAD: Parameter = Parameter("bulkhead", Schema::Text, "Returns only entries of this bulkhead.");
+    Parameter("tenant", Schema::Text, "Shows only this tenant. Works only if tenants are isolated.");
+const BULKHEAD: Parameter = Parameter("bulkhead", Schema::Text, "Returns only the entries of this bulkhead.");
 const SINCE: Parameter = Parameter("since", Schema::Count, "Returns only events after this sequence number.");
 const LIMIT: Parameter =
     Parameter("limit", Schema::Count, "Maximum number of entries; the newest are returned.");
-const FOLLOW: Parameter =
-    Parameter("follow", Schema::Boolean, "True to keep the response open and send new entries.");
+const FOLLOW: Parameter = Parameter(
+    "follow",
+    Schema::Boolean,
+    "If true, the response stays open, and new entries are sent as they occur.",
+);
 
 const ROUTES: &[Route] = &[
     route!(get "/healthz" "healthz" readiness::healthz, "Reports whether the data plane responds.",

@@ -59,12 +59,12 @@ fn stop(control: &Arc<Control>) -> Result<(), CommandSendError> {
 async fn drain_after(control: Arc<Control>, notice: Duration) {
     control.set_stopping();
     tracing::info!(
-        "stopping in {}: /readyz responds with 503, and jobs are still accepted",
+        "stopping in {}: until then, /readyz responds with 503, but jobs are still accepted",
         format_duration(notice)
     );
     tokio::time::sleep(notice).await;
     if let Err(error) = control.commands.stop() {
-        tracing::error!("failed to stop after drain_notice: {error}");
+        tracing::error!("failed to begin the drain after drain_notice: {error}");
     }
 }
 
@@ -76,7 +76,9 @@ impl Control {
             return;
         }
         if let Err(error) = stop(self) {
-            tracing::error!("failed to stop together with the other supervisor: {error}");
+            tracing::error!(
+                "upgrade: the other supervisor is stopping, but this supervisor failed to stop: {error}"
+            );
         }
     }
 

@@ -168,7 +168,8 @@ impl RequestCheck {
         let is_change = changes_state(request.method());
         let is_job = request.uri().path().ends_with("/jobs");
         if is_change && has_body(request.headers()) && !is_job && !is_json(request.headers()) {
-            let detail = "the body must be JSON, with the `Content-Type: application/json` header";
+            let detail =
+                "the body must be JSON, and the request needs the `Content-Type: application/json` header";
             return Err(problem(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail).into());
         }
         Ok(permission)
@@ -183,10 +184,10 @@ impl RequestCheck {
         }
         match tokens.find(&secret).map(|token| token.role) {
             Some(Role::Read) if changes_state(request.method()) => {
-                forbid("this token can only read: send the token from http_token_file")
+                forbid("this token can only read: use the token from http_token_file")
             }
             Some(Role::Read) => Ok(Permission::Read),
-            Some(Role::Jobs) => forbid("this token can only submit jobs, at the jobs_http address"),
+            Some(Role::Jobs) => forbid("this token can only be used to submit jobs at the jobs_http address"),
             None => Err(unauthorized(request).into()),
         }
     }

@@ -372,7 +372,7 @@ impl Upgrade {
             let path = self.program.path.display();
             let help = match error.raw_os_error() {
                 Some(libc::EINVAL) => {
-                    "; the first process of a container or PID namespace cannot be upgraded, because nothing could \
+                    "; the first process of a container or PID namespace cannot be upgraded because nothing could \
                      become the parent of the new program: start the supervisor under an init process"
                 }
                 _ => "",

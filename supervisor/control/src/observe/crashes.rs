@@ -557,7 +557,7 @@ impl Crashes {
     /// requests see the report. Drops the report if the queue is full.
     pub fn add(&self, report: Box<CrashReport>, permit: OwnedSemaphorePermit) {
         if self.0.try_send(StoreRequest::Add { report, permit }).is_err() {
-            tracing::error!("a crash report was dropped, because too many are waiting to be written");
+            tracing::error!("a crash report was dropped because too many are waiting to be written");
         }
     }
 

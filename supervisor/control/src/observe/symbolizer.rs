@@ -106,7 +106,7 @@ impl SymbolizerOptions {
         serde_json::from_slice(&answer)
             .ok()
             .filter(NativeCrash::is_valid)
-            .ok_or_else(|| "the symbolizer failed: its output is invalid".to_owned())
+            .ok_or_else(|| "the symbolizer failed: it produced invalid output".to_owned())
     }
 
     /// Starts a symbolizer for a record and returns the symbolizer's answer.

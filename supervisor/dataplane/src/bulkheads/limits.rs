@@ -220,7 +220,7 @@ impl BulkheadEntry {
         let unfit = |message: String| Err(SteerError::Conflict(message));
         if tenant.is_empty() || tenant.len() > TENANT_BYTES_MAX || tenant.contains('\0') {
             return unfit(format!(
-                "a tenant's name must have 1 to {TENANT_BYTES_MAX} bytes and must not contain a NUL byte"
+                "a tenant's name must be 1 to {TENANT_BYTES_MAX} bytes long and must not contain a NUL byte"
             ));
         }
         match &self.layout {
@@ -228,7 +228,7 @@ impl BulkheadEntry {
                 let is_new = !isolated.own.contains_key(tenant);
                 if is_new && isolated.own.len() >= TENANT_LIMITS_MAX {
                     return unfit(format!(
-                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits has been reached"
+                        "{TENANT_LIMITS_MAX} tenants already have separate limits, which is the maximum"
                     ));
                 }
                 let mut limits = isolated.limits_of(tenant);
@@ -253,7 +253,7 @@ impl BulkheadEntry {
                 let own = &self.own;
                 if !own.contains_key(tenant) && own.len() >= TENANT_LIMITS_MAX {
                     return unfit(format!(
-                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits has been reached"
+                        "{TENANT_LIMITS_MAX} tenants already have separate limits, which is the maximum"
                     ));
                 }
                 if numbers.processes.is_some() {

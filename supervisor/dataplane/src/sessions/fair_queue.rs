@@ -36,7 +36,7 @@ pub(super) struct QueueState {
     rejected: u32,
 }
 
-/// A user's connections that have input.
+/// A user's connections that have pending input.
 #[derive(Default)]
 struct User {
     /// Connections from which few bytes have been read in the current round. They come first, so that a connection with
@@ -64,7 +64,7 @@ impl FairQueue {
         self.waiting == 0
     }
 
-    /// Adds a connection that might have input to the queue.
+    /// Queues a connection that might have pending input.
     pub(super) fn push(&mut self, owner: Owner, index: SessionIndex, queue_state: &mut QueueState) {
         if std::mem::replace(&mut queue_state.is_waiting, true) {
             return;

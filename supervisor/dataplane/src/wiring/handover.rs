@@ -317,7 +317,10 @@ impl DataPlane {
                 breaker: state.is_forced_open.then_some(BreakerMode::ForcedOpen),
             };
             let failed = |error: SteerError| {
-                format!("the live changes to bulkhead '{}' do not fit its configuration: {error}", state.name)
+                format!(
+                    "the values set at runtime for bulkhead '{}' conflict with its configuration: {error}",
+                    state.name
+                )
             };
             if change != Change::default() {
                 self.change(&state.name, &change).map_err(failed)?;
@@ -341,8 +344,8 @@ impl DataPlane {
                 self.change_tenant(&state.bulkhead, &state.tenant, &change).map_err(|error| {
                     let TenantState { bulkhead, tenant, .. } = state;
                     format!(
-                        "the live changes for the tenant '{tenant}' in the bulkhead '{bulkhead}' do not fit its \
-                         configuration: {error}"
+                        "the values set at runtime for the tenant '{tenant}' in bulkhead '{bulkhead}' \
+                         conflict with its configuration: {error}"
                     )
                 })?;
             }

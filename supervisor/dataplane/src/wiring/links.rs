@@ -159,7 +159,7 @@ impl DataPlane {
         let bulkhead = compartment_of_job.bulkhead;
         let Some(record) = compartment_of_job.policy.record_mut(job) else {
             // Otherwise, the link's job count would differ from policy's.
-            debug_assert!(false, "{job} was answered before the supervisor sent the job");
+            debug_assert!(false, "the worker replied to {job} before the supervisor sent the job");
             let message = "the worker sent a result for a job that it had not received yet".to_owned();
             return self.end_link_for_violation(index, message);
         };

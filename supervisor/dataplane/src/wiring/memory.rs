@@ -14,7 +14,7 @@ impl DataPlane {
     pub(crate) fn charge(&mut self, index: CompartmentIndex, job: JobId, kind: ChargeKind) {
         let compartment = &mut self.compartments[index];
         let Some(record) = compartment.policy.record_mut(job) else {
-            debug_assert!(false, "{job} was just taken or dispatched, but has no record");
+            debug_assert!(false, "{job} has no record, although the job was just taken or dispatched");
             return;
         };
         let priority = record.priority;

@@ -62,7 +62,7 @@ impl DataPlane {
 
     // Removing bulkheads.
 
-    /// Continues to remove the bulkheads that are no longer in the configuration.
+    /// Resumes the removal of bulkheads that are no longer in the configuration.
     pub(crate) fn continue_removals(&mut self) {
         for bulkhead in self.bulkheads.leaving() {
             if self.stop_idle_compartments(bulkhead) {

@@ -319,7 +319,8 @@ fn link_failure(path: &Path, errno: Errno) -> Failure {
     match errno {
         Errno::XDEV => failure(
             &format!(
-                "grant {path}, which leads out of a folder in `write` through a link that the worker can change"
+                "grant access to {path}, which leads out of a folder in `write` through a link that the \
+                 worker can change"
             ),
             errno,
         ),

@@ -115,7 +115,8 @@ impl fmt::Display for UnusablePath {
         let shared = if *is_subordinate { " (\"shared\")" } else { "" };
         write!(
             f,
-            "let user {uid} {wanted} {path}: {remedy}, or set `user` in `sandbox` to a user that can{shared}"
+            "let user {uid} {wanted} {path}: run {remedy}, or set `user` in `sandbox` to a user that \
+             can{shared}"
         )
     }
 }

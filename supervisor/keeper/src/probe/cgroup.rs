@@ -109,7 +109,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
         }
         // A control group can contain processes or children with limits, but not both.
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
-            Ok(Some("available once the cgroup itself contains no process".to_owned()))
+            Ok(Some("available once the cgroup itself contains no processes".to_owned()))
         }
         Err(error) => Err(format!("failed to write {}: {error}", switch.display())),
     }

@@ -32,8 +32,8 @@ impl TrialError {
         match self {
             Self::Errno(errno) => error_text(errno),
             Self::NotEnforced => {
-                "the kernel accepted the layer, but does not enforce it: check for a seccomp filter \
-                             above this process"
+                "the kernel accepted the layer but does not enforce it: check for a seccomp \
+                 filter that this process inherited"
                     .to_owned()
             }
         }

@@ -77,7 +77,7 @@ fn features() -> [Feature; 5] {
 
 /// Reason and advice for a Landlock call that fails with `EPERM`. The probe sets no_new_privs, and then the kernel
 /// itself never returns this error. The cause is therefore a filter, and a newer kernel would not help.
-const FILTERED: &str = "a seccomp filter above this process rejects Landlock's system calls";
+const FILTERED: &str = "a seccomp filter that this process inherited rejects Landlock's system calls";
 const FILTER_ADVICE: &str = "allow landlock_create_ruleset, landlock_add_rule and landlock_restrict_self in that \
                              filter: the seccomp profile of the container (deploy/seccomp.json allows them), or \
                              SystemCallFilter= of the unit";

@@ -109,8 +109,7 @@ impl EventLoop {
             return;
         }
         if !bulkhead_linux::wait::has_ended(pid) {
-            // A tracer delays the exit status. If the tracer is a process that the worker left behind, the killer ends
-            // it.
+            // A tracer delays the exit status. If the worker left the tracer behind, the killer process kills it.
             self.reaper.next_audit = Some(now);
             return;
         }

@@ -54,7 +54,7 @@ pub(super) fn set_up(
     close_inherited()?;
     // The order socket is standard input. The duplicate must have the number `LINK_FD`.
     let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
-    assert_eq!(socket.as_raw_fd(), LINK_FD, "all descriptors above standard error were just closed");
+    assert_eq!(socket.as_raw_fd(), LINK_FD, "the first free descriptor must directly follow standard error");
     let watched = guard.map(|guard| WatchedProcesses::open(guard, std::io::stdout())).transpose()?;
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     duplicate_to(&null, libc::STDIN_FILENO)?;
@@ -99,7 +99,7 @@ fn raise_open_files_limit() -> (u64, u64) {
 /// Makes the keeper ignore signals, so that it exits only at end of file on its socket. Otherwise, a signal to the
 /// supervisor's process group could kill the workers, and so could a signal from a user who finds the keeper in a
 /// process list. SIGCHLD is blocked and read from a descriptor.
-#[expect(unsafe_code, reason = "setting the disposition of a signal")]
+#[expect(unsafe_code, reason = "changing the disposition of a signal is unsafe")]
 pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
     const IGNORED: [Signal; 12] = [

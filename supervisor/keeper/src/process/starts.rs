@@ -233,7 +233,7 @@ impl EventLoop {
             child.stage = Stage::Failed;
             self.kill(pid);
             let step = format!(
-                "read-back from /proc: {what} differs from the requested value once the program runs"
+                "read-back from /proc: {what} differs from the requested value after the program has started"
             );
             return self.report_failure(worker, &SpawnError::new(&step, Errno::PERM));
         }

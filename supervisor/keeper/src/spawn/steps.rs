@@ -118,7 +118,7 @@ fn describe(failure: &StepFailure, root: Option<&PrivateRoot>, covers: Option<&C
             format!("{ROOT_STEP}: {what}")
         }
         Some(LANDLOCK_STEP) if failure.detail == LANDLOCK_NOT_ENFORCED => {
-            format!("{LANDLOCK_STEP} read-back: the kernel accepted the rules, but does not enforce them")
+            format!("{LANDLOCK_STEP} read-back: the kernel accepted the rules but does not enforce them")
         }
         Some(COVERS_STEP) => {
             let what = covers.map(|covers| covers.describe(failure.detail)).unwrap_or_default();

@@ -6,7 +6,7 @@ use nix::sys::signal::{SigHandler, Signal, signal};
 /// children, and the program cannot wait for them.
 pub fn restore_default_sigchld() {
     // SAFETY: installs no handler function.
-    #[expect(unsafe_code, reason = "setting the disposition of a signal")]
+    #[expect(unsafe_code, reason = "changing the disposition of a signal is unsafe")]
     let _ = unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }; // Cannot fail with these arguments.
 }
 

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn syscall_names_of_other_architecture_are_known() {
+    fn syscall_names_of_other_architectures_are_known() {
         assert_eq!(number("read"), Some(libc::SYS_read as u32));
         assert!(is_known("open") && is_known("clone3") && !is_known("opne"));
         assert_eq!(number("open").is_some(), cfg!(target_arch = "x86_64"));

@@ -25,7 +25,7 @@ impl LivenessDescriptor {
     ///
     /// Fails if the descriptor is not open, or cannot report that its peer is gone. The message says how to fix the
     /// problem.
-    #[expect(unsafe_code, reason = "the descriptor is a number from the command line")]
+    #[expect(unsafe_code, reason = "the descriptor's number was passed on the command line")]
     pub fn inherit(number: RawFd) -> io::Result<Self> {
         if number < 0 {
             return Err(not_open(number));

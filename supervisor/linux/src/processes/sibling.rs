@@ -18,7 +18,7 @@ use crate::errno;
 ///
 /// Returns an error if the program cannot be executed, or if this process is the first process of a PID
 /// namespace (`EINVAL`).
-#[expect(unsafe_code, reason = "execve and the call before it have no safe wrapper")]
+#[expect(unsafe_code, reason = "there are no safe wrappers for the two system calls of the child")]
 pub fn spawn(
     program: &Path,
     arguments: &[OsString],

@@ -31,7 +31,7 @@ pub enum InheritedListener {
 /// # Errors
 ///
 /// Fails if the descriptor is not open, or is not a listening stream socket.
-#[expect(unsafe_code, reason = "the descriptor is a number from the service manager")]
+#[expect(unsafe_code, reason = "the descriptor's number was passed by the service manager")]
 pub fn inherit(number: RawFd) -> io::Result<InheritedListener> {
     let unusable = |problem: &str| io::Error::other(format!("descriptor {number} {problem}"));
     if number < 0 {

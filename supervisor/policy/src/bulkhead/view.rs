@@ -20,7 +20,7 @@ const REASONS: usize = RejectReason::ALL.len() + 1;
 
 /// Job counts by outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[expect(missing_docs, reason = "each field is the outcome of the same name")]
+#[expect(missing_docs, reason = "each field counts the jobs with the outcome of the same name")]
 pub struct Counters {
     /// Number of submitted jobs, excluding jobs passed on from other bulkheads.
     pub submitted: u64,

@@ -256,7 +256,7 @@ fn new_program_kills_starting_workers() {
 }
 
 #[test]
-fn newer_program_restarts_a_running_replacement() {
+fn newer_program_restarts_an_ongoing_replacement() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
     fixture.apply(Event::ReplaceWorkers);
     let first = fixture.newest_worker();

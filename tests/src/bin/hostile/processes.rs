@@ -243,7 +243,7 @@ fn write_as_it_is(pid: i32, file: &str) -> Tried {
     Ok("written".into())
 }
 
-/// Sets the supervisor's scheduling policy to its current value.
+/// Sets the supervisor's scheduling policy to its current value, which needs the same permission as a change.
 fn reschedule_supervisor(to: &Targets) -> Tried {
     let pid = to.pid("supervisor")? as usize;
     let what = "change the supervisor's scheduling";

@@ -134,7 +134,7 @@ fn play(how: &str) -> io::Result<()> {
 fn keeper() -> BorrowedFd<'static> {
     const LINK: i32 = 3;
     // SAFETY: the keeper starts a template with this descriptor, and nothing closes it.
-    #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
+    #[expect(unsafe_code, reason = "the descriptor is inherited from the parent process")]
     unsafe {
         BorrowedFd::borrow_raw(LINK)
     }

@@ -80,7 +80,7 @@ fn deaths() -> usize {
     std::env::var("BULKHEAD_UPGRADE_DEATHS").ok().and_then(|count| count.parse().ok()).unwrap_or(10)
 }
 
-/// Number of upgrades with a dying program to run at the same time.
+/// Number of upgrades that run concurrently. In each, one of the two programs dies.
 const DEATHS_AT_ONCE: usize = 5;
 
 #[test]

@@ -65,7 +65,7 @@ impl Session {
         client: HttpClient,
     ) -> Result<Self, Failure> {
         let no_descriptors =
-            |error| Failure::Overloaded(format!("the supervisor has no free descriptors: {error}"));
+            |error| Failure::Overloaded(format!("the supervisor has run out of file descriptors: {error}"));
         let (here, there) = pair().map_err(no_descriptors)?;
         let command = Command::AddClient { socket: there, permit, client: client.clone() };
         commands.send_within(command, COMMAND_TIMEOUT).await.map_err(|error| match error {

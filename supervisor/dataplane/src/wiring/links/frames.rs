@@ -338,7 +338,8 @@ impl DataPlane {
             kind::RETURNED => {
                 let (_, extensions) = decode_all::<Empty>(metadata, &[])?;
                 let send_number = extensions.get(tag::ARRIVAL).and_then(|bytes| bytes.try_into().ok());
-                let send_number = send_number.ok_or("the worker returned a job without its send number")?;
+                let send_number =
+                    send_number.ok_or("the worker returned a job without the job's send number")?;
                 self.links[index].unsolicited.charge(0);
                 // The job was recalled before the worker started it.
                 let (job, send_number) = (JobId(number), u64::from_le_bytes(send_number));
@@ -389,9 +390,7 @@ impl DataPlane {
             }
             kind::HELLO => return Err("the worker sent HELLO twice".into()),
             unknown if header.is_critical() => {
-                return Err(format!(
-                    "the worker sent a frame of unknown kind {unknown}, which is marked as critical"
-                ));
+                return Err(format!("the worker sent a critical frame of unknown kind {unknown}"));
             }
             _ => return Ok(()),
         };
@@ -514,7 +513,9 @@ impl DataPlane {
         let payload = record.held.file.as_deref_mut();
         match payload.is_some_and(|payload| payload.result_written(spawn, named)) {
             true => Ok(()),
-            false => Err("the worker reported a result in another job's file".to_owned()),
+            false => {
+                Err("the worker reported a result in a memory file that belongs to another job".to_owned())
+            }
         }
     }
 
@@ -576,7 +577,7 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
     if header.kind != kind::RESULT && header.length as usize > most {
         return Err(format!(
-            "the worker began a frame of kind {} with {} bytes, which is too long",
+            "the worker began to send a frame of kind {} with {} bytes, which is too large",
             header.kind, header.length
         ));
     }
@@ -596,7 +597,7 @@ fn check_result(metadata: &[u8]) -> Result<(Option<LeaseRef>, Option<&[u8]>), St
     }
     let (_, extensions) = decode_all::<Empty>(metadata, &[tag::LEASE])?;
     let named = extensions.get(tag::LEASE).map(|bytes| {
-        LeaseRef::from_bytes(bytes).ok_or_else(|| "the lease name does not have 16 bytes".to_owned())
+        LeaseRef::from_bytes(bytes).ok_or_else(|| "the lease name is not 16 bytes long".to_owned())
     });
     Ok((named.transpose()?, extensions.get(tag::STATUS)))
 }

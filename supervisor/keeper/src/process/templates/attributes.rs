@@ -1,7 +1,10 @@
 //! Process attributes of a template that workers inherit and that other processes of the same user can
 //! change. The keeper records the attributes when the template is ready and restores them before each fork,
 //! so that no job can change the attributes of later workers.
-#![expect(unsafe_code, reason = "attributes of another process are read and set by raw system calls")]
+#![expect(
+    unsafe_code,
+    reason = "reading and setting attributes of another process requires raw system calls"
+)]
 
 use std::fs;
 use std::io::Read;

@@ -138,7 +138,7 @@ impl Covers {
         shown
     }
 
-    /// Adds `folder` and all of its parent folders below the covered folder.
+    /// Adds `folder` and each of its ancestors up to, but not including, the folder that is covered.
     fn make_folders(&mut self, unreachable: &Unreachable, folder: &Path, made: &mut BTreeSet<PathBuf>) {
         let mut missing: Vec<&Path> = folder
             .ancestors()
