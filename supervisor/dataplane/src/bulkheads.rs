@@ -24,7 +24,9 @@ use bulkhead_plane::possible_series::PossibleSeries;
 use bulkhead_plane::program::Program;
 use bulkhead_plane::reload::BulkheadSpec;
 use bulkhead_plane::service::Window;
-use bulkhead_policy::{Bulkhead, Counters, Digest, Event, Limits, Time, WorkerId};
+use bulkhead_policy::{
+    BreakerState, Bulkhead, BulkheadState, Counters, Digest, Event, Limits, Time, WorkerId,
+};
 use foldhash::quality::RandomState;
 
 pub(super) use compartments::Compartments;
@@ -56,6 +58,13 @@ pub(super) struct Bulkheads {
 }
 
 owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
+
+/// Ways in which an operator can close a bulkhead to new jobs.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct ClosedByOperator {
+    pub(crate) is_draining: bool,
+    pub(crate) is_forced_open: bool,
+}
 
 /// Configuration and statistics of a bulkhead.
 pub(super) struct BulkheadEntry {
@@ -270,6 +279,15 @@ impl Bulkheads {
         let demand = Demand::new(now, &spec.limits);
         self.by_name.insert(spec.name.clone(), bulkhead);
         self.slab.insert(BulkheadEntry { demand, ..BulkheadEntry::new(spec, shared) })
+    }
+
+    /// Returns how an operator has closed a bulkhead.
+    pub(super) fn closed_by_operator(&self, compartments: &Compartments, name: &str) -> ClosedByOperator {
+        let entry = self.find(name).map(|bulkhead| &self[bulkhead]);
+        entry.map_or_else(ClosedByOperator::default, |entry| ClosedByOperator {
+            is_draining: entry.state(compartments).0 == BulkheadState::Draining,
+            is_forced_open: entry.breaker(compartments) == BreakerState::ForcedOpen,
+        })
     }
 
     /// Starts removing a bulkhead. The bulkhead accepts no further jobs.

@@ -57,6 +57,23 @@ pub(super) fn job_cancelled_event(view: &JobView<'_, Box<JobData>>) -> EventKind
     }
 }
 
+/// Returns the event about a breaker that an operator has forced open or released. Returns `None` if nothing has changed.
+pub(super) fn forced_breaker_event(was_open: bool, is_open: bool) -> Option<(Severity, EventKind)> {
+    let (closed, forced) = (BreakerState::Closed.into(), BreakerState::ForcedOpen.into());
+    let (calls, failure_rate, slow_rate) = (None, None, None);
+    Some(match (was_open, is_open) {
+        (false, true) => {
+            let what = EventKind::BreakerOpened { from: closed, to: forced, calls, failure_rate, slow_rate };
+            (Severity::Warning, what)
+        }
+        (true, false) => {
+            let what = EventKind::BreakerClosed { from: forced, to: closed, calls, failure_rate, slow_rate };
+            (Severity::Info, what)
+        }
+        _ => return None,
+    })
+}
+
 /// Returns the exit status of a process, or the signal that killed it.
 fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {

@@ -42,13 +42,18 @@ pub struct BulkheadSpec {
     pub lent_max: Option<u64>,
 }
 
+/// A bulkhead's limits in the previous version of the configuration file. Current limits that differ from these were
+/// changed live by an operator.
+pub struct LimitsBefore {
+    pub limits: Limits,
+    /// Per-tenant settings, by tenant name.
+    pub tenants: BTreeMap<String, TenantConfig>,
+}
+
 /// New settings for an existing bulkhead.
 pub struct ChangedBulkhead {
     pub spec: BulkheadSpec,
-    /// Limits in the previous version of the configuration file. Current limits that differ from these were changed
-    /// live by an operator.
-    pub limits_before: Limits,
-    pub tenants_before: BTreeMap<String, TenantConfig>,
+    pub before: LimitsBefore,
     pub replaces_workers: bool,
 }
 
@@ -60,6 +65,8 @@ pub struct Reload {
     pub removed: Vec<String>,
     pub changed: Vec<ChangedBulkhead>,
     pub added: Vec<BulkheadSpec>,
+    /// Bulkheads in both `removed` and `added`.
+    pub rebuilt: Vec<(Arc<str>, LimitsBefore)>,
     /// Permissions of clients, or `None` if they have not changed.
     pub access: Option<Access>,
     pub limits: DataPlaneLimits,
@@ -186,6 +193,10 @@ pub fn prepare(
     (inputs, own_uid): (SpecInputs<'_>, u32),
 ) -> Reload {
     let resolve = |bulkhead: &BulkheadConfig| BulkheadSpec::new(bulkhead, inputs);
+    let limits_before = |old: &BulkheadConfig| LimitsBefore {
+        limits: program::limits(old, inputs.labels),
+        tenants: old.tenant.clone(),
+    };
     let new = names_of(changes, &[ChangeKind::Added, ChangeKind::Rebuilt]);
     let added = after.bulkheads.iter().filter(|b| new.contains(b.name.as_str())).map(resolve).collect();
     let changed = after.bulkheads.iter().filter_map(|bulkhead| {
@@ -194,16 +205,19 @@ pub fn prepare(
         let old = before.bulkheads.iter().find(|b| b.name == bulkhead.name)?;
         Some(ChangedBulkhead {
             spec: resolve(bulkhead),
-            limits_before: program::limits(old, inputs.labels),
-            tenants_before: old.tenant.clone(),
+            before: limits_before(old),
             replaces_workers: change.replaces_workers,
         })
     });
+    let rebuilt = names_of(changes, &[ChangeKind::Rebuilt]);
+    let rebuilt = before.bulkheads.iter().filter(|old| rebuilt.contains(old.name.as_str()));
+    let rebuilt = rebuilt.map(|old| (old.name.as_str().into(), limits_before(old)));
     let removed = names_of(changes, &[ChangeKind::Removed, ChangeKind::Rebuilt]);
     Reload {
         removed: removed.into_iter().map(str::to_owned).collect(),
         changed: changed.collect(),
         added,
+        rebuilt: rebuilt.collect(),
         access: changes.access.then(|| Access::new(after, own_uid)),
         limits,
     }

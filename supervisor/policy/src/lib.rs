@@ -51,8 +51,8 @@ pub use bulkhead::{
 };
 pub use ending::{Death, Ending, KillReason, RecycleReason, RestartCause};
 pub use limits::{
-    Health, Limits, Overflow, Pressure, Recycle, Restart, RestartPolicy, Start, StartMode, TenantLimits,
-    TenantOverrides,
+    Health, Limits, Overflow, Pressure, RARE_HEARTBEATS_MISSED, Recycle, Restart, RestartPolicy, Start,
+    StartMode, TenantLimits, TenantOverrides,
 };
 pub use messages::{
     Action, Capabilities, Event, JobJournal, JobOutcome, LimitChange, OperatorEvent, Reply, StopReason,

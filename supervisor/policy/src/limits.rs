@@ -167,6 +167,10 @@ pub struct Health {
     pub missed: u32,
 }
 
+/// Minimum value of [`Health::missed`] for which a worker can be told to send only every second heartbeat. Three of these
+/// heartbeats then fit into the maximum silence.
+pub const RARE_HEARTBEATS_MISSED: u32 = 5;
+
 /// Limits at which a healthy worker is replaced.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Recycle {

@@ -31,8 +31,11 @@ pub(crate) struct Worker {
     /// Number of consecutive times that the worker's silence was attributed to a busy machine.
     pub(crate) excused_silences: u32,
     pub(crate) has_dispatch_thread: bool,
-    /// Heartbeat interval sent to the worker.
+    /// `health.heartbeat` at the time of the welcome.
     pub(crate) heartbeat: Duration,
+    /// Minimum number of heartbeats that the worker must miss before it counts as hung. Above 0 if the worker was told
+    /// to send heartbeats less often.
+    pub(crate) missed_min: u32,
     pub(crate) revision: Revision,
     /// True if the worker can change its `max_in_flight` after the welcome.
     pub(crate) can_resize: bool,
@@ -448,7 +451,7 @@ impl Worker {
     /// Returns the maximum time that the worker can be silent: `missed` heartbeat intervals, plus one for a
     /// heartbeat in transit.
     pub(crate) fn silence_max(&self, missed: u32) -> Duration {
-        self.heartbeat.saturating_mul(missed.saturating_add(1))
+        self.heartbeat.saturating_mul(missed.max(self.missed_min).saturating_add(1))
     }
 
     /// Returns true if the worker must be replaced: it was started before an operator's `restart` command, or runs an

@@ -374,6 +374,23 @@ fn enabling_tenant_isolation_rebuilds_the_bulkhead() {
 }
 
 #[test]
+fn rebuilt_bulkhead_stays_closed() {
+    let supervisor = start(&format!("{B}max_queue = 5\n"));
+    supervisor.resize("b", r#"{"max_queue": 9, "breaker": "forced_open"}"#);
+    assert_eq!(supervisor.command().args(["drain", "b"]).status().unwrap().code(), Some(0));
+    let mut is_isolated = false;
+    for dropped in [vec!["max_queue"], vec![]] {
+        is_isolated = !is_isolated;
+        let changes =
+            reload(&supervisor, &format!("{B}max_queue = 5\ntenants = {{ isolate = {is_isolated} }}\n"));
+        assert_eq!(changes["bulkheads"][0]["live_dropped"], json!(dropped));
+        let snapshot = supervisor.snapshot("b");
+        assert_eq!((&snapshot["state"], &snapshot["breaker"]), (&json!("draining"), &json!("forced_open")));
+        assert_eq!(snapshot["max_queue"], 5);
+    }
+}
+
+#[test]
 fn reload_changes_limits_of_isolated_tenants() {
     let keys = "tenants = { isolate = true, max_active = 4 }\n";
     let supervisor = start(&format!("{B}{keys}"));

@@ -269,6 +269,18 @@ fn tenant_table_overrides_limits_of_isolated_tenant() {
     });
 }
 
+#[test]
+fn bulkhead_limits_must_fit_live_limits_of_isolated_tenants() {
+    let keys = "processes = 2\nmax_in_flight = 4\nadaptive = { target = \"50ms\", min = 1, max = 4 }\nmax_queue = 1\n";
+    let supervisor = Supervisor::start(&isolated("max_active = 3", keys));
+    assert_eq!(patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 2}"#).0, 200);
+    // The tenant would have two permits, fewer than `adaptive.max`.
+    let (status, problem) = patch(&supervisor, "b", r#"{"processes": 1}"#);
+    assert_eq!(status, 400, "{problem}");
+    assert_eq!(patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 4}"#).0, 200);
+    assert_eq!(patch(&supervisor, "b", r#"{"processes": 1}"#).0, 200);
+}
+
 /// The test also checks that the limits apply immediately to running workers.
 #[test]
 fn live_limits_for_isolated_tenant_survive_idle_shutdown() {

@@ -1,12 +1,13 @@
 //! Limits for bulkheads and tenants: configured values, and live changes made by operators.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use bulkhead_config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
 use bulkhead_config::{self as config, Overflow, TenantConfig};
 use bulkhead_plane::command::SteerError;
 use bulkhead_plane::confinement::Sandbox;
-use bulkhead_plane::reload::{BulkheadSpec, ChangedBulkhead, LiveDropped, Reload};
+use bulkhead_plane::reload::{BulkheadSpec, ChangedBulkhead, LimitsBefore, LiveDropped, Reload};
 use bulkhead_policy::{Event, LimitChange, Limits, RatePer};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 
@@ -16,14 +17,20 @@ use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartment
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
-    /// Returns the live changes that a reload would discard because they conflict with the new configuration.
+    /// Returns the live changes that a reload would discard because they conflict with the new configuration, or because
+    /// their bulkhead is rebuilt.
     pub(crate) fn dropped_changes(&self, compartments: &Compartments, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &ChangedBulkhead| {
             let bulkhead = self.find(&reconfigured.spec.name)?;
             let dropped = self[bulkhead].merge_live_changes(compartments, reconfigured).dropped;
             (!dropped.is_empty()).then(|| (reconfigured.spec.name.clone(), dropped))
         };
-        reload.changed.iter().filter_map(of).collect()
+        let of_rebuilt = |(name, before): &(Arc<str>, LimitsBefore)| {
+            let dropped = self[self.find(name)?].live_changes(compartments, before);
+            (!dropped.is_empty()).then(|| (name.clone(), dropped))
+        };
+        let rebuilt = reload.rebuilt.iter().filter_map(of_rebuilt);
+        reload.changed.iter().filter_map(of).chain(rebuilt).collect()
     }
 }
 
@@ -106,6 +113,19 @@ impl BulkheadEntry {
         self.compartments().into_iter().map(event).collect()
     }
 
+    /// Returns the keys whose values an operator has changed live.
+    fn live_changes(&self, compartments: &Compartments, before: &LimitsBefore) -> Vec<String> {
+        let live = self.limits(compartments);
+        let is_changed = |(_, take): &&LiveLimit| {
+            let mut with = before.limits.clone();
+            take(&mut with, live);
+            with != before.limits
+        };
+        let keys = LIVE_LIMITS.iter().filter(is_changed).map(|(key, _)| *key);
+        let tenant = (*self.tenant_limits() != before.tenants).then_some("tenant");
+        keys.chain(tenant).map(str::to_owned).collect()
+    }
+
     /// Merges a configuration with live changes. Keeps a live change only if its key has the same value in the old and
     /// the new configuration file, and if the merged limits are valid.
     pub(crate) fn merge_live_changes(
@@ -113,9 +133,9 @@ impl BulkheadEntry {
         compartments: &Compartments,
         reconfigured: &ChangedBulkhead,
     ) -> MergedLimits {
-        let ChangedBulkhead { spec, limits_before, tenants_before, .. } = reconfigured;
-        let own = own_with_live(tenants_before, &spec.tenants, self.tenant_limits());
-        let limits = limits_with_live(limits_before, &spec.limits, self.limits(compartments));
+        let ChangedBulkhead { spec, before, .. } = reconfigured;
+        let own = own_with_live(&before.tenants, &spec.tenants, self.tenant_limits());
+        let limits = limits_with_live(&before.limits, &spec.limits, self.limits(compartments));
         let fixed = FixedSettings {
             sandbox: spec.program.sandbox(),
             max_active: spec.max_active,
@@ -158,7 +178,7 @@ impl BulkheadEntry {
     ) -> Result<Vec<CompartmentEvent>, SteerError> {
         let mut limits = self.limits(compartments).clone();
         numbers.apply_to(&mut limits);
-        check_limits(&limits, &self.own, self.fixed_settings())?;
+        check_limits(&limits, self.tenant_limits(), self.fixed_settings())?;
         let event = |index| {
             let own = self.own_limits_of(&compartments[index]);
             let numbers = LimitChange {
@@ -233,21 +253,15 @@ impl BulkheadEntry {
                 }
                 let mut limits = isolated.limits_of(tenant);
                 numbers.apply_to(&mut limits);
-                let (processes, in_flight) = (limits.processes, limits.max_in_flight);
-                check_programs(self.program.sandbox(), in_flight)?;
-                if u64::from(in_flight) > IN_FLIGHT_CEILING {
+                if u64::from(limits.max_in_flight) > IN_FLIGHT_CEILING {
                     return unfit(format!("max_in_flight (per worker) must be at most {IN_FLIGHT_CEILING}"));
                 }
-                if u64::from(processes) * u64::from(in_flight) > PERMITS_CEILING {
-                    return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
-                }
-                check_adaptive(&limits, processes, in_flight)?;
-                if in_flight == 0 && limits.max_queue > 0 {
+                if limits.max_in_flight == 0 && limits.max_queue > 0 {
                     return unfit(
                         "this tenant's max_in_flight is 0, so its queued jobs would never run".into(),
                     );
                 }
-                check_workers(processes, limits.start.spares, isolated.max_active)
+                check_permits(&limits, self.fixed_settings())
             }
             Layout::Shared(compartment) => {
                 let own = &self.own;
@@ -350,9 +364,20 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// Returns an error if the adaptive limit's maximum exceeds the number of permits.
-fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
-    let most = u64::from(processes) * u64::from(in_flight);
+/// Checks the numbers of workers and permits of a bulkhead, or of an isolated tenant.
+fn check_permits(limits: &Limits, fixed: FixedSettings<'_>) -> Result<(), SteerError> {
+    check_programs(fixed.sandbox, limits.max_in_flight)?;
+    let most = u64::from(limits.processes) * u64::from(limits.max_in_flight);
+    if most > PERMITS_CEILING {
+        let message = format!("processes x max_in_flight must be at most {PERMITS_CEILING}");
+        return Err(SteerError::Conflict(message));
+    }
+    check_adaptive(limits, most)?;
+    fixed.max_active.map_or(Ok(()), |tenants| check_workers(limits.processes, limits.start.spares, tenants))
+}
+
+/// Returns an error if the adaptive limit's maximum exceeds the number of permits, `most`.
+fn check_adaptive(limits: &Limits, most: u64) -> Result<(), SteerError> {
     match &limits.adaptive {
         Some(adaptive) if u64::from(adaptive.max) > most => Err(SteerError::Conflict(format!(
             "adaptive.max ({}) would be above processes x max_in_flight ({most}): lower adaptive.max in the \
@@ -400,28 +425,24 @@ fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError
 fn check_limits(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,
-    FixedSettings { sandbox, max_active, has_own_pressure }: FixedSettings<'_>,
+    fixed: FixedSettings<'_>,
 ) -> Result<(), SteerError> {
     let unfit = |message: String| Err(SteerError::Conflict(message));
-    check_programs(sandbox, limits.max_in_flight)?;
-    check_queue(limits, has_own_pressure)?;
-    let (processes, in_flight) = (u64::from(limits.processes), u64::from(limits.max_in_flight));
-    if processes * in_flight > PERMITS_CEILING {
-        return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
+    check_queue(limits, fixed.has_own_pressure)?;
+    check_permits(limits, fixed)?;
+    for own in own.values().filter(|_| fixed.max_active.is_some()) {
+        let mut limits = limits.clone();
+        own.of_workers().apply_to(&mut limits);
+        check_permits(&limits, fixed)?;
     }
-    check_adaptive(limits, limits.processes, limits.max_in_flight)?;
-    for own in own.values().filter(|_| max_active.is_some()) {
-        let processes = own.processes.unwrap_or(limits.processes);
-        check_adaptive(limits, processes, own.max_in_flight.unwrap_or(limits.max_in_flight))?;
-    }
-    if in_flight == 0 && limits.max_queue > 0 {
+    if limits.max_in_flight == 0 && limits.max_queue > 0 {
         return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());
     }
     let is_common = limits.rate_limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
     let has_own = own.values().any(|own| own.rate_limit.is_some());
-    if max_active.is_none() && is_common && has_own {
+    if fixed.max_active.is_none() && is_common && has_own {
         let message = "some tenants have a separate rate limit, which requires rate_limit.per = \"tenant\"";
         return unfit(message.into());
     }
-    max_active.map_or(Ok(()), |tenants| check_workers(limits.processes, limits.start.spares, tenants))
+    Ok(())
 }

@@ -1,15 +1,17 @@
 //! Applies operator commands to bulkheads and compartments.
 
 use bulkhead_api::{
-    BreakerMode, Change, ChangedPer, EventKind, Rate, Severity, Snapshot, TenantChange, TenantRate,
+    BreakerMode, Change, ChangedPer, ChangedRate, EventKind, Rate, Severity, Snapshot, TenantChange,
+    TenantRate,
 };
 use bulkhead_config::TenantConfig;
 use bulkhead_plane::command::{SteerAction, SteerError};
 use bulkhead_plane::notices::Milestone;
-use bulkhead_policy::{BreakerState, Event, LimitChange, RateLimit, RatePer};
+use bulkhead_policy::{Event, LimitChange, RateLimit, RatePer};
 use bulkhead_shared::JobId;
 
-use crate::operator_events::job_cancelled_event;
+use crate::bulkheads::ClosedByOperator;
+use crate::operator_events::{forced_breaker_event, job_cancelled_event};
 use crate::slab::BulkheadIndex;
 use crate::{DataPlane, Incoming};
 
@@ -68,15 +70,8 @@ impl DataPlane {
         let bulkhead = self.find_running(name)?;
         let limits = self.bulkheads[bulkhead].limits(&self.compartments);
         let so_far = limits.rate_limit.map_or(RatePer::Bulkhead, |limit| limit.per);
-        let rate_limit = change.rate_limit.as_ref().map(|rate| {
-            let rate = rate.as_ref()?;
-            let per = match rate.per {
-                Some(ChangedPer::Bulkhead) => RatePer::Bulkhead,
-                Some(ChangedPer::Tenant) => RatePer::Tenant,
-                None => so_far,
-            };
-            Some(new_rate_limit(rate.per_second, rate.burst, per))
-        });
+        let rate_limit =
+            change.rate_limit.as_ref().map(|rate| Some(changed_rate_limit(rate.as_ref()?, so_far)));
         let Change { processes, max_in_flight, max_queue, .. } = *change;
         let numbers = LimitChange { processes, max_in_flight, max_queue, rate_limit };
         for (compartment, event) in self.bulkheads[bulkhead].change(&self.compartments, &numbers)? {
@@ -89,27 +84,23 @@ impl DataPlane {
         Ok(Box::new(self.snapshot_source().snapshot(bulkhead)))
     }
 
+    /// Restores an operator's decision to close a bulkhead, after the bulkhead has been rebuilt or handed over.
+    pub(crate) fn close_again(&mut self, name: &str, closed: ClosedByOperator) -> Result<(), SteerError> {
+        let bulkhead = self.find_running(name)?;
+        if closed.is_forced_open {
+            self.force_breaker(bulkhead, true);
+        }
+        if closed.is_draining { self.steer(name, SteerAction::Drain) } else { Ok(()) }
+    }
+
     fn force_breaker(&mut self, bulkhead: BulkheadIndex, open: bool) {
         let was_open = self.bulkheads.force_breaker(bulkhead, open);
         for compartment in self.bulkheads[bulkhead].compartments() {
             self.apply_quietly(compartment, Event::ForceBreaker { open });
         }
-        let (closed, forced) = (BreakerState::Closed.into(), BreakerState::ForcedOpen.into());
-        let (calls, failure_rate, slow_rate) = (None, None, None);
-        let (severity, what) = match (was_open, open) {
-            (Some(false), true) => {
-                let what =
-                    EventKind::BreakerOpened { from: closed, to: forced, calls, failure_rate, slow_rate };
-                (Severity::Warning, what)
-            }
-            (Some(true), false) => {
-                let what =
-                    EventKind::BreakerClosed { from: forced, to: closed, calls, failure_rate, slow_rate };
-                (Severity::Info, what)
-            }
-            _ => return,
-        };
-        self.reporter.bulkhead_event(severity, &self.bulkheads[bulkhead].name, what);
+        if let Some((severity, what)) = was_open.and_then(|was_open| forced_breaker_event(was_open, open)) {
+            self.reporter.bulkhead_event(severity, &self.bulkheads[bulkhead].name, what);
+        }
     }
 
     pub(crate) fn change_tenant(
@@ -223,4 +214,14 @@ impl DataPlane {
 
 fn new_rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimit {
     RateLimit { per_second, burst: burst.unwrap_or_else(|| per_second.ceil() as u32), per }
+}
+
+/// Converts a changed rate limit. `so_far` says to what the current rate limit applies.
+fn changed_rate_limit(rate: &ChangedRate, so_far: RatePer) -> RateLimit {
+    let per = match rate.per {
+        Some(ChangedPer::Bulkhead) => RatePer::Bulkhead,
+        Some(ChangedPer::Tenant) => RatePer::Tenant,
+        None => so_far,
+    };
+    new_rate_limit(rate.per_second, rate.burst, per)
 }

@@ -7,22 +7,23 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
-use bulkhead_api::{BreakerMode, Change, ChangedPer, ChangedRate, TenantChange, TenantRate};
+use bulkhead_api::{Change, ChangedPer, ChangedRate, TenantChange, TenantRate};
 use bulkhead_config::TenantConfig;
 use bulkhead_linux::packets::{self, Outbox, Received};
 use bulkhead_plane::access::{Grant, HttpClient};
-use bulkhead_plane::command::{SteerAction, SteerError};
+use bulkhead_plane::command::SteerError;
 use bulkhead_plane::handover::{
     BulkheadState, CompartmentName, Frame, FrameError, HandoverCommand, Held, MESSAGE_BYTES_MAX,
     NUMBERS_PER_ATTEMPT, Numbers, Prepared, Quarantined, SessionClient, SessionState, Switch, SwitchState,
     TenantState, die_on_request, encode, kind,
 };
 use bulkhead_plane::peer_check;
-use bulkhead_policy::{Activity, BreakerState, BulkheadState as State, Event, Limits, RateLimit, RatePer};
+use bulkhead_policy::{Activity, BulkheadState as State, Event, Limits, RateLimit, RatePer};
 use bulkhead_shared::RejectReason;
 use mio::Interest;
 use mio::unix::SourceFd;
 
+use crate::bulkheads::ClosedByOperator;
 use crate::handover::{Needs, Transfer};
 use crate::sessions::endpoint::ClientEndpoint;
 use crate::sessions::{Client, Phase};
@@ -86,11 +87,12 @@ impl DataPlane {
         for bulkhead in self.bulkheads.configured() {
             let entry = &self.bulkheads[bulkhead];
             let live = numbers_of(entry.limits(&self.compartments));
+            let closed = self.bulkheads.closed_by_operator(&self.compartments, &entry.name);
             bulkheads.push(BulkheadState {
                 name: entry.name.to_string(),
                 is_ready: self.can_run_jobs(bulkhead),
-                is_draining: entry.state(&self.compartments).0 == State::Draining,
-                is_forced_open: entry.breaker(&self.compartments) == BreakerState::ForcedOpen,
+                is_draining: closed.is_draining,
+                is_forced_open: closed.is_forced_open,
                 file: live,
                 live,
             });
@@ -314,7 +316,7 @@ impl DataPlane {
                 rate_limit: (own.rate_limit == state.file.rate_limit
                     && state.live.rate_limit != state.file.rate_limit)
                     .then(|| state.live.rate_limit.map(changed_rate)),
-                breaker: state.is_forced_open.then_some(BreakerMode::ForcedOpen),
+                breaker: None,
             };
             let failed = |error: SteerError| {
                 format!(
@@ -325,9 +327,9 @@ impl DataPlane {
             if change != Change::default() {
                 self.change(&state.name, &change).map_err(failed)?;
             }
-            if state.is_draining {
-                self.steer(&state.name, SteerAction::Drain).map_err(failed)?;
-            }
+            let BulkheadState { is_draining, is_forced_open, .. } = *state;
+            self.close_again(&state.name, ClosedByOperator { is_draining, is_forced_open })
+                .map_err(failed)?;
         }
         for state in tenants {
             let Some(bulkhead) = self.bulkheads.find(&state.bulkhead) else { continue };

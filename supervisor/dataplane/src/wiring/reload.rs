@@ -21,9 +21,13 @@ impl DataPlane {
             return Err(SteerError::Upgrading);
         }
         let dropped = self.bulkheads.dropped_changes(&self.compartments, &reload);
-        let Reload { removed, changed, added, access, limits } = reload;
+        let Reload { removed, changed, added, rebuilt, access, limits } = reload;
         let result_bytes_max = self.limits.result_bytes_max.max(limits.result_bytes_max);
         self.limits = DataPlaneLimits { result_bytes_max, ..limits };
+        let closed: Vec<_> = rebuilt
+            .iter()
+            .map(|(name, _)| self.bulkheads.closed_by_operator(&self.compartments, name))
+            .collect();
         removed.iter().for_each(|name| self.bulkheads.start_removal(name));
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
         for spec in added {
@@ -38,6 +42,7 @@ impl DataPlane {
             self.access = access.with_unrelated(self.access.unrelated());
             self.update_grants();
         }
+        rebuilt.iter().zip(closed).try_for_each(|((name, _), closed)| self.close_again(name, closed))?;
         Ok(dropped)
     }
 

@@ -8,7 +8,7 @@ use super::prefetch::time_to_begin;
 use super::recovery::Suspicion;
 use super::{Activity, Bulkhead, Mode};
 use crate::ending::{Death, Ending, KillReason, RecycleReason, RestartCause, SIGKILL};
-use crate::limits::RestartPolicy;
+use crate::limits::{Health, RARE_HEARTBEATS_MISSED, RestartPolicy};
 use crate::messages::{Action, Capabilities, JobJournal, OperatorEvent, StopReason, WorkerId};
 use crate::restart::{HISTORY_CLEARED_AFTER, NextStart, RestartSpacing};
 use crate::time::Time;
@@ -76,10 +76,15 @@ impl<T> Bulkhead<T> {
         let slot = worker.assignment.slot();
         let is_not_needed = worker.phase == Phase::Killing(KillReason::NotNeeded);
         let record = self.workers.record(slot);
-        record.last_exit = Some(message.clone());
-        record.last_end = Some(RestartCause::NotStarted);
-        self.actions.push(Action::Report(OperatorEvent::WorkerNotStarted { slot, message: message.clone() }));
-        self.last_failure = message;
+        if is_not_needed {
+            record.last_end = Some(RestartCause::Stopped);
+        } else {
+            record.last_exit = Some(message.clone());
+            record.last_end = Some(RestartCause::NotStarted);
+            let what = OperatorEvent::WorkerNotStarted { slot, message: message.clone() };
+            self.actions.push(Action::Report(what));
+            self.last_failure = message;
+        }
         self.remove_and_replace(
             now,
             id.place,
@@ -95,7 +100,7 @@ impl<T> Bulkhead<T> {
         journal: Option<Box<dyn JobJournal>>,
     ) {
         let (ready, most) = (self.limits.start.ready, self.limits.max_in_flight);
-        let heartbeat = self.limits.health.heartbeat;
+        let Health { heartbeat, missed, .. } = self.limits.health;
         self.record_sign_of_life(now, id);
         self.edit_by_id(id, |worker| {
             if let Phase::Handshaking { .. } = worker.phase {
@@ -105,6 +110,7 @@ impl<T> Bulkhead<T> {
                 worker.journal = journal;
                 worker.sent_max_in_flight = most;
                 worker.heartbeat = heartbeat;
+                worker.missed_min = if missed >= RARE_HEARTBEATS_MISSED { RARE_HEARTBEATS_MISSED } else { 0 };
             }
         });
     }

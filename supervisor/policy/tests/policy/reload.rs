@@ -4,7 +4,8 @@
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
     BreakerLimits, BreakerState, Death, Event, Health, KillReason, LimitChange, Limits, OperatorEvent,
-    RateLimit, RatePer, RecycleReason, Restart, RestartPolicy, TenantLimits, TenantOverrides,
+    RARE_HEARTBEATS_MISSED, RateLimit, RatePer, RecycleReason, Restart, RestartCause, RestartPolicy,
+    TenantLimits, TenantOverrides,
 };
 use bulkhead_shared::{Priority, RejectReason};
 
@@ -180,6 +181,22 @@ fn reload_keeps_heartbeat_interval_of_running_worker() {
     assert!(fixture.cpu_time_checks.is_empty() && fixture.killed.is_empty());
 }
 
+/// With the default of `missed`, workers with a journal send only every second heartbeat.
+#[test]
+fn lower_missed_does_not_apply_to_workers_with_rare_heartbeats() {
+    let health = |missed| Limits { health: Health { heartbeat: SECOND, missed }, ..limits(1, 1, 0) };
+    for (before, is_checked) in [(RARE_HEARTBEATS_MISSED, false), (RARE_HEARTBEATS_MISSED - 1, true)] {
+        let mut fixture = Fixture::ready(health(before));
+        reconfigure(&mut fixture, health(1));
+        // Before it is checked, a silent worker is observed for one more interval.
+        for time in [3 * SECOND, SECOND] {
+            fixture.now = fixture.now + time;
+            fixture.apply(Event::Tick);
+        }
+        assert_eq!(!fixture.cpu_time_checks.is_empty(), is_checked, "{before}");
+    }
+}
+
 #[test]
 fn new_restart_policy_fills_stopped_slots() {
     let policy = |policy| {
@@ -253,6 +270,18 @@ fn new_program_kills_starting_workers() {
     fixture.bring_up(fixture.newest_worker());
     fixture.reply(waits);
     fixture.expect(waits, "ok", None);
+}
+
+#[test]
+fn unneeded_worker_that_never_started_is_no_failure() {
+    let mut fixture = Fixture::starting(limits(1, 1, 5));
+    let first = fixture.newest_worker();
+    fixture.apply(Event::ReplaceWorkers);
+    assert_eq!(fixture.killed, [(first, KillReason::NotNeeded)]);
+    fixture.apply(Event::SpawnFailed { worker: first, message: "the template was not ready in time".into() });
+    assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Stopped)));
+    let is_failure = |event: &OperatorEvent| matches!(event, OperatorEvent::WorkerNotStarted { .. });
+    assert!(!fixture.events.iter().any(is_failure), "{:?}", fixture.events);
 }
 
 #[test]

@@ -7,7 +7,7 @@
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use bulkhead_policy::{Capabilities, Death, Event, Reply, WorkerId};
+use bulkhead_policy::{Capabilities, Death, Event, RARE_HEARTBEATS_MISSED, Reply, WorkerId};
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received, Scratch};
@@ -429,9 +429,8 @@ impl DataPlane {
         let compartment_of_link = &self.compartments[compartment];
         let (entry, limits) =
             (self.bulkheads.owner(compartment_of_link), compartment_of_link.policy.limits());
-        // Each heartbeat wakes up the worker. For heartbeats that are read from the journal, three within the maximum
-        // silence are enough.
-        let can_be_rarer = link.beats_in_journal() && limits.health.missed >= 5;
+        // Each heartbeat wakes up the worker, so heartbeats that are read from the journal can be rarer.
+        let can_be_rarer = link.beats_in_journal() && limits.health.missed >= RARE_HEARTBEATS_MISSED;
         let interval = entry.heartbeat.saturating_mul(if can_be_rarer { 2 } else { 1 });
         let welcome = WorkerWelcome {
             version: PROTOCOL_VERSION,
