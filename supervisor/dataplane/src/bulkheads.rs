@@ -19,6 +19,7 @@ use std::time::Duration;
 use bulkhead_config::TenantConfig;
 use bulkhead_plane::bulkhead_counters::BulkheadCounters;
 use bulkhead_plane::demand::{Demand, Load};
+use bulkhead_plane::handover::ClosedByOperator;
 use bulkhead_plane::latency::Latency;
 use bulkhead_plane::possible_series::PossibleSeries;
 use bulkhead_plane::program::Program;
@@ -58,13 +59,6 @@ pub(super) struct Bulkheads {
 }
 
 owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
-
-/// Ways in which an operator can close a bulkhead to new jobs.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct ClosedByOperator {
-    pub(crate) is_draining: bool,
-    pub(crate) is_forced_open: bool,
-}
 
 /// Configuration and statistics of a bulkhead.
 pub(super) struct BulkheadEntry {

@@ -113,16 +113,22 @@ pub struct Numbers {
     pub rate_limit: Option<(f64, u32, bool)>,
 }
 
+/// Ways in which an operator has closed a bulkhead to new jobs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Encode, BorrowDecode)]
+pub struct ClosedByOperator {
+    /// True if the bulkhead rejects new jobs.
+    pub is_draining: bool,
+    /// True if the breaker is forced open.
+    pub is_forced_open: bool,
+}
+
 /// BULKHEAD: the state of a bulkhead, including changes made by operators.
 #[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct BulkheadState {
     pub name: String,
     /// True if the bulkhead can run jobs.
     pub is_ready: bool,
-    /// True if the bulkhead rejects new jobs.
-    pub is_draining: bool,
-    /// True if an operator has forced the breaker open.
-    pub is_forced_open: bool,
+    pub closed: ClosedByOperator,
     /// Limits in the predecessor's configuration file.
     pub file: Numbers,
     /// Limits in effect, including changes made by operators.

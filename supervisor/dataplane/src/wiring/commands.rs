@@ -6,11 +6,11 @@ use bulkhead_api::{
 };
 use bulkhead_config::TenantConfig;
 use bulkhead_plane::command::{SteerAction, SteerError};
+use bulkhead_plane::handover::ClosedByOperator;
 use bulkhead_plane::notices::Milestone;
 use bulkhead_policy::{Event, LimitChange, RateLimit, RatePer};
 use bulkhead_shared::JobId;
 
-use crate::bulkheads::ClosedByOperator;
 use crate::operator_events::{forced_breaker_event, job_cancelled_event};
 use crate::slab::BulkheadIndex;
 use crate::{DataPlane, Incoming};

@@ -23,7 +23,6 @@ use bulkhead_shared::RejectReason;
 use mio::Interest;
 use mio::unix::SourceFd;
 
-use crate::bulkheads::ClosedByOperator;
 use crate::handover::{Needs, Transfer};
 use crate::sessions::endpoint::ClientEndpoint;
 use crate::sessions::{Client, Phase};
@@ -87,12 +86,10 @@ impl DataPlane {
         for bulkhead in self.bulkheads.configured() {
             let entry = &self.bulkheads[bulkhead];
             let live = numbers_of(entry.limits(&self.compartments));
-            let closed = self.bulkheads.closed_by_operator(&self.compartments, &entry.name);
             bulkheads.push(BulkheadState {
                 name: entry.name.to_string(),
                 is_ready: self.can_run_jobs(bulkhead),
-                is_draining: closed.is_draining,
-                is_forced_open: closed.is_forced_open,
+                closed: self.bulkheads.closed_by_operator(&self.compartments, &entry.name),
                 file: live,
                 live,
             });
@@ -327,9 +324,7 @@ impl DataPlane {
             if change != Change::default() {
                 self.change(&state.name, &change).map_err(failed)?;
             }
-            let BulkheadState { is_draining, is_forced_open, .. } = *state;
-            self.close_again(&state.name, ClosedByOperator { is_draining, is_forced_open })
-                .map_err(failed)?;
+            self.close_again(&state.name, state.closed).map_err(failed)?;
         }
         for state in tenants {
             let Some(bulkhead) = self.bulkheads.find(&state.bulkhead) else { continue };
