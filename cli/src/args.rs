@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{CauseKind, EventKind, JobProgress, Severity, Vocabulary};
-use bulkhead_client::{JobId, Priority};
+use bulkhead_client::{JobId, PAYLOAD_BYTES_CEILING, Priority};
+use clap::builder::{RangedU64ValueParser, Resettable};
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
@@ -235,7 +236,7 @@ pub(crate) struct Logs {
     #[arg(long)]
     pub(crate) stream: Option<OutputStream>,
 
-    /// Keep printing new output
+    /// Keep printing new output, from at most 64 bulkheads
     #[arg(long, short)]
     pub(crate) follow: bool,
 
@@ -500,11 +501,12 @@ pub(crate) struct Bench {
     pub(crate) concurrency: u32,
 
     /// Time for which jobs are submitted
-    #[arg(long, default_value = "5s", value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
+    #[arg(long, default_value = "5s", value_name = "DURATION", value_parser = bench_duration, allow_hyphen_values = true)]
     pub(crate) duration: Duration,
 
     /// Size of generated payloads in bytes, unless --payload-file is given
-    #[arg(long, default_value_t = 64, value_name = "N")]
+    #[arg(long, default_value_t = 64, value_name = "N",
+        value_parser = RangedU64ValueParser::<usize>::new().range(..=PAYLOAD_BYTES_CEILING))]
     pub(crate) payload_bytes: usize,
 }
 
@@ -556,6 +558,14 @@ fn interval(text: &str) -> Result<Duration, String> {
     if INTERVALS.contains(&interval) { Ok(interval) } else { Err("must be from 100ms to 60s".into()) }
 }
 
+/// Maximum duration of a bench. A time much further in the future cannot be represented.
+const BENCH_DURATION_MAX: Duration = Duration::from_secs(365 * 86_400);
+
+fn bench_duration(text: &str) -> Result<Duration, String> {
+    let time = duration(text)?;
+    if time <= BENCH_DURATION_MAX { Ok(time) } else { Err("must be at most 365days".into()) }
+}
+
 /// Options that determine which supervisor a command uses.
 #[derive(Debug, Default)]
 struct Given {
@@ -569,7 +579,13 @@ struct Given {
 impl Args {
     /// Parses the command line.
     pub(crate) fn from_command_line() -> Result<Self, clap::Error> {
-        let matches = Self::command().try_get_matches()?;
+        let is_empty = |name: &OsStr| std::env::var_os(name).is_some_and(|value| value.is_empty());
+        // An empty variable counts as unset.
+        let command = Self::command().mut_args(|option| match option.get_env().is_some_and(is_empty) {
+            true => option.env(Resettable::<clap::builder::OsStr>::Reset),
+            false => option,
+        });
+        let matches = command.try_get_matches()?;
         let mut args = Self::from_arg_matches(&matches)?;
         let source = |option: &str| matches.value_source(option);
         let has_flag = |option: &str| source(option) == Some(ValueSource::CommandLine);
@@ -580,7 +596,6 @@ impl Args {
         }
         args.given = Given { socket_flag, jobs_socket: has_flag("socket") || source("socket").is_some() };
         args.host = args.host.filter(|host| !host.is_empty());
-        args.token_file = args.token_file.filter(|file| file.as_os_str() != OsStr::new(""));
         Ok(args)
     }
 

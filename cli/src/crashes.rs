@@ -334,7 +334,9 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
         Failure::new(exit::OUTPUT_FAILED, format!("failed to write {}: {error}", file.display()))
     })?;
     if args.json {
-        output::json(json!({"file": file, "job": index, "payload_bytes": payload.len()}))?;
+        output::json(
+            json!({"file": file.display().to_string(), "job": index, "payload_bytes": payload.len()}),
+        )?;
     } else {
         output::to_stderr(&format!("{} bytes of job {index} written to {}", payload.len(), file.display()));
     }

@@ -10,6 +10,10 @@ use crate::args::{Args, LogFormat, Logs};
 use crate::output::{self, Failure, exit};
 use crate::requests::{follow, get, get_lines, percent_encoded, request};
 
+/// Maximum number of bulkheads to follow. Each one needs a stream, and the supervisor permits 128 streams for all clients
+/// together.
+const FOLLOWED_MAX: usize = 64;
+
 /// A stored log line, as text and in parsed form.
 type StoredLine = (String, LogLine);
 
@@ -21,6 +25,13 @@ pub(crate) async fn run(args: &Args, logs: &Logs) -> Result<u8, Failure> {
     }
     names.sort();
     names.dedup();
+    if logs.follow && names.len() > FOLLOWED_MAX {
+        let count = names.len();
+        let message = format!(
+            "--follow cannot follow {count} bulkheads at once: name at most {FOLLOWED_MAX} bulkheads"
+        );
+        return Err(Failure::new(exit::USAGE, message));
+    }
     let mut lines = Vec::new();
     // For each bulkhead, the path that returns the lines after the stored ones.
     let mut rest = Vec::new();

@@ -86,23 +86,37 @@ pub(crate) async fn drain(args: &Args, drain: &Drain) -> Result<u8, Failure> {
             bulkheads.into_iter().map(|bulkhead| bulkhead.name).collect()
         }
     };
+    // A bulkhead that was not named might have been removed in the meantime.
+    let is_removed = |failure: &Failure| drain.name.is_none() && failure.code() == exit::NOT_FOUND;
     let limit = drain.wait.map(WaitLimit::new);
-    let mut documents = Vec::new();
-    for name in &names {
-        documents.push(post(args, name, "drain").await?);
-    }
-    for (name, json) in names.iter().zip(&documents) {
-        let text = match limit {
-            Some(limit) => {
-                wait_until_drained(args, name, limit).await?;
-                "drained: no jobs are left, and new jobs are rejected"
+    let mut draining = Vec::new();
+    let mut first_failure = None;
+    for name in names {
+        match post(args, &name, "drain").await {
+            Ok(json) => draining.push((name, json)),
+            Err(failure) if is_removed(&failure) => {}
+            Err(failure) => {
+                first_failure = Some(failure);
+                break;
             }
-            None => "new and queued jobs are rejected; running jobs can finish",
+        }
+    }
+    for (name, json) in &draining {
+        let text = match limit {
+            Some(limit) if first_failure.is_none() => match wait_until_drained(args, name, limit).await {
+                Ok(()) => "drained: no jobs are left, and new jobs are rejected",
+                Err(failure) if is_removed(&failure) => continue,
+                Err(failure) => {
+                    first_failure = Some(failure);
+                    continue;
+                }
+            },
+            _ => "new and queued jobs are rejected; running jobs can finish",
         };
         // The command waits for all bulkheads even if its output is no longer read.
         print(args, name, json, text).or_else(Failure::unless_closed_pipe)?;
     }
-    Ok(exit::OK)
+    first_failure.map_or(Ok(exit::OK), Err)
 }
 
 async fn wait_until_drained(args: &Args, name: &str, limit: WaitLimit) -> Result<(), Failure> {
@@ -114,7 +128,7 @@ async fn wait_until_drained(args: &Args, name: &str, limit: WaitLimit) -> Result
         }
         // Workers may still be running jobs whose clients already have the outcome.
         let in_workers: u64 = bulkhead.workers.iter().map(|worker| worker.in_flight).sum();
-        let left = bulkhead.in_flight.max(in_workers) + bulkhead.queued;
+        let left = bulkhead.in_flight.max(in_workers) + bulkhead.queued + bulkhead.predecessor_jobs;
         if left == 0 {
             return Ok(());
         }

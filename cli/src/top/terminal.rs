@@ -15,6 +15,7 @@ use ratatui::crossterm::terminal::{
     EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
 };
 use ratatui::layout::{Position, Rect};
+use ratatui::style::{Color, Style};
 use rustix::process::{Signal as Number, getpid, getsid, kill_current_process_group, kill_process};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
@@ -34,6 +35,8 @@ static OWNS_TERMINAL: AtomicBool = AtomicBool::new(false);
 /// The full-screen display. Dropping this value restores the terminal.
 pub(super) struct Screen {
     terminal: Terminal<CrosstermBackend<BufWriter<Stdout>>>,
+    /// True if the environment variable `NO_COLOR` is set and not empty.
+    is_colourless: bool,
 }
 
 impl Screen {
@@ -42,7 +45,8 @@ impl Screen {
         acquire()?;
         let backend = CrosstermBackend::new(BufWriter::with_capacity(FRAME_BYTES, stdout()));
         let terminal = Terminal::new(backend).inspect_err(|_| release())?;
-        Ok(Self { terminal })
+        let is_colourless = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        Ok(Self { terminal, is_colourless })
     }
 
     /// Draws the screen. Does nothing while another process owns the terminal.
@@ -50,7 +54,14 @@ impl Screen {
         if !OWNS_TERMINAL.load(Ordering::SeqCst) {
             return Ok(());
         }
-        self.terminal.draw(|frame| draw::draw(frame.buffer_mut(), app, now))?;
+        self.terminal.draw(|frame| {
+            draw::draw(frame.buffer_mut(), app, now);
+            if self.is_colourless {
+                // With `NO_COLOR`, crossterm writes a colour as a sequence that resets all attributes of the text.
+                let area = frame.area();
+                frame.buffer_mut().set_style(area, Style::new().fg(Color::Reset).bg(Color::Reset));
+            }
+        })?;
         Ok(())
     }
 

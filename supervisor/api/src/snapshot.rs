@@ -79,6 +79,9 @@ pub struct Snapshot {
     /// Number of unfinished jobs that this bulkhead passed on to a fallback. Their outcomes will be counted for this
     /// bulkhead.
     pub elsewhere: u64,
+    /// Number of unfinished jobs in the program that this supervisor replaced in an upgrade. `in_flight` and `queued` do
+    /// not include these jobs.
+    pub predecessor_jobs: u64,
     pub late_replies: u64,
     pub latency_ms: Latencies,
     /// The busiest tenants, at most ten.

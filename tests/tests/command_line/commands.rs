@@ -348,6 +348,10 @@ fn invalid_arguments_are_usage_errors() {
         &["reset"],
         &["bench"],
         &["bench", "b", "--duration", "0s"],
+        &["bench", "b", "--duration", "500000000000years"],
+        &["bench", "b", "--payload-bytes", "9000000000000"],
+        &["bench", "b", "--payload-bytes", "9223372036854775808"],
+        &["--socket", "", "status"],
         &["completions"],
         &["completions", "tcsh"],
         &["man"],
@@ -382,6 +386,12 @@ fn socket_options_override_environment_variables() {
     let socket = socket.to_str().unwrap();
     run(&["submit", "b", "--socket", socket], &[("BULKHEAD_SOCKET", nowhere)]).expect(0);
     run(&["--socket", socket, "status"], &[("BULKHEAD_SOCKET", nowhere)]).expect(0);
+    // An empty variable counts as unset.
+    let unset = ["BULKHEAD_ADMIN", "BULKHEAD_HOST", "BULKHEAD_TOKEN_FILE"].map(|name| (name, Path::new("")));
+    run(&["status"], &[&unset[..], &[here]].concat()).expect(0);
+    let host = ("BULKHEAD_HOST", Path::new("http://127.0.0.1:9"));
+    run(&["submit", "b", "-n"], &[host, ("BULKHEAD_SOCKET", Path::new(""))]).expect(2);
+    run(&["status"], &[("BULKHEAD_SOCKET", Path::new("")), ("BULKHEAD_ADMIN", &admin)]).expect(0);
 }
 
 // Payloads, results, repetition.
@@ -508,6 +518,10 @@ fn closed_output_pipe_is_not_an_error() {
         let ran = unread(supervisor.command().args(*arguments)).expect(0);
         assert!(ran.stderr.is_empty(), "{arguments:?}: {}", ran.stderr);
     }
+
+    // A job that was not sent is reported even if nobody reads the output.
+    let unsent = unread(&mut plain(&["--socket", "/nonexistent", "submit", "b", "-n", "--json"])).expect(69);
+    assert!(unsent.stderr.contains("/nonexistent"), "{}", unsent.stderr);
 
     // A reader that reads only the first bytes, as `head` does.
     let big = Supervisor::start("[bulkhead.cat]\nexec = [\"cat\"]\n");

@@ -1,8 +1,10 @@
 //! Operating a supervisor with the `bulkhead` command: logs, events, jobs, readiness, waiting, crash reports, and other
 //! hosts.
 
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
@@ -10,7 +12,7 @@ use std::process::Command;
 
 use bulkhead_tests::http::Place;
 use bulkhead_tests::{Supervisor, wait_for};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::running::{Ran, blocker, bulkhead, fed, follow, plain, spawn, unread};
 
@@ -93,6 +95,18 @@ fn followed_logs_neither_repeat_nor_lose_lines() {
 }
 
 // Events.
+
+#[test]
+fn followed_logs_have_a_limit_on_bulkheads() {
+    let names: Vec<String> = (0..65).map(|number| format!("b{number}")).collect();
+    let mut named = plain(&["--admin", "/nonexistent", "logs", "-f"]);
+    let named = spawn(named.args(&names)).end().expect(2);
+    assert!(named.stderr.contains("at most 64"), "{}", named.stderr);
+    let bulkheads: Vec<Value> = names.iter().map(|name| json!({ "name": name })).collect();
+    let all = StandIn::new()
+        .serve(&["logs", "-f"], &[("GET /v1/bulkheads ", 200, json!({ "bulkheads": bulkheads }))]);
+    assert!(all.expect(2).stderr.contains("at most 64"));
+}
 
 #[test]
 fn events_are_filtered_by_kind_severity_and_time() {
@@ -344,6 +358,61 @@ fn drain_waits_until_no_jobs_are_left() {
 }
 
 #[test]
+fn drain_all_skips_bulkheads_that_are_removed() {
+    let list =
+        ("GET /v1/bulkheads ", 200, json!({"bulkheads": [{"name": "a"}, {"name": "b"}, {"name": "c"}]}));
+    let drained = |name: &str| json!({"bulkhead": name, "done": "drain"});
+    let gone = || (404, json!({"detail": "there is no such bulkhead"}));
+    let draining = || json!({"state": "draining"});
+    let stand_in = StandIn::new();
+    let told = stand_in.serve(
+        &["drain", "--all", "--wait"],
+        &[
+            list.clone(),
+            ("POST /v1/bulkheads/a/drain ", 200, drained("a")),
+            ("POST /v1/bulkheads/b/drain ", gone().0, gone().1),
+            ("POST /v1/bulkheads/c/drain ", 200, drained("c")),
+            ("GET /v1/bulkheads/a ", gone().0, gone().1),
+            ("GET /v1/bulkheads/c ", 200, draining()),
+        ],
+    );
+    let told = told.expect(0);
+    assert_eq!(told.text().lines().count(), 1, "{}", told.text());
+    assert!(told.text().starts_with("c: drained"), "{}", told.text());
+
+    // Bulkheads that have been drained are printed even if another one fails.
+    let refused = || (409, json!({"detail": "an upgrade is in progress"}));
+    let told = stand_in.serve(
+        &["drain", "--all", "--wait"],
+        &[
+            list.clone(),
+            ("POST /v1/bulkheads/a/drain ", 200, drained("a")),
+            ("POST /v1/bulkheads/b/drain ", refused().0, refused().1),
+        ],
+    );
+    let told = told.expect(75);
+    assert_eq!(told.text().lines().count(), 1, "{}", told.text());
+    assert!(told.text().starts_with("a: new and queued jobs are rejected"), "{}", told.text());
+    assert!(told.stderr.contains("an upgrade is in progress"), "{}", told.stderr);
+    let told = stand_in.serve(
+        &["drain", "--all", "--wait", "--json"],
+        &[
+            list,
+            ("POST /v1/bulkheads/a/drain ", 200, drained("a")),
+            ("POST /v1/bulkheads/b/drain ", 200, drained("b")),
+            ("POST /v1/bulkheads/c/drain ", 200, drained("c")),
+            ("GET /v1/bulkheads/a ", 200, json!({"state": "ready"})),
+        ],
+    );
+    let told = told.expect(1).objects();
+    assert_eq!(told[..2], [drained("b"), drained("c")]);
+    assert!(told[2]["message"].as_str().unwrap().contains("a: the bulkhead was resumed"), "{told:?}");
+
+    let named = stand_in.serve(&["drain", "b"], &[("POST /v1/bulkheads/b/drain ", gone().0, gone().1)]);
+    named.expect(66);
+}
+
+#[test]
 fn restart_waits_until_all_workers_are_replaced() {
     let supervisor = Supervisor::start(&breakable("processes = 3\nstart = { handshake = \"60s\" }\n"));
     supervisor.wait_number("b", "limit", 3);
@@ -423,6 +492,11 @@ fn crash_reports_are_selected_by_prefix_and_cause() {
         "{}",
         told.stderr
     );
+    let odd = supervisor.folder.path().join(OsStr::from_bytes(b"odd\xff"));
+    let mut save = supervisor.command();
+    let saved =
+        spawn(save.args(["crashes", "last", "--json", "--output"]).arg(&odd)).end().expect(0).object();
+    assert_eq!((&saved["payload_bytes"], std::fs::read(&odd).unwrap().as_slice()), (&1.into(), &b"3"[..]));
     bulkhead(&supervisor, &["replay", common]).expect(2);
     bulkhead(&supervisor, &["crashes", "nonsense"]).expect(66);
     bulkhead(&supervisor, &["crashes", ""]).expect(66);
@@ -450,11 +524,48 @@ fn crash_reports_are_selected_by_prefix_and_cause() {
 
 // Other hosts.
 
+/// Waits for a request and sends a response. Returns the first line of the request.
+fn respond(listener: &TcpListener, status: &str, body: &str) -> String {
+    let (mut stream, _) = wait_for("the command connects", || listener.accept().ok());
+    stream.set_read_timeout(Some(bulkhead_tests::PATIENCE)).unwrap();
+    let head = BufReader::new(&stream).lines().map_while(Result::ok);
+    let head: Vec<String> = head.take_while(|line| !line.is_empty()).collect();
+    assert!(head.len() > 1, "{head:?}");
+    let length = body.len();
+    let head_sent = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n");
+    stream.write_all(format!("{head_sent}{body}").as_bytes()).unwrap();
+    head[0].clone()
+}
+
+/// Admin API that sends prepared responses, for states that last only a moment in a supervisor.
+struct StandIn(TcpListener);
+
+impl StandIn {
+    fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        Self(listener)
+    }
+
+    fn host(&self) -> String {
+        format!("http://{}", self.0.local_addr().unwrap())
+    }
+
+    /// Runs a command. Each response consists of the beginning of the expected request, a status and a body.
+    fn serve(&self, arguments: &[&str], responses: &[(&str, u16, Value)]) -> Ran {
+        let running = spawn(&mut plain(&[&["--host", &self.host()], arguments].concat()));
+        for (expected, status, body) in responses {
+            let request = respond(&self.0, &format!("{status} Prepared"), &body.to_string());
+            assert!(request.starts_with(expected), "{request} instead of {expected}");
+        }
+        running.end()
+    }
+}
+
 #[test]
 fn response_from_another_program_is_an_error() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let StandIn(listener) = StandIn::new();
     let host = format!("http://{}", listener.local_addr().unwrap());
-    listener.set_nonblocking(true).unwrap();
     for (arguments, status, part) in [
         (&["status"][..], "502 Bad Gateway", "check that this address belongs to a supervisor"),
         (&["jobs"][..], "302 Found", "check that this address belongs to a supervisor"),
@@ -463,12 +574,7 @@ fn response_from_another_program_is_an_error() {
         (&["events"][..], "200 OK", "failed to parse"),
     ] {
         let running = spawn(&mut plain(&[&["--host", &host], arguments].concat()));
-        let (mut stream, _) = wait_for("the command connects", || listener.accept().ok());
-        stream.set_read_timeout(Some(bulkhead_tests::PATIENCE)).unwrap();
-        let head = BufReader::new(&stream).lines().map_while(Result::ok);
-        assert!(head.take_while(|line| !line.is_empty()).count() > 1);
-        let response = format!("HTTP/1.1 {status}\r\nContent-Length: 7\r\nConnection: close\r\n\r\n<html>\n");
-        stream.write_all(response.as_bytes()).unwrap();
+        respond(&listener, status, "<html>\n");
         let told = running.end().expect(1);
         assert!(told.stderr.contains(part), "{arguments:?}: {}", told.stderr);
     }

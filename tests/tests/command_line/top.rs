@@ -302,20 +302,28 @@ fn top_can_be_suspended_and_resumed() {
 #[test]
 fn no_color_variable_disables_colours() {
     let supervisor = Supervisor::start(WORKERS);
-    let has_colours = |variables: &[(&str, &str)]| {
+    let cells = |variables: &[(&str, &str)]| {
         let terminal = Terminal::run(&supervisor, SCRIPT, variables)?;
         terminal.shows_as("the table", |text| text.contains("failed") && text.contains("? help"));
         Some(terminal.ask(|seen| {
             let screen = seen.parser.screen();
-            let cells = (0..24).flat_map(|row| (0..80).map(move |column| (row, column)));
-            cells
-                .filter_map(|(row, column)| screen.cell(row, column))
-                .any(|cell| cell.fgcolor() != vt100::Color::Default)
+            let places = (0..24).flat_map(|row| (0..80).map(move |column| (row, column)));
+            places.filter_map(|(row, column)| screen.cell(row, column)).cloned().collect::<Vec<_>>()
         }))
     };
-    let Some(coloured) = has_colours(&[]) else { return };
-    assert!(coloured);
-    assert_eq!(has_colours(&[("NO_COLOR", "1")]), Some(false));
+    let is_coloured = |cell: &vt100::Cell| cell.fgcolor() != vt100::Color::Default;
+    let Some(coloured) = cells(&[]) else { return };
+    assert!(coloured.iter().any(is_coloured));
+    assert!(cells(&[("NO_COLOR", "")]).unwrap().iter().any(is_coloured));
+    let plain = cells(&[("NO_COLOR", "1")]).unwrap();
+    assert!(!plain.iter().any(is_coloured));
+    let count = |cells: &[vt100::Cell], is_it: fn(&vt100::Cell) -> bool| {
+        cells.iter().filter(|cell| is_it(cell)).count()
+    };
+    for attribute in [vt100::Cell::inverse, vt100::Cell::dim, vt100::Cell::bold] {
+        assert_eq!(count(&plain, attribute), count(&coloured, attribute));
+        assert!(count(&plain, attribute) > 0);
+    }
 }
 
 // Without a terminal.

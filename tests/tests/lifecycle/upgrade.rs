@@ -186,6 +186,49 @@ fn jobs_in_the_old_program_count_towards_the_limit() {
 }
 
 #[test]
+fn drain_waits_for_jobs_in_the_old_program() {
+    let two = ONE.replace("bulkhead.b", "bulkhead.c");
+    let manager = start(&format!("{ONE}{two}tenants = {{ isolate = true }}\n"));
+    let gate = manager.folder.path().join("gate");
+    let operation = format!("steps:wait {}", gate.display());
+    let client = Client::connect(manager.socket()).unwrap();
+    let job = |bulkhead: &str, tenant: &str| {
+        client.job(bulkhead, "").operation(&operation).tenant(tenant).start().unwrap()
+    };
+    let jobs = [job("b", ""), job("c", "x"), job("c", "y")];
+    let shows = |bulkhead: &str, field: &str, count: u64| {
+        (get(&manager, &format!("/v1/bulkheads/{bulkhead}"))[field] == count).then_some(())
+    };
+    wait_for("the jobs run", || shows("b", "in_flight", 1).and(shows("c", "in_flight", 2)));
+    let drain = |arguments: &[&str]| {
+        let mut command = manager.command();
+        command.arg("drain").args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let mut waiting = drain(&["b", "--wait"]);
+    wait_for("the bulkhead drains", || {
+        (get(&manager, "/v1/bulkheads/b")["state"] == "draining").then_some(())
+    });
+    let output = upgrade(&manager, &[]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
+    for (bulkhead, left) in [("b", 1), ("c", 2)] {
+        shows(bulkhead, "predecessor_jobs", left).expect("the snapshot counts jobs of the old program");
+        let late = drain(&[bulkhead, "--wait=50ms"]).wait_with_output().unwrap();
+        let text = String::from_utf8(late.stderr).unwrap();
+        assert_eq!(late.status.code(), Some(124), "{text}");
+        assert!(text.contains(&format!("jobs left: {left}")), "{text}");
+    }
+    assert!(waiting.try_wait().unwrap().is_none(), "the job in the old program is still running");
+    std::fs::write(&gate, "").unwrap();
+    jobs.into_iter().for_each(|job| drop(job.wait().unwrap()));
+    for child in [waiting, drain(&["--all", "--wait"])] {
+        let drained = child.wait_with_output().unwrap();
+        assert_eq!(drained.status.code(), Some(0), "{drained:?}");
+    }
+    wait_for("no jobs are left", || shows("b", "predecessor_jobs", 0).and(shows("c", "predecessor_jobs", 0)));
+}
+
+#[test]
 fn operator_changes_survive_an_upgrade() {
     let two = ONE.replace("bulkhead.b", "bulkhead.c");
     let manager = start(&format!("{ONE}{two}"));

@@ -295,6 +295,7 @@ struct Sum {
     in_flight: u64,
     available: u64,
     queued: u64,
+    predecessor_jobs: u64,
     capacity: u64,
     breaker: BreakerState,
     quarantined: u64,
@@ -326,6 +327,7 @@ impl Sum {
         self.in_flight += policy.in_flight();
         self.available += policy.available();
         self.queued += policy.queued() as u64;
+        self.predecessor_jobs += policy.predecessor_jobs();
         self.breaker = worst([self.breaker, policy.breaker()].into_iter());
         self.quarantined += policy.quarantined(now) as u64;
         self.workers.extend(source.workers(compartment));
@@ -379,6 +381,7 @@ impl Sum {
             retries: self.counters.retries,
             quarantined: self.quarantined,
             elsewhere: self.counters.elsewhere,
+            predecessor_jobs: self.predecessor_jobs,
             late_replies: self.counters.late_replies,
             latency_ms: Latencies::default(),
             tenants: self.tenants,

@@ -36,6 +36,11 @@ impl<T> Bulkhead<T> {
         (permits, jobs - permits)
     }
 
+    /// Returns the number of unfinished jobs in the predecessor.
+    pub fn predecessor_jobs(&self) -> u64 {
+        u64::from(self.handover.predecessor_permits) + u64::from(self.handover.predecessor_waiting)
+    }
+
     /// Returns the digests of the quarantined payloads, which are passed on to a successor.
     pub fn quarantined_payloads(&self, now: Time) -> Vec<Digest> {
         self.poison.quarantined(now).collect()

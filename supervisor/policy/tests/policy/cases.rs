@@ -49,7 +49,9 @@ fn does_not_use_permits_of_the_other_supervisor() {
     successor.submit();
     assert_eq!(successor.rejected(RejectReason::QueueFull), 1);
     assert!(successor.was_dispatched(jobs[0]) && !successor.was_dispatched(jobs[1]));
+    assert_eq!(successor.bulkhead.predecessor_jobs(), 5);
     successor.apply(Event::PredecessorHolds { permits: 2, waiting: 0 });
+    assert_eq!(successor.bulkhead.predecessor_jobs(), 2);
     assert!(successor.was_dispatched(jobs[1]));
 
     let mut predecessor = Fixture::ready(limits(2, 2, 3));
