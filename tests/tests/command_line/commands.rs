@@ -519,7 +519,7 @@ fn closed_output_pipe_is_not_an_error() {
         assert!(ran.stderr.is_empty(), "{arguments:?}: {}", ran.stderr);
     }
 
-    // A job that was not sent is reported even if nobody reads the output.
+    // A job that was not sent is reported even if standard output has no reader.
     let unsent = unread(&mut plain(&["--socket", "/nonexistent", "submit", "b", "-n", "--json"])).expect(69);
     assert!(unsent.stderr.contains("/nonexistent"), "{}", unsent.stderr);
 
