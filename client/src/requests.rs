@@ -438,11 +438,13 @@ impl Requests {
             }
             // The supervisor begins a job only after the complete frame has arrived.
             job.lost(waiter.frame_end <= sent_bytes);
-            let is_sent_again = is_replaced && !waiter.is_cancelled && job.can_be_sent_again();
-            if is_sent_again {
+            let lost = || JobError::lost(job.executed(), reason);
+            if waiter.is_cancelled {
+                Decision::Ends(job.cancelled(true).unwrap_or_else(lost))
+            } else if is_replaced && job.can_be_sent_again() {
                 Decision::SentAgain
             } else {
-                Decision::Ends(JobError::lost(job.executed(), reason))
+                Decision::Ends(lost())
             }
         });
         self.notify_if_idle(&state);
@@ -461,14 +463,13 @@ impl Requests {
         state.phase = Phase::Leaving;
         let (again, ended) = state.waiters.detach(|job| match job {
             Some((waiter, _)) if waiter.is_detached() || waiter.submit_number <= taken => Decision::Stays,
-            Some((waiter, job)) if waiter.is_cancelled => Decision::Ends(JobError::lost(
-                job.executed(),
-                "the job was cancelled before the supervisor accepted the job",
-            )),
-            Some((_, job)) => {
-                job.not_taken();
-                Decision::SentAgain
-            }
+            Some((waiter, job)) => match waiter.is_cancelled.then(|| job.cancelled(false)).flatten() {
+                Some(error) => Decision::Ends(error),
+                None => {
+                    job.not_taken();
+                    Decision::SentAgain
+                }
+            },
             None => Decision::Stays,
         });
         state.detached.extend(again);

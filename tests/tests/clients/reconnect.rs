@@ -303,6 +303,28 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
     );
 }
 
+#[test]
+fn cancelled_job_that_was_not_sent_is_not_lost() {
+    let (end, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let _peer = fake.welcome();
+            told.recv_timeout(PATIENCE).unwrap();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            // The payload does not fit into the socket buffer, so the next job is not sent.
+            let _large = client.job("b", vec![0; 3 << 20]).start().await.unwrap();
+            let unsent = client.job("b", "x").start().await.unwrap();
+            unsent.cancel();
+            end.send(()).unwrap();
+            let error = unsent.await.unwrap_err();
+            assert!(matches!(error, JobError::Cancelled(_)), "{error}");
+            assert_eq!(error.executed(), Executed::No);
+        },
+    );
+}
+
 /// The supervisor that rejects the retry cannot know whether the first attempt ran.
 #[test]
 fn rejected_retry_leaves_execution_of_lost_job_unknown() {
@@ -437,6 +459,28 @@ fn job_not_accepted_by_old_supervisor_ends_at_its_deadline() {
             let (executed, text) = lost(job.send().await);
             assert_eq!(executed, Executed::No, "{text}");
             end.send(()).unwrap();
+        },
+    );
+}
+
+#[test]
+fn cancelled_job_not_accepted_by_old_supervisor_is_not_lost() {
+    against(
+        |fake| {
+            let mut old = fake.welcome();
+            next_job(&mut old);
+            let (header, ..) = old.next().expect("the client cancels the job");
+            assert_eq!(header.kind, kind::CANCEL);
+            old.send(&go_away(0));
+            old.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let handle = client.job("b", "x").start().await.unwrap();
+            handle.cancel();
+            let error = handle.await.unwrap_err();
+            assert!(matches!(error, JobError::Cancelled(_)), "{error}");
+            assert_eq!(error.executed(), Executed::No);
         },
     );
 }
