@@ -325,6 +325,40 @@ fn cancelled_job_that_was_not_sent_is_not_lost() {
     );
 }
 
+#[test]
+fn panic_in_payload_function_ends_only_its_job() {
+    const REASON: &str = "the function that writes the payload panicked";
+    against(
+        |fake| {
+            let mut peer = fake.welcome();
+            next_job(&mut peer);
+            next_job(&mut peer);
+            drop(peer);
+            let mut peer = fake.welcome();
+            let (number, _, payload) = next_job(&mut peer);
+            assert_eq!(payload, b"other");
+            peer.send(&outcome(number, b"done"));
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let calls = AtomicU64::new(0);
+            let fill = move |_: &mut [u8]| assert_eq!(calls.fetch_add(1, Ordering::SeqCst), 0);
+            let job = client.job("b", []).payload_in_place(1, fill).idempotent(true).deadline(LONG);
+            let panics = job.start().await.unwrap();
+            let job = client.job("b", "other").idempotent(true).deadline(LONG);
+            let other = job.start().await.unwrap();
+            let error = panics.await.unwrap_err();
+            assert!(error.to_string().contains(REASON), "{error}");
+            assert_eq!(error.executed(), Executed::Unknown);
+            assert_eq!(other.await.unwrap().payload(), b"done");
+            let job = client.job("b", []).payload_in_place(1, |_| panic!("the first call"));
+            let error = job.send().await.unwrap_err();
+            assert!(matches!(error, JobError::Rejected(_)) && error.to_string().contains(REASON), "{error}");
+        },
+    );
+}
+
 /// The supervisor that rejects the retry cannot know whether the first attempt ran.
 #[test]
 fn rejected_retry_leaves_execution_of_lost_job_unknown() {
