@@ -8,7 +8,7 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bulkhead_shared::client_protocol::{Submit, capability, encode_run_limit};
 use bulkhead_shared::codec::{self, tag};
@@ -35,6 +35,10 @@ const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
 /// Upper bound on the size of a SUBMIT frame without the payload, in bytes. Names that would make the frame
 /// larger are rejected earlier.
 const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
+
+/// Maximum time for which an idle connection stays open so that the caller can read mapped results. The supervisor
+/// revokes a recalled lease after the same time.
+const MAPPED_RESULTS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Approximate number of batches in which the frames of all pending jobs are written. With several batches, the
 /// supervisor and the workers process some jobs while the client sends others. With a single batch, each side would
@@ -80,6 +84,8 @@ struct State {
     submits: u64,
     pool: BufferPool,
     leases: Leases,
+    /// Number of mapped results that the caller has not dropped.
+    mapped_results: usize,
     /// True if the driver has been notified that the outbox contains bytes to write.
     is_flush_due: bool,
     /// Number of submitters that are waiting for space in the outbox.
@@ -102,6 +108,8 @@ pub(crate) struct Requests {
     /// waiting submitters.
     pub(crate) space: Notify,
     idle: Notify,
+    /// Notified when the last mapped result has been dropped, or the connection has closed.
+    unmapped: Notify,
     /// Notifies the driver that a new connection is needed because the supervisor has sent GOAWAY.
     leaving: Notify,
     frame_bytes_max: u32,
@@ -126,6 +134,7 @@ impl Requests {
             flush_due: Notify::new(),
             space: Notify::new(),
             idle: Notify::new(),
+            unmapped: Notify::new(),
             leaving: Notify::new(),
             frame_bytes_max,
             expects_files: AtomicBool::new(false),
@@ -397,7 +406,8 @@ impl Requests {
         polled
     }
 
-    /// Waits until no job is pending. Must be called only if no further jobs will be submitted.
+    /// Waits until no job is pending, and then at most [`MAPPED_RESULTS_TIMEOUT`] until no mapped result exists. Must
+    /// be called only if no further jobs will be submitted.
     pub(crate) async fn idle(&self) {
         loop {
             {
@@ -408,10 +418,26 @@ impl Requests {
                 if state.waiters.waiting() == 0 {
                     // Several tasks can wait.
                     self.idle.notify_one();
-                    return;
+                    break;
                 }
             }
             self.idle.notified().await;
+        }
+        let _ = tokio::time::timeout(MAPPED_RESULTS_TIMEOUT, self.unmapped()).await;
+    }
+
+    /// Waits until no mapped result exists or the connection has closed.
+    async fn unmapped(&self) {
+        loop {
+            {
+                let state = self.lock();
+                if state.mapped_results == 0 || state.phase == Phase::Closed {
+                    // Several tasks can wait.
+                    self.unmapped.notify_one();
+                    return;
+                }
+            }
+            self.unmapped.notified().await;
         }
     }
 
@@ -427,6 +453,7 @@ impl Requests {
             self.transport.close();
         }
         self.space.notify_waiters();
+        self.unmapped.notify_one();
         state = self.lock();
         let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
         // Releases the queued payloads. The jobs keep their own references.
@@ -636,6 +663,11 @@ impl Drop for QueuePosition<'_> {
 impl LeaseOwner for Requests {
     fn release_lease(&self, lease: Lease) {
         self.reuse_lease(lease);
+        let mut state = self.lock();
+        state.mapped_results -= 1;
+        if state.mapped_results == 0 {
+            self.unmapped.notify_one();
+        }
     }
 }
 
@@ -877,6 +909,45 @@ mod tests {
         let Poll::Ready(Err(error)) = result else { panic!("{result:?}") };
         assert_eq!(error.executed(), Executed::Unknown, "{error}");
         assert_eq!(requests.lock().waiters.waiting(), 0);
+    }
+
+    /// If the supervisor closed the connection earlier, it would revoke the result.
+    #[tokio::test]
+    async fn connection_is_in_use_until_mapped_results_are_dropped() {
+        let (here, _there) = in_process::pair();
+        let transport = Transport::InProcess(here);
+        let requests = Arc::new(Requests::new(transport, 1 << 20, capability::MEMORY_FILES));
+        let bytes = 2 * INLINE_PAYLOAD_BYTES_MAX;
+        let file = || {
+            let file = rustix::fs::memfd_create("lease", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+            rustix::fs::ftruncate(&file, bytes as u64).unwrap();
+            // A file with permissions is a revoked file.
+            rustix::fs::fchmod(&file, rustix::fs::Mode::empty()).unwrap();
+            file
+        };
+        let mut state = requests.lock();
+        let request = state.leases.request("resize", "").unwrap();
+        state.leases.received_files = vec![file(), file()];
+        let lease_ref = LeaseRef { lease: 7, bytes: bytes as u64 };
+        assert_eq!(state.leases.receive(request, lease_ref), Some(true));
+        drop(state);
+        let mut job = JobRequest::new("resize".into(), vec![0; bytes]);
+        job.maps_result = true;
+        let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {
+            panic!("the job was not sent")
+        };
+        let message = OutcomeMessage::from_verdict(&Verdict::Ok, "resize");
+        let mut metadata = Vec::new();
+        codec::encode(&message, &[(tag::LEASE, &lease_ref.to_bytes())], &mut metadata).unwrap();
+        let header = header(kind::OUTCOME, pending.number, &metadata);
+        Frames::new(&requests).handle(header, &metadata, Vec::new()).unwrap();
+        let cx = &mut Context::from_waker(Waker::noop());
+        let Poll::Ready(Ok(reply)) = pending.poll(cx) else { panic!("the job has no result") };
+        assert!(reply.mapped().is_some());
+        let mut idle = pin!(requests.idle());
+        assert!(idle.as_mut().poll(cx).is_pending());
+        drop(reply);
+        assert!(idle.as_mut().poll(cx).is_ready());
     }
 
     /// A forked child shares its parent's socket and must not close the connection.
