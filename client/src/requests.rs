@@ -100,8 +100,8 @@ struct State {
 pub(crate) struct Requests {
     state: Mutex<State>,
     pub(crate) transport: Transport,
-    /// PID of the process that opened the connection. A forked child shares the socket and must not close the
-    /// connection.
+    /// PID of the process that opened the connection. A forked child shares the socket and the memory files, and must
+    /// not use them or close the connection.
     owner: u32,
     pub(crate) flush_due: Notify,
     /// Wakes the first submitter that is waiting for space in the outbox. When the connection closes, wakes all
@@ -144,6 +144,12 @@ impl Requests {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns false in a forked child. The lock must not be acquired there, because a thread that exists only in the
+    /// parent can hold it.
+    fn is_owner(&self) -> bool {
+        self.owner == std::process::id()
     }
 
     // Submission.
@@ -192,7 +198,8 @@ impl Requests {
         let mut state = self.lock();
         state.check_space(queued_max)?;
         let mut lease = None;
-        if payload_bytes > INLINE_PAYLOAD_BYTES_MAX && self.capabilities & capability::MEMORY_FILES != 0 {
+        let has_files = self.capabilities & capability::MEMORY_FILES != 0;
+        if payload_bytes > INLINE_PAYLOAD_BYTES_MAX && has_files && self.is_owner() {
             lease = self.take_lease(&mut state, job, payload_bytes);
         }
         let mut loaded = None;
@@ -311,7 +318,10 @@ impl Requests {
     fn try_flush(&self, state: &mut State) -> io::Result<bool> {
         state.unflushed = 0;
         let State { outbox, pool, .. } = state;
-        let result = self.transport.flush(outbox, pool);
+        let result = match self.is_owner() {
+            true => self.transport.flush(outbox, pool),
+            false => Err(io::Error::other("the connection belongs to the parent process")),
+        };
         if result.is_err() && state.phase != Phase::Closed {
             state.phase = Phase::Broken;
         }
@@ -330,6 +340,9 @@ impl Requests {
 
     /// Cancels a job whose handle has been dropped.
     fn abandon(&self, number: u64) {
+        if !self.is_owner() {
+            return;
+        }
         let mut state = self.lock();
         let Some(mut left) = state.waiters.remove(number) else { return };
         self.notify_if_idle(&state);
@@ -349,6 +362,9 @@ impl Requests {
 
     /// Asks the supervisor to cancel a job. The caller continues to wait for the outcome.
     fn cancel(&self, number: u64, unless_begun: bool) {
+        if !self.is_owner() {
+            return;
+        }
         let extension: &[u8] = &[];
         let only = unless_begun.then_some((tag::UNLESS_BEGUN, extension));
         let mut state = self.lock();
@@ -449,7 +465,7 @@ impl Requests {
         drop(state);
         // Closes the connection explicitly, so that the supervisor notices immediately even if other
         // references to the socket exist.
-        if self.owner == std::process::id() {
+        if self.is_owner() {
             self.transport.close();
         }
         self.space.notify_waiters();
@@ -662,6 +678,9 @@ impl Drop for QueuePosition<'_> {
 
 impl LeaseOwner for Requests {
     fn release_lease(&self, lease: Lease) {
+        if !self.is_owner() {
+            return;
+        }
         self.reuse_lease(lease);
         let mut state = self.lock();
         state.mapped_results -= 1;
@@ -950,15 +969,40 @@ mod tests {
         assert!(idle.as_mut().poll(cx).is_ready());
     }
 
+    /// Creates a [`Requests`] value that belongs to the parent of this process.
+    fn inherited() -> (Requests, std::os::unix::net::UnixStream) {
+        let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
+        here.set_nonblocking(true).unwrap();
+        there.set_nonblocking(true).unwrap();
+        let transport = Transport::Socket(tokio::net::UnixStream::from_std(here).unwrap());
+        let mut requests = Requests::new(transport, 1 << 20, 0);
+        requests.owner = std::process::id() + 1;
+        (requests, there)
+    }
+
+    /// Frames from a forked child would corrupt its parent's byte stream and cancel its parent's jobs.
+    #[tokio::test]
+    async fn forked_child_writes_nothing_to_parents_connection() {
+        let (requests, mut there) = inherited();
+        let requests = Arc::new(requests);
+        let is_unused = |there: &mut std::os::unix::net::UnixStream| {
+            there.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+        };
+        let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
+        let Ok(pending) = requests.submit(&mut job, &mut None, None) else { panic!("the job is rejected") };
+        assert!(is_unused(&mut there));
+        // In a forked child, a lock that another thread of the parent has held is never released.
+        let held = requests.lock();
+        pending.cancel(false);
+        drop(pending);
+        drop(held);
+        assert!(is_unused(&mut there));
+    }
+
     /// A forked child shares its parent's socket and must not close the connection.
     #[tokio::test]
     async fn forked_child_leaves_parents_connection_open() {
-        let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();
-        here.set_nonblocking(true).unwrap();
-        there.set_nonblocking(true).unwrap();
-        let mut requests =
-            Requests::new(Transport::Socket(tokio::net::UnixStream::from_std(here).unwrap()), 1 << 20, 0);
-        requests.owner = std::process::id() + 1;
+        let (mut requests, mut there) = inherited();
         requests.close("the child has ended", false);
         let open = there.read(&mut [0]).unwrap_err();
         assert_eq!(open.kind(), std::io::ErrorKind::WouldBlock, "the parent's connection stays open");
