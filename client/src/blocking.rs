@@ -118,7 +118,8 @@ forward! {
     /// Sets a function that writes the payload; see [`crate::Job::payload_in_place`].
     payload_in_place(bytes: usize, fill: impl Fn(&mut [u8]) + Send + Sync + 'static);
 
-    /// Leaves a large result in the memory file in which it arrived; see [`crate::Job::map_result`].
+    /// Leaves a large result in the memory file in which it arrived; see [`crate::Job::map_result`]. Read the result
+    /// before you drop the client.
     map_result();
 
     /// Sets the operation that the handler performs. The name has at most 256 bytes; see [`crate::Job::operation`].

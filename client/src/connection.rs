@@ -91,7 +91,8 @@ bulkhead_shared::debug_by_display!(ConnectError);
 /// in which it was created.
 ///
 /// The connection closes when all clones, all [`Job`](crate::Job)s and all [`JobHandle`]s have been dropped.
-/// Jobs can therefore outlive the client that created them.
+/// Jobs can therefore outlive the client that created them. While a [mapped result](crate::Reply::mapped) exists, the
+/// connection stays open for up to five more seconds.
 ///
 /// When the connection is lost, the client sends two kinds of jobs again over the next connection: jobs that were
 /// not sent completely, and [idempotent](crate::Job::idempotent) jobs. All other jobs end as
@@ -609,7 +610,7 @@ impl Driver {
         }
     }
 
-    /// Waits until all handles that can submit jobs have been dropped and no job is pending.
+    /// Waits until all handles that can submit jobs have been dropped and all connections are idle.
     async fn wait_until_unused(&self) {
         self.current.closed().await;
         // Jobs move from a retired connection to the current connection.
@@ -645,8 +646,8 @@ impl Driver {
         }
     }
 
-    /// Handles GOAWAY. The connection stays open until its last job has ended. Jobs submitted in the meantime wait
-    /// for a new connection.
+    /// Handles GOAWAY. The connection stays open until it is idle. Jobs submitted in the meantime wait for a new
+    /// connection.
     fn leave(&mut self, serving: impl Future<Output = String> + Send + Unpin + 'static) {
         self.current.send_replace(Connection::Down(Loss::now("the supervisor is being replaced")));
         let Some(requests) = self.requests.take() else { return };

@@ -94,7 +94,7 @@ impl Job {
 
     /// Sets a function that writes a payload of `bytes` bytes. The function runs when the job is sent, and writes
     /// directly into shared memory if the client has a memory file. The initial contents of the buffer are
-    /// unspecified. The function can be called more than once.
+    /// unspecified. The function can be called more than once. If it panics, the job is rejected as `invalid`.
     pub fn payload_in_place(
         mut self,
         bytes: usize,

@@ -4,6 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -241,10 +242,15 @@ impl JobRequest {
                 target.copy_from_slice(&self.payload);
                 Ok(())
             }
-            Some(source) => source.fill(target).map_err(|error| {
-                let message = format!("the payload file cannot be read: {error}");
-                self.rejection(RejectReason::Invalid, message)
-            }),
+            Some(source) => {
+                // A panic must not end the task that serves the connection.
+                let message = match catch_unwind(AssertUnwindSafe(|| source.fill(target))) {
+                    Ok(Ok(())) => return Ok(()),
+                    Ok(Err(error)) => format!("the payload file cannot be read: {error}"),
+                    Err(_) => "the function that writes the payload panicked".to_owned(),
+                };
+                Err(self.rejection(RejectReason::Invalid, message))
+            }
         }
     }
 

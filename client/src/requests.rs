@@ -8,7 +8,7 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bulkhead_shared::client_protocol::{Submit, capability, encode_run_limit};
 use bulkhead_shared::codec::{self, tag};
@@ -35,6 +35,10 @@ const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
 /// Upper bound on the size of a SUBMIT frame without the payload, in bytes. Names that would make the frame
 /// larger are rejected earlier.
 const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
+
+/// Maximum time for which an idle connection stays open so that the caller can read mapped results. The supervisor
+/// revokes a recalled lease after the same time.
+const MAPPED_RESULTS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Approximate number of batches in which the frames of all pending jobs are written. With several batches, the
 /// supervisor and the workers process some jobs while the client sends others. With a single batch, each side would
@@ -80,6 +84,8 @@ struct State {
     submits: u64,
     pool: BufferPool,
     leases: Leases,
+    /// Number of mapped results that the caller has not dropped.
+    mapped_results: usize,
     /// True if the driver has been notified that the outbox contains bytes to write.
     is_flush_due: bool,
     /// Number of submitters that are waiting for space in the outbox.
@@ -94,14 +100,16 @@ struct State {
 pub(crate) struct Requests {
     state: Mutex<State>,
     pub(crate) transport: Transport,
-    /// PID of the process that opened the connection. A forked child shares the socket and must not close the
-    /// connection.
+    /// PID of the process that opened the connection. A forked child shares the socket and the memory files, and must
+    /// not use them or close the connection.
     owner: u32,
     pub(crate) flush_due: Notify,
     /// Wakes the first submitter that is waiting for space in the outbox. When the connection closes, wakes all
     /// waiting submitters.
     pub(crate) space: Notify,
     idle: Notify,
+    /// Notified when the last mapped result has been dropped, or the connection has closed.
+    unmapped: Notify,
     /// Notifies the driver that a new connection is needed because the supervisor has sent GOAWAY.
     leaving: Notify,
     frame_bytes_max: u32,
@@ -126,6 +134,7 @@ impl Requests {
             flush_due: Notify::new(),
             space: Notify::new(),
             idle: Notify::new(),
+            unmapped: Notify::new(),
             leaving: Notify::new(),
             frame_bytes_max,
             expects_files: AtomicBool::new(false),
@@ -135,6 +144,12 @@ impl Requests {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns false in a forked child. The lock must not be acquired there, because a thread that exists only in the
+    /// parent can hold it.
+    fn is_owner(&self) -> bool {
+        self.owner == std::process::id()
     }
 
     // Submission.
@@ -183,7 +198,8 @@ impl Requests {
         let mut state = self.lock();
         state.check_space(queued_max)?;
         let mut lease = None;
-        if payload_bytes > INLINE_PAYLOAD_BYTES_MAX && self.capabilities & capability::MEMORY_FILES != 0 {
+        let has_files = self.capabilities & capability::MEMORY_FILES != 0;
+        if payload_bytes > INLINE_PAYLOAD_BYTES_MAX && has_files && self.is_owner() {
             lease = self.take_lease(&mut state, job, payload_bytes);
         }
         let mut loaded = None;
@@ -302,7 +318,10 @@ impl Requests {
     fn try_flush(&self, state: &mut State) -> io::Result<bool> {
         state.unflushed = 0;
         let State { outbox, pool, .. } = state;
-        let result = self.transport.flush(outbox, pool);
+        let result = match self.is_owner() {
+            true => self.transport.flush(outbox, pool),
+            false => Err(io::Error::other("the connection belongs to the parent process")),
+        };
         if result.is_err() && state.phase != Phase::Closed {
             state.phase = Phase::Broken;
         }
@@ -321,6 +340,9 @@ impl Requests {
 
     /// Cancels a job whose handle has been dropped.
     fn abandon(&self, number: u64) {
+        if !self.is_owner() {
+            return;
+        }
         let mut state = self.lock();
         let Some(mut left) = state.waiters.remove(number) else { return };
         self.notify_if_idle(&state);
@@ -340,6 +362,9 @@ impl Requests {
 
     /// Asks the supervisor to cancel a job. The caller continues to wait for the outcome.
     fn cancel(&self, number: u64, unless_begun: bool) {
+        if !self.is_owner() {
+            return;
+        }
         let extension: &[u8] = &[];
         let only = unless_begun.then_some((tag::UNLESS_BEGUN, extension));
         let mut state = self.lock();
@@ -397,7 +422,8 @@ impl Requests {
         polled
     }
 
-    /// Waits until no job is pending. Must be called only if no further jobs will be submitted.
+    /// Waits until no job is pending, and then at most [`MAPPED_RESULTS_TIMEOUT`] until no mapped result exists. Must
+    /// be called only if no further jobs will be submitted.
     pub(crate) async fn idle(&self) {
         loop {
             {
@@ -408,10 +434,26 @@ impl Requests {
                 if state.waiters.waiting() == 0 {
                     // Several tasks can wait.
                     self.idle.notify_one();
-                    return;
+                    break;
                 }
             }
             self.idle.notified().await;
+        }
+        let _ = tokio::time::timeout(MAPPED_RESULTS_TIMEOUT, self.unmapped()).await;
+    }
+
+    /// Waits until no mapped result exists or the connection has closed.
+    async fn unmapped(&self) {
+        loop {
+            {
+                let state = self.lock();
+                if state.mapped_results == 0 || state.phase == Phase::Closed {
+                    // Several tasks can wait.
+                    self.unmapped.notify_one();
+                    return;
+                }
+            }
+            self.unmapped.notified().await;
         }
     }
 
@@ -423,10 +465,11 @@ impl Requests {
         drop(state);
         // Closes the connection explicitly, so that the supervisor notices immediately even if other
         // references to the socket exist.
-        if self.owner == std::process::id() {
+        if self.is_owner() {
             self.transport.close();
         }
         self.space.notify_waiters();
+        self.unmapped.notify_one();
         state = self.lock();
         let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
         // Releases the queued payloads. The jobs keep their own references.
@@ -438,11 +481,13 @@ impl Requests {
             }
             // The supervisor begins a job only after the complete frame has arrived.
             job.lost(waiter.frame_end <= sent_bytes);
-            let is_sent_again = is_replaced && !waiter.is_cancelled && job.can_be_sent_again();
-            if is_sent_again {
+            let lost = || JobError::lost(job.executed(), reason);
+            if waiter.is_cancelled {
+                Decision::Ends(job.cancelled(true).unwrap_or_else(lost))
+            } else if is_replaced && job.can_be_sent_again() {
                 Decision::SentAgain
             } else {
-                Decision::Ends(JobError::lost(job.executed(), reason))
+                Decision::Ends(lost())
             }
         });
         self.notify_if_idle(&state);
@@ -461,14 +506,13 @@ impl Requests {
         state.phase = Phase::Leaving;
         let (again, ended) = state.waiters.detach(|job| match job {
             Some((waiter, _)) if waiter.is_detached() || waiter.submit_number <= taken => Decision::Stays,
-            Some((waiter, job)) if waiter.is_cancelled => Decision::Ends(JobError::lost(
-                job.executed(),
-                "the job was cancelled before the supervisor accepted the job",
-            )),
-            Some((_, job)) => {
-                job.not_taken();
-                Decision::SentAgain
-            }
+            Some((waiter, job)) => match waiter.is_cancelled.then(|| job.cancelled(false)).flatten() {
+                Some(error) => Decision::Ends(error),
+                None => {
+                    job.not_taken();
+                    Decision::SentAgain
+                }
+            },
             None => Decision::Stays,
         });
         state.detached.extend(again);
@@ -634,7 +678,15 @@ impl Drop for QueuePosition<'_> {
 
 impl LeaseOwner for Requests {
     fn release_lease(&self, lease: Lease) {
+        if !self.is_owner() {
+            return;
+        }
         self.reuse_lease(lease);
+        let mut state = self.lock();
+        state.mapped_results -= 1;
+        if state.mapped_results == 0 {
+            self.unmapped.notify_one();
+        }
     }
 }
 
@@ -878,15 +930,79 @@ mod tests {
         assert_eq!(requests.lock().waiters.waiting(), 0);
     }
 
+    /// If the supervisor closed the connection earlier, it would revoke the result.
+    #[tokio::test]
+    async fn connection_is_in_use_until_mapped_results_are_dropped() {
+        let (here, _there) = in_process::pair();
+        let transport = Transport::InProcess(here);
+        let requests = Arc::new(Requests::new(transport, 1 << 20, capability::MEMORY_FILES));
+        let bytes = 2 * INLINE_PAYLOAD_BYTES_MAX;
+        let file = || {
+            let file = rustix::fs::memfd_create("lease", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+            rustix::fs::ftruncate(&file, bytes as u64).unwrap();
+            // A file with permissions is a revoked file.
+            rustix::fs::fchmod(&file, rustix::fs::Mode::empty()).unwrap();
+            file
+        };
+        let mut state = requests.lock();
+        let request = state.leases.request("resize", "").unwrap();
+        state.leases.received_files = vec![file(), file()];
+        let lease_ref = LeaseRef { lease: 7, bytes: bytes as u64 };
+        assert_eq!(state.leases.receive(request, lease_ref), Some(true));
+        drop(state);
+        let mut job = JobRequest::new("resize".into(), vec![0; bytes]);
+        job.maps_result = true;
+        let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {
+            panic!("the job was not sent")
+        };
+        let message = OutcomeMessage::from_verdict(&Verdict::Ok, "resize");
+        let mut metadata = Vec::new();
+        codec::encode(&message, &[(tag::LEASE, &lease_ref.to_bytes())], &mut metadata).unwrap();
+        let header = header(kind::OUTCOME, pending.number, &metadata);
+        Frames::new(&requests).handle(header, &metadata, Vec::new()).unwrap();
+        let cx = &mut Context::from_waker(Waker::noop());
+        let Poll::Ready(Ok(reply)) = pending.poll(cx) else { panic!("the job has no result") };
+        assert!(reply.mapped().is_some());
+        let mut idle = pin!(requests.idle());
+        assert!(idle.as_mut().poll(cx).is_pending());
+        drop(reply);
+        assert!(idle.as_mut().poll(cx).is_ready());
+    }
+
+    /// Creates a [`Requests`] value that belongs to the parent of this process.
+    fn inherited() -> (Requests, std::os::unix::net::UnixStream) {
+        let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
+        here.set_nonblocking(true).unwrap();
+        there.set_nonblocking(true).unwrap();
+        let transport = Transport::Socket(tokio::net::UnixStream::from_std(here).unwrap());
+        let mut requests = Requests::new(transport, 1 << 20, 0);
+        requests.owner = std::process::id() + 1;
+        (requests, there)
+    }
+
+    /// Frames from a forked child would corrupt its parent's byte stream and cancel its parent's jobs.
+    #[tokio::test]
+    async fn forked_child_writes_nothing_to_parents_connection() {
+        let (requests, mut there) = inherited();
+        let requests = Arc::new(requests);
+        let is_unused = |there: &mut std::os::unix::net::UnixStream| {
+            there.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+        };
+        let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
+        let Ok(pending) = requests.submit(&mut job, &mut None, None) else { panic!("the job is rejected") };
+        assert!(is_unused(&mut there));
+        // In a forked child, a lock that another thread of the parent has held is never released.
+        let held = requests.lock();
+        pending.cancel(false);
+        drop(pending);
+        drop(held);
+        assert!(is_unused(&mut there));
+    }
+
     /// A forked child shares its parent's socket and must not close the connection.
     #[tokio::test]
     async fn forked_child_leaves_parents_connection_open() {
-        let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();
-        here.set_nonblocking(true).unwrap();
-        there.set_nonblocking(true).unwrap();
-        let mut requests =
-            Requests::new(Transport::Socket(tokio::net::UnixStream::from_std(here).unwrap()), 1 << 20, 0);
-        requests.owner = std::process::id() + 1;
+        let (mut requests, mut there) = inherited();
         requests.close("the child has ended", false);
         let open = there.read(&mut [0]).unwrap_err();
         assert_eq!(open.kind(), std::io::ErrorKind::WouldBlock, "the parent's connection stays open");

@@ -25,7 +25,8 @@ from bulkhead import AsyncClient, _wire
 
 @pytest.fixture(scope="module")
 def supervisor() -> Iterator[Supervisor]:
-    with running(plain=WORKER, two={**WORKER, "processes": 2}) as one:
+    free = {**WORKER, "sandbox": {"profile": "none"}}
+    with running(plain=WORKER, two={**WORKER, "processes": 2}, free=free) as one:
         yield one
 
 
@@ -249,6 +250,28 @@ def test_forked_child_uses_another_connection_and_loop(supervisor: Supervisor) -
             waited = await asyncio.get_running_loop().run_in_executor(None, os.waitpid, child, 0)
             assert os.waitstatus_to_exitcode(waited[1]) == 0
             assert (await mine).payload == b"slept"
+
+    run(test)
+
+
+def test_forked_child_cannot_cancel_a_job_of_a_dropped_client(supervisor: Supervisor, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+
+    async def test() -> None:
+        client = AsyncClient(supervisor.socket)
+        await client.call("free")
+        job = client.submit("free", bytes(file), operation="wait")
+        del client
+        gc.collect()
+        child = os.fork()
+        if child == 0:
+            try:
+                job.cancel()
+            finally:
+                os._exit(0)
+        await asyncio.get_running_loop().run_in_executor(None, os.waitpid, child, 0)
+        file.touch()
+        assert (await job).payload == b"waited"
 
     run(test)
 

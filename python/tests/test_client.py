@@ -669,6 +669,23 @@ def test_forked_child_uses_another_connection(client: Client, supervisor: Superv
     assert running_job.cancel()
 
 
+def test_forked_child_cannot_cancel_a_job_of_a_dropped_client(supervisor: Supervisor, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    client = Client(supervisor.socket)
+    job = client.submit("free", bytes(file), operation="wait")
+    del client
+    gc.collect()
+    child = os.fork()
+    if child == 0:
+        try:
+            job.cancel()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    file.touch()
+    assert job.result(LONG).payload == b"waited"
+
+
 def test_prefork_children_can_use_the_inherited_client(supervisor: Supervisor) -> None:
     """gunicorn, for example, imports and uses the client before it forks, and uses it in threads of its children."""
     program = f"""

@@ -311,8 +311,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     // Handler threads.
 
     fn handle_jobs(self: &Arc<Self>, lifetime: Lifetime) {
-        let mut ctx = None;
-        let mut done = None;
+        let mut ctx: Option<Ctx<S>> = None;
         // Time at which the previous job ended, if the next job follows without a pause.
         let mut ended = None;
         // Time of the oldest unsent reply.
@@ -322,7 +321,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut is_safe = true;
         loop {
             let now = ended.unwrap_or_else(Instant::now);
-            let Some((job, pace)) = self.next_job(done.take(), lifetime) else {
+            let Some((job, pace)) = self.next_job(ctx.as_ref().map(|ctx| &ctx.metadata), lifetime) else {
                 self.writer.flush();
                 (ended, unwritten_since) = (None, None);
                 self.end_if_drained();
@@ -342,7 +341,6 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 self.writer.flush();
                 began = Instant::now();
             }
-            done = Some(job.metadata.number);
             is_safe = self.run_job(job, &mut ctx);
             let now = Instant::now();
             ended = Some(now);
@@ -351,12 +349,12 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Removes the finished job `done` from `live`. Returns the next job and the current pace. Before returning, wakes
-    /// another thread for the remaining jobs and starts the watchdog, if necessary.
-    fn next_job(self: &Arc<Self>, done: Option<u64>, lifetime: Lifetime) -> Option<(Pending, Pace)> {
+    /// Removes `done`, the last job of the calling thread, from `live`. Returns the next job and the current pace. Before
+    /// returning, wakes another thread for the remaining jobs and starts the watchdog, if necessary.
+    fn next_job(self: &Arc<Self>, done: Option<&JobMetadata>, lifetime: Lifetime) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
-        if let Some(number) = done {
-            state.live.remove(&number);
+        if let Some(job) = done {
+            state.remove_live(job);
         }
         if lifetime == Lifetime::WhileNeeded && state.has_surplus() || !state.can_begin() {
             return None;

@@ -175,6 +175,7 @@ impl Requests {
             return Ok(FileResult::Revoked);
         }
         if waiter.maps_result {
+            self.lock().mapped_results += 1;
             let requests: Arc<dyn LeaseOwner> = self.clone();
             let requests = Arc::downgrade(&requests);
             return Ok(FileResult::Mapped(MappedResult { lease: Some(lease), bytes, requests }));

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _again, _wire
 from ._client import BaseClient, as_buffer, submission_with, too_old
-from ._connection import HANDSHAKE_SECONDS_MIN, handshake_seconds, lost_error, open_connection
+from ._connection import HANDSHAKE_SECONDS_MIN, connections, handshake_seconds, lost_error, open_connection
 from ._reply import Reply
 from .errors import Disconnected, JobError
 
@@ -101,6 +101,7 @@ class _Connection:
         self._is_full = False
         link.setblocking(False)
         loop.add_reader(link, self._on_readable)
+        connections.add(self)
 
     # Sending.
 
@@ -556,8 +557,4 @@ class AsyncClient(BaseClient):
 
     def _after_fork(self) -> None:
         super()._after_fork()
-        states, self._states, self._changing = self._states, {}, threading.RLock()
-        for state in states.values():
-            for connection in (*state.leaving, state.connection):
-                if connection is not None:
-                    connection.abandon()
+        self._states, self._changing = {}, threading.RLock()

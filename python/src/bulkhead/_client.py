@@ -82,7 +82,10 @@ class BaseClient:
         return f"{type(self).__name__}({self.path!r})"
 
     def _after_fork(self) -> None:
-        """Drops connections and jobs in a forked child, because they belong to the parent."""
+        """Drops connections and jobs in a forked child, because they belong to the parent.
+
+        The connections have already been abandoned.
+        """
         # A call that continues in the child refers to the budget.
         self._budget.reset()
 
@@ -433,11 +436,8 @@ class Client(BaseClient):
         for future in waiting:
             future.forget()
             future.lose(of_parent())
-        connection, self._connection = self._connection, None
-        leaving, self._leaving = self._leaving, []
-        for other in (*leaving, connection):
-            if other is not None:
-                other.abandon()
+        self._connection = None
+        self._leaving = []
 
 
 def _send_lost_again(

@@ -10,9 +10,11 @@ from __future__ import annotations
 import _socket
 import errno
 import itertools
+import os
 import select
 import threading
 import time
+import weakref
 from collections import deque
 
 from . import _wire
@@ -22,8 +24,12 @@ from .errors import Disconnected, JobError, Outcome, Rejected
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
     from ._future import JobFuture
+
+#: The connections of all clients, including connections that have outlived their clients.
+connections: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 #: Timeout for the supervisor's welcome, in seconds.
@@ -134,6 +140,7 @@ class Connection:
         self._leaves_unread = False
         #: True if the client was dropped.
         self._is_released = False
+        connections.add(self)
 
     # Sending.
 
@@ -627,3 +634,11 @@ def open_connection(path: str, seconds: float) -> tuple[_socket.socket, _wire.Re
             said = getattr(error, "strerror", None) or error
             raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None
         raise
+
+
+def _after_fork() -> None:
+    for connection in list(connections):
+        connection.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -303,6 +303,62 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
     );
 }
 
+#[test]
+fn cancelled_job_that_was_not_sent_is_not_lost() {
+    let (end, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let _peer = fake.welcome();
+            told.recv_timeout(PATIENCE).unwrap();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            // The payload does not fit into the socket buffer, so the next job is not sent.
+            let _large = client.job("b", vec![0; 3 << 20]).start().await.unwrap();
+            let unsent = client.job("b", "x").start().await.unwrap();
+            unsent.cancel();
+            end.send(()).unwrap();
+            let error = unsent.await.unwrap_err();
+            assert!(matches!(error, JobError::Cancelled(_)), "{error}");
+            assert_eq!(error.executed(), Executed::No);
+        },
+    );
+}
+
+#[test]
+fn panic_in_payload_function_ends_only_its_job() {
+    const REASON: &str = "the function that writes the payload panicked";
+    against(
+        |fake| {
+            let mut peer = fake.welcome();
+            next_job(&mut peer);
+            next_job(&mut peer);
+            drop(peer);
+            let mut peer = fake.welcome();
+            let (number, _, payload) = next_job(&mut peer);
+            assert_eq!(payload, b"other");
+            peer.send(&outcome(number, b"done"));
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let calls = AtomicU64::new(0);
+            let fill = move |_: &mut [u8]| assert_eq!(calls.fetch_add(1, Ordering::SeqCst), 0);
+            let job = client.job("b", []).payload_in_place(1, fill).idempotent(true).deadline(LONG);
+            let panics = job.start().await.unwrap();
+            let job = client.job("b", "other").idempotent(true).deadline(LONG);
+            let other = job.start().await.unwrap();
+            let error = panics.await.unwrap_err();
+            assert!(error.to_string().contains(REASON), "{error}");
+            assert_eq!(error.executed(), Executed::Unknown);
+            assert_eq!(other.await.unwrap().payload(), b"done");
+            let job = client.job("b", []).payload_in_place(1, |_| panic!("the first call"));
+            let error = job.send().await.unwrap_err();
+            assert!(matches!(error, JobError::Rejected(_)) && error.to_string().contains(REASON), "{error}");
+        },
+    );
+}
+
 /// The supervisor that rejects the retry cannot know whether the first attempt ran.
 #[test]
 fn rejected_retry_leaves_execution_of_lost_job_unknown() {
@@ -437,6 +493,28 @@ fn job_not_accepted_by_old_supervisor_ends_at_its_deadline() {
             let (executed, text) = lost(job.send().await);
             assert_eq!(executed, Executed::No, "{text}");
             end.send(()).unwrap();
+        },
+    );
+}
+
+#[test]
+fn cancelled_job_not_accepted_by_old_supervisor_is_not_lost() {
+    against(
+        |fake| {
+            let mut old = fake.welcome();
+            next_job(&mut old);
+            let (header, ..) = old.next().expect("the client cancels the job");
+            assert_eq!(header.kind, kind::CANCEL);
+            old.send(&go_away(0));
+            old.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let handle = client.job("b", "x").start().await.unwrap();
+            handle.cancel();
+            let error = handle.await.unwrap_err();
+            assert!(matches!(error, JobError::Cancelled(_)), "{error}");
+            assert_eq!(error.executed(), Executed::No);
         },
     );
 }

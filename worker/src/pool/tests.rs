@@ -439,3 +439,20 @@ fn recalled_jobs_are_dropped_and_reported_in_one_heartbeat() {
     let frames = [(); 3].map(|()| fixture.frames.recv_timeout(TIMEOUT).expect("a frame"));
     assert_eq!(frames, [(kind::HEARTBEAT, 0), (kind::RESULT, 1), (kind::RESULT, 3)]);
 }
+
+/// A supervisor can send a job again, with the same number, as soon as it has read the reply.
+#[test]
+fn resent_job_can_be_cancelled() {
+    let fixture = Fixture::new(1);
+    fixture.send_jobs([1]);
+    assert_eq!(fixture.next_begun(1), [1]);
+    let first = lock(&fixture.pool.state).live[&1].clone();
+    fixture.send_jobs([1]);
+    fixture.wait_for("the job has arrived again", |state| state.arrived == 2);
+    first.cancel();
+    assert_eq!(fixture.next_begun(1), [1]);
+    assert!(lock(&fixture.pool.state).live.contains_key(&1), "the second attempt keeps its handle");
+    fixture.release([1]);
+    assert_eq!([(); 2].map(|()| fixture.answered.recv_timeout(TIMEOUT).expect("a reply")), [1, 1]);
+    fixture.wait_idle(1);
+}
