@@ -390,10 +390,13 @@ mod tests {
         // Another user creates a folder of the same name.
         let second = folders.base.as_ref().unwrap().path.clone();
         std::fs::rename(&second, other.path().join("away again")).unwrap();
-        std::fs::create_dir(&second).unwrap();
+        let planted = other.path().join("planted");
+        std::fs::create_dir(&planted).unwrap();
+        // Without the lock, the folder would count as the folder of a killed keeper.
+        let _lock = lock(&planted).unwrap();
+        std::fs::rename(&planted, &second).unwrap();
         assert!(folders.create(3, None).unwrap().is_dir());
         assert_eq!(std::fs::read_dir(&second).unwrap().count(), 0);
-        std::fs::remove_dir(&second).unwrap();
     }
 
     #[test]
