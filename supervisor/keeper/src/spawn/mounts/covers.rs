@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use super::super::SpawnError;
 use super::super::progress::StepError;
 use super::root::{LayoutStep, c_string, is_expanded};
-use super::{Access, mount, restrict};
+use super::{Access, ENTRIES_MAX, mount, restrict, too_many_entries};
 use crate::confine::landlock::Ruleset;
 use crate::confine::reach::{Purpose, Unreachable};
 use crate::protocol::confinement::Identity;
@@ -24,9 +24,6 @@ use bulkhead_linux::errno::{self, check};
 /// Maximum number of folders that can be covered by another file system. Each covered folder needs a descriptor in the
 /// child.
 const COVERS_MAX: usize = 32;
-
-/// Maximum number of entries to show individually if the worker's user cannot access the folder itself.
-pub(super) const ENTRIES_MAX: usize = 4096;
 
 /// Mount options of the file system that covers a folder. This file system contains only folders and mount points. It
 /// is made read-only at the end.
@@ -238,16 +235,6 @@ fn entries(folder: &Path, withheld_paths: &BTreeSet<PathBuf>) -> Result<Vec<(Pat
     });
     let entries: Vec<_> = entries.take(ENTRIES_MAX + 1).collect();
     if entries.len() > ENTRIES_MAX { Err(too_many_entries(folder)) } else { Ok(entries) }
-}
-
-/// Returns the error for a folder whose entries cannot be shown individually, because there are too many.
-pub(super) fn too_many_entries(folder: &Path) -> SpawnError {
-    let folder = folder.display();
-    let step = format!(
-        "show the entries of {folder} one by one, because there are more than {ENTRIES_MAX} and the worker's user \
-         cannot list the directory: `chmod go+rx {folder}`, or set `user` in `sandbox` to a user that can"
-    );
-    SpawnError::new(&step, Errno::ACCESS)
 }
 
 /// Returns the error for a folder that the worker's user cannot traverse, and that cannot be covered.

@@ -15,9 +15,8 @@ use rustix::io::Errno;
 
 use super::super::progress::StepError;
 use super::super::{ROOT_STEP, SpawnError};
-use super::covers::{ENTRIES_MAX, too_many_entries};
 use super::proc_entries;
-use super::{Access, mount, restrict};
+use super::{Access, ENTRIES_MAX, mount, restrict, too_many_entries};
 use crate::confine::paths;
 use crate::confine::reach::{GrantedPaths, Unreachable};
 use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
