@@ -41,6 +41,7 @@ mod wait;
 
 pub use client::detached::ProbeResult;
 pub use client::{Keeper, KeeperLauncher, become_subreaper, reap_after_keeper, spawn_failure_advice};
+pub use confine::reach::can_list;
 pub use confine::seccomp::{Seal, seal};
 pub use probe::{FORKED_WORKERS, TREE_END, probe};
 pub use process::run_as_keeper;

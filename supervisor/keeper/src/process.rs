@@ -326,7 +326,7 @@ impl EventLoop {
             own_status: observe::KeeperStatus::read(),
             filters: FilterCache::default(),
             folders: TemporaryFolders::default(),
-            groups: WorkerGroups::default(),
+            groups: WorkerGroups::new(),
             reaper: DescendantReaper::new(scan_always),
             deferred_forks: VecDeque::new(),
             priority: PriorityBoost::new(original.nice),

@@ -395,6 +395,9 @@ fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
+/// Stands for any ID that belongs to a single worker. No file has this owner or group.
+const OWNER_OF_NOTHING: Identity = Identity { uid: u32::MAX, gid: u32::MAX };
+
 /// Returns warnings about missing layers, and about valid settings that weaken the sandbox.
 fn warnings(
     bulkhead: &BulkheadConfig,
@@ -422,6 +425,19 @@ fn warnings(
     let is_open = |secret: &&String| configured().any(|path| Path::new(secret).starts_with(path));
     if let Some(secret) = support.withheld().iter().find(is_open) {
         warnings.push(format!("`read` and `write` reach the supervisor's own files: {secret}"));
+    }
+    let user = match identity {
+        WorkerIdentity::Own => None,
+        WorkerIdentity::One(identity) => Some(identity),
+        WorkerIdentity::Each => Some(OWNER_OF_NOTHING),
+    };
+    let is_closed = |path: &Path| user.is_some_and(|user| path.is_dir() && !keeper::can_list(path, user));
+    for folder in bulkhead.sandbox.read.iter().filter(|path| is_closed(path)) {
+        let folder = folder.display();
+        warnings.push(format!(
+            "workers see only the entries of {folder} that exist when they start, because their user cannot list the \
+             directory: `chmod go+rx {folder}`"
+        ));
     }
     warnings
 }

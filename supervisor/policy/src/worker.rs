@@ -33,8 +33,8 @@ pub(crate) struct Worker {
     pub(crate) has_dispatch_thread: bool,
     /// `health.heartbeat` at the time of the welcome.
     pub(crate) heartbeat: Duration,
-    /// Minimum number of heartbeats that the worker must miss before it counts as hung. Above 0 if the worker was told
-    /// to send heartbeats less often.
+    /// Minimum number of heartbeats that the worker must miss before it counts as hung. Above 0 if the welcome
+    /// asked for rare heartbeats.
     pub(crate) missed_min: u32,
     pub(crate) revision: Revision,
     /// True if the worker can change its `max_in_flight` after the welcome.

@@ -180,6 +180,43 @@ fn worker_can_run_in_closed_home() {
     }
 }
 
+/// The worker sees the entries of a folder with mode 0700 one by one, so their number is limited.
+#[test]
+fn entries_of_closed_folders_are_shown_up_to_a_limit() {
+    for profile in profiles() {
+        let home = home();
+        let path = home.path().to_owned();
+        for (name, entries) in [("many", 600), ("too-many", 4097)] {
+            std::fs::create_dir(path.join(name)).unwrap();
+            (0..entries).for_each(|file| std::fs::write(path.join(format!("{name}/{file}")), "").unwrap());
+            set_mode(&path.join(name), 0o700);
+        }
+        let count = "exec = [\"/bin/sh\", \"-c\", \"ls $FOLDER | wc -l\"]";
+        let config = format!(
+            "{SOCKETS}[bulkhead.cwd]\n{count}\nenv = {{ FOLDER = \".\" }}\ncwd = \"many\"\n\
+             [bulkhead.read]\n{count}\ncwd = \"scripts\"\nenv = {{ FOLDER = \"{0}/many\" }}\nsandbox.read = [\"many\"]\n\
+             [bulkhead.refused]\n{count}\ncwd = \"scripts\"\nsandbox.read = [\"too-many\"]\n\
+             [defaults.sandbox]\nprofile = \"{profile}\"\n",
+            path.display()
+        );
+        let supervisor = start_in(home, &config);
+        for name in ["cwd", "read"] {
+            assert_eq!(answer(&client(&supervisor), name, "", "").trim(), "600", "{profile}: {name}");
+        }
+        let log = supervisor.log();
+        let warned =
+            format!("workers see only the entries of {}/many that exist when they start", path.display());
+        assert_eq!(log.matches(&warned).count(), 1, "{profile}: {log}");
+        let state = supervisor.state("refused");
+        let why = state.detail.unwrap_or_default();
+        assert!(
+            why.contains("more than 4096")
+                && why.contains(&format!("chmod go+rx {}/too-many", path.display())),
+            "{profile}: {why}"
+        );
+    }
+}
+
 #[test]
 fn worker_with_reachable_files_needs_no_mounts() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -486,7 +523,7 @@ fn host_opens_programs_by_descriptor_if_it_cannot_mount() {
 /// the worker cannot reach.
 #[test]
 fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
-    if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
+    if !is_root() || !has_layers(STRICT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }
     let home = home();
@@ -495,7 +532,8 @@ fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
         "{SOCKETS}[bulkhead.worker]\ncommand = [\"bin/hostile\"]\ncwd = \"scripts\"\n\
          [bulkhead.reader]\nexec = [\"/bin/cat\", \"data/input\"]\n\
          [bulkhead.script]\nexec = [\"scripts/run\"]\n\
-         [bulkhead.library]\nlibrary = \"lib/libouter.so\"\n"
+         [bulkhead.library]\nlibrary = \"lib/libouter.so\"\n\
+         [bulkhead.private]\ncommand = [\"bin/hostile\"]\ncwd = \"scripts\"\nsandbox.profile = \"strict\"\n"
     );
     std::fs::write(path.join("workers.toml"), config).unwrap();
     let mut command = Command::new("/usr/bin/setpriv");
@@ -505,7 +543,7 @@ fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
     let (out, error) = texts(&output);
     assert_eq!(output.status.code(), Some(2), "{out}{error}");
     assert!(out.contains("bulkhead 'worker' starts") && out.contains("(own)"), "{out}{error}");
-    for name in ["reader", "script", "library"] {
+    for name in ["reader", "script", "library", "private"] {
         let line = error.lines().find(|line| line.contains(&format!("'{name}' does not start")));
         let line = line.unwrap_or_else(|| panic!("{name}: {out}{error}"));
         assert!(line.contains(path.to_str().unwrap()) && line.contains("chmod o+x"), "{line}");

@@ -49,6 +49,19 @@ fn assert_unharmed_under(profile: &str, arguments: &[&str], expected: &str) {
     assert_eq!(String::from_utf8_lossy(reply.payload()).trim(), expected);
 }
 
+/// The private root folder contains the entries of the system's root folder, but is not that folder itself.
+#[test]
+fn strict_worker_can_read_all_entries_of_the_root() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let list = "exec = [\"/bin/sh\", \"-c\", \"ls /sys | grep -x kernel; ls / 2>/dev/null; true\"]";
+    let place = start(&bulkhead("x", list, &format!("{STRICT}, read = [\"/\"]")));
+    let reply = place.client().job("x", "").deadline(Duration::from_secs(60)).send();
+    let reply = reply.unwrap_or_else(|error| panic!("{error}\n{}", place.supervisor.log()));
+    assert_eq!(String::from_utf8_lossy(reply.payload()), "kernel\n");
+}
+
 #[test]
 fn python_runs_under_default_profile() {
     let script = "

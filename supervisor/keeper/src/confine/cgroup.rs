@@ -38,6 +38,9 @@ pub(crate) use limits::Limits;
 /// this child group.
 const MAIN_GROUP: &str = "bulkhead-main";
 
+/// Stands for a process that is not visible in this PID namespace.
+const NO_PROCESS: u32 = 0;
+
 /// Maximum number of passes when moving all processes out of a group. Processes forked during one pass are moved in
 /// the next pass.
 const MOVE_ROUNDS_MAX: usize = 16;
@@ -127,7 +130,8 @@ fn open_own_group() -> Result<Folder, Failure> {
 pub(crate) struct DelegatedGroup {
     folder: Folder,
     owner: Owner,
-    /// PID of the supervisor, which is moved to the main group together with the keeper.
+    /// PID of the supervisor, which is moved to the main group with all of its descendants. [`NO_PROCESS`] if the
+    /// supervisor is in another PID namespace.
     supervisor: u32,
 }
 
@@ -223,14 +227,16 @@ impl DelegatedGroup {
         self.folder.write("cgroup.subtree_control", &switches.join(" "))
     }
 
-    /// Moves the supervisor, the keeper and the keeper's descendants into a child group. Fails if the group contains
-    /// any other process, because other processes must not be moved.
+    /// Moves the supervisor and its descendants, including the keeper, into a child group. Fails if the group contains
+    /// any other process, because other processes must not be moved. Ignores processes that disappear from the group,
+    /// such as processes that were exiting when their parents were looked up.
     fn move_processes_out(&self) -> Result<(), Failure> {
         // The root cgroup can contain both processes and limited child groups. Only the root cgroup has no
         // `cgroup.type` file.
         if !self.folder.has_file("cgroup.type")? {
             return Ok(());
         }
+        let mut others_before = Vec::new();
         for _ in 0..MOVE_ROUNDS_MAX {
             let inside = self.folder.read_processes()?;
             if inside.is_empty() {
@@ -238,21 +244,24 @@ impl DelegatedGroup {
             }
             let ours = self.own_processes()?;
             let (ours, others): (Vec<u32>, Vec<u32>) = inside.iter().partition(|pid| ours.contains(pid));
-            if !others.is_empty() {
-                return Err(self.foreign_processes_failure(&others));
+            let left: Vec<u32> = others.iter().copied().filter(|pid| others_before.contains(pid)).collect();
+            if !left.is_empty() {
+                return Err(self.foreign_processes_failure(&left));
             }
             self.move_to_main_group(&ours)?;
+            others_before = others;
         }
         Err(failure(format!("move the supervisor's processes out of {}", self.path().display()), Errno::BUSY))
     }
 
     fn own_processes(&self) -> Result<Vec<u32>, Failure> {
         let keeper = std::process::id();
-        let mut ours = descendants_of(keeper).map_err(|error| {
+        let top = if self.supervisor == NO_PROCESS { keeper } else { self.supervisor };
+        let mut ours = descendants_of(top).map_err(|error| {
             let errno = errno::from_io(&error, Errno::IO);
-            failure("read /proc for the keeper's processes".into(), errno)
+            failure("read /proc for the supervisor's processes".into(), errno)
         })?;
-        ours.extend([keeper, self.supervisor]);
+        ours.extend([keeper, top]);
         Ok(ours)
     }
 

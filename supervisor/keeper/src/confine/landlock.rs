@@ -253,7 +253,12 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
         for path in paths {
             let is_grantable =
                 paths::is_grantable(path, rules.write).map_err(|errno| link_failure(path, errno))?;
-            grants.extend(is_grantable.then(|| required(&[path], access)).into_iter().flatten());
+            if rules.has_own_root && std::fs::canonicalize(path).is_ok_and(|real| real == Path::new("/")) {
+                // The private root folder contains the entries of the system's root folder.
+                grants.extend(Grant::all(paths::root_entries(), access, Condition::IfPresent));
+            } else if is_grantable {
+                grants.extend(required(&[path], access));
+            }
         }
     }
     grants.extend(required(rules.temporary.as_slice(), temporary));

@@ -1,19 +1,20 @@
-//! Finds the granted paths that the permission bits of files and folders hide from the worker's user.
-//!
-//! Ignores access control lists. If a list allows more than the permission bits, a reachable path gets an
-//! unnecessary mount. If a list allows less, a later step fails and reports the path.
+//! Finds the granted paths that permission bits and access control lists hide from the worker's user.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use super::acl::AccessList;
 use super::{elf, paths};
 use crate::protocol::confinement::Identity;
 
 const READ: u32 = 4;
 const WRITE: u32 = 2;
 const SEARCH: u32 = 1;
+
+/// Permission bits of the file's group. If the file has an access control list, these bits are the list's mask.
+const GROUP_BITS: u32 = 0o070;
 
 /// Paths to which a worker is granted access.
 #[derive(Clone, Copy, Debug)]
@@ -131,7 +132,7 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
     for (path, purpose) in all_paths(granted) {
         let Ok(real) = std::fs::canonicalize(&path) else { continue };
         let Ok(found) = std::fs::metadata(&real) else { continue };
-        let has = |wanted: u32| permits(&found, identity, wanted);
+        let has = |wanted: u32| permits(&real, &found, identity, wanted);
         if found.is_dir() {
             match purpose {
                 Purpose::Write if !has(READ | WRITE | SEARCH) => return Err(unusable(&path, "write")),
@@ -190,7 +191,8 @@ fn topmost_closed(
         if let Some(is_closed) = known_folders.get(folder) {
             return *is_closed;
         }
-        let is_closed = std::fs::metadata(folder).is_ok_and(|found| !permits(&found, identity, SEARCH));
+        let is_closed =
+            std::fs::metadata(folder).is_ok_and(|found| !permits(folder, &found, identity, SEARCH));
         known_folders.insert(folder.to_owned(), is_closed);
         is_closed
     };
@@ -198,14 +200,27 @@ fn topmost_closed(
     std::fs::canonicalize(folder).ok()
 }
 
-/// Returns true if the file's permission bits give this user all rights in `wanted`.
-fn permits(found: &std::fs::Metadata, Identity { uid, gid }: Identity, wanted: u32) -> bool {
+/// Returns true if the user can list this folder and traverse it.
+pub fn can_list(folder: &Path, identity: Identity) -> bool {
+    std::fs::metadata(folder).is_ok_and(|found| permits(folder, &found, identity, READ | SEARCH))
+}
+
+/// Returns true if the file's permission bits, or its access control list, give this user all rights in `wanted`.
+fn permits(path: &Path, found: &std::fs::Metadata, identity: Identity, wanted: u32) -> bool {
+    let Identity { uid, gid } = identity;
     let mode = found.permissions().mode();
     let bits = match () {
         () if uid == 0 => return true,
         () if found.uid() == uid => mode >> 6,
-        () if found.gid() == gid => mode >> 3,
-        () => mode,
+        () => {
+            // The kernel ignores the list if these bits are zero.
+            let list = (mode & GROUP_BITS != 0).then(|| AccessList::read(path)).flatten();
+            match list {
+                Some(list) => return list.permits(found.gid(), identity, wanted),
+                None if found.gid() == gid => mode >> 3,
+                None => mode,
+            }
+        }
     };
     bits & wanted == wanted
 }
@@ -278,6 +293,23 @@ mod tests {
         folder(&checkout, 0o700);
         let unreachable = look_at(outer.path(), &[], &[]).unwrap();
         assert_eq!((unreachable.folders, unreachable.expanded), (vec![checkout.clone()], [checkout].into()));
+    }
+
+    #[test]
+    fn access_control_list_makes_closed_path_usable() {
+        use super::super::acl::grant;
+        let outer = home(0o700);
+        let (home, data) = (outer.path().join("home"), outer.path().join("data"));
+        folder(&data, 0o700);
+        if !grant(&data, STRANGER.uid, 7) {
+            return eprintln!("NOT RUN: access control lists: the file system has none");
+        }
+        assert!(can_list(&data, STRANGER) && !can_list(&data, Identity { uid: 61_185, gid: 61_185 }));
+        assert!(!look_at(outer.path(), &[], &[&data]).unwrap().folders.contains(&data));
+        assert!(grant(&home, STRANGER.uid + 1, 7));
+        assert_eq!(look_at(outer.path(), &[], &[]).unwrap().folders, std::slice::from_ref(&home));
+        assert!(grant(&home, STRANGER.uid, 1));
+        assert_eq!(look_at(outer.path(), &[], &[]), Ok(Unreachable::default()));
     }
 
     #[test]

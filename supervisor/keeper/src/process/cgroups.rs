@@ -6,8 +6,10 @@ use crate::protocol::confinement::CgroupLimits;
 use crate::spawn::SpawnError;
 
 /// The parent group of all worker groups, and the worker groups that could not be removed yet.
-#[derive(Default)]
 pub(super) struct WorkerGroups {
+    /// PID of the keeper's parent when the keeper was started. If the supervisor dies, the keeper gets another parent,
+    /// whose processes must not be moved.
+    supervisor: u32,
     root: Option<DelegatedGroup>,
     /// True if groups that were created by previous keepers might be left.
     may_have_stale: bool,
@@ -15,14 +17,18 @@ pub(super) struct WorkerGroups {
 }
 
 impl WorkerGroups {
+    pub(super) fn new() -> Self {
+        let supervisor = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get() as u32);
+        Self { supervisor, root: None, may_have_stale: false, to_remove: Vec::new() }
+    }
+
     pub(super) fn create(&mut self, worker: u64, limits: &CgroupLimits) -> Result<Leaf, SpawnError> {
         let refused = |failure: Failure| {
             let Failure { attempted, errno, advice } = failure;
             SpawnError::new(&format!("cgroup: {attempted} ({advice})"), errno)
         };
         if self.root.is_none() {
-            let supervisor = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get() as u32);
-            self.root = Some(DelegatedGroup::find(supervisor).map_err(refused)?);
+            self.root = Some(DelegatedGroup::find(self.supervisor).map_err(refused)?);
             self.may_have_stale = true;
             self.remove_stale();
         }

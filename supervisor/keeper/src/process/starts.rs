@@ -13,7 +13,9 @@ use super::templates::Template;
 use super::templates::namespaces::TemplateNamespace;
 use super::{Child, EXIT, EventLoop, LISTENER, Stage, deregister, id_maps, observe, register, register_each};
 use crate::confine::cgroup::Leaf;
-use crate::protocol::confinement::{Identity, Layers, Observed, Seccomp, TemporaryFiles};
+use crate::protocol::confinement::{
+    CgroupLimits, Identity, Layers, Namespaces, Observed, Seccomp, TemporaryFiles,
+};
 use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
 use crate::wait;
@@ -30,6 +32,13 @@ fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     // Ignores errors, because older kernels do not support this.
     let _ = bulkhead_linux::scm_rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
+}
+
+/// Adds the processes that do not belong to the worker itself to the limit of its control group: the first process of
+/// the PID namespace, and the process that a template is forking.
+fn with_own_processes(limits: CgroupLimits, namespaces: Namespaces, is_template: bool) -> CgroupLimits {
+    let own = u64::from(namespaces.pid) + u64::from(is_template);
+    CgroupLimits { pids: limits.pids.map(|pids| pids.saturating_add(own)), ..limits }
 }
 
 impl EventLoop {
@@ -87,7 +96,8 @@ impl EventLoop {
         descriptors: Vec<OwnedFd>,
         folder: Option<&Path>,
     ) -> Result<(Forked, Option<Leaf>), SpawnError> {
-        let limits = order.confinement.layers.cgroup;
+        let Layers { cgroup, namespaces, .. } = order.confinement.layers;
+        let limits = cgroup.map(|limits| with_own_processes(limits, namespaces, order.is_template));
         let leaf = limits.map(|limits| self.groups.create(order.worker, &limits)).transpose()?;
         match self.fork_child(order, descriptors, folder, leaf.as_ref()) {
             Ok(forked) => Ok((forked, leaf)),
@@ -256,6 +266,20 @@ impl EventLoop {
 mod tests {
     use super::*;
     use crate::protocol::socket::Outbox;
+
+    #[test]
+    fn process_limit_excludes_processes_of_the_keeper() {
+        let limits = CgroupLimits { memory_bytes: Some(1), pids: Some(1), cpu_millicores: None };
+        let pids = |pid, is_template| {
+            let namespaces = Namespaces { pid, ..Namespaces::default() };
+            with_own_processes(limits, namespaces, is_template).pids
+        };
+        assert_eq!(pids(false, false), Some(1));
+        assert_eq!(pids(true, false), Some(2));
+        assert_eq!(pids(true, true), Some(3));
+        let unlimited = CgroupLimits { pids: None, ..limits };
+        assert_eq!(with_own_processes(unlimited, Namespaces::default(), true), unlimited);
+    }
 
     #[test]
     fn template_cannot_pass_descriptors() {

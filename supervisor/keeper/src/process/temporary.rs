@@ -15,7 +15,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::time::Instant;
 
 use bulkhead_linux::folder::{self, FOLDER_FLAGS};
-use rustix::fs::{FlockOperation, Mode};
+use rustix::fs::{AtFlags, FlockOperation, Gid, Mode, Uid};
 use rustix::io::Errno;
 
 use crate::protocol::confinement::Identity;
@@ -56,18 +56,22 @@ struct Base {
 
 impl TemporaryFolders {
     pub(super) fn create(&mut self, worker: u64, identity: Option<Identity>) -> io::Result<PathBuf> {
-        if self.base.is_none() {
-            self.base = Some(Base::create(&std::env::temp_dir())?);
+        // Programs that clean up `/tmp` can remove the base folder. Another user can then create a folder of the same
+        // name, in which the keeper must not create anything.
+        if !self.base.as_ref().is_some_and(Base::is_in_place) {
+            let parent = self.base.as_ref().and_then(|base| base.path.parent()).map(Path::to_owned);
+            self.base = Some(Base::create(&parent.unwrap_or_else(std::env::temp_dir))?);
         }
         let Some(base) = &self.base else { return Err(Errno::NOENT.into()) };
         // Restores the mode of the base folder, which workers that run as the keeper's user can change.
         rustix::fs::fchmod(&base.lock, Mode::from_raw_mode(BASE_MODE))?;
-        let path = base.path.join(worker.to_string());
-        std::fs::DirBuilder::new().mode(0o700).create(&path)?;
+        let name = worker.to_string();
+        rustix::fs::mkdirat(&base.lock, &name, Mode::RWXU)?;
         if let Some(Identity { uid, gid }) = identity {
-            std::os::unix::fs::chown(&path, Some(uid), Some(gid))?;
+            let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+            rustix::fs::chownat(&base.lock, &name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
         }
-        Ok(path)
+        Ok(base.path.join(name))
     }
 
     /// Schedules the removal of a worker's folder. Any folder that is still left is removed when the keeper exits
@@ -115,6 +119,11 @@ impl Base {
         std::thread::Builder::new().name("remover".into()).spawn(remover)?;
         Ok(Self { path, lock, removals })
     }
+
+    /// Returns true if the path still refers to the locked folder.
+    fn is_in_place(&self) -> bool {
+        is_named(&self.lock, &self.path) == Ok(true)
+    }
 }
 
 /// Creates a base folder that other users can traverse but not list, and locks it.
@@ -141,13 +150,18 @@ fn create_base(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
 fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     let lock = rustix::fs::open(path, FOLDER_FLAGS, Mode::empty())?;
     rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
-    let (locked, named) = (rustix::fs::fstat(&lock)?, rustix::fs::stat(path)?);
-    if (locked.st_dev, locked.st_ino) != (named.st_dev, named.st_ino) {
+    if !is_named(&lock, path)? {
         return Err(Errno::NOENT);
     }
     // The keeper's umask may have removed permissions.
     rustix::fs::fchmod(&lock, Mode::from_raw_mode(BASE_MODE))?;
     Ok(lock)
+}
+
+/// Returns true if the path refers to this open folder.
+fn is_named(folder: &OwnedFd, path: &Path) -> rustix::io::Result<bool> {
+    let (opened, named) = (rustix::fs::fstat(folder)?, rustix::fs::lstat(path)?);
+    Ok((opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino))
 }
 
 fn prefix() -> String {
@@ -361,6 +375,28 @@ mod tests {
         assert_eq!(std::fs::metadata(&all).unwrap().permissions().mode() & 0o7777, BASE_MODE);
         drop(folders);
         assert!(!all.exists());
+    }
+
+    /// Moving the base folder away has the same effect as the removal by a program that cleans up `/tmp`.
+    #[test]
+    fn missing_temporary_base_folder_is_created_again() {
+        let (parent, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let base = Base::create(parent.path()).unwrap();
+        let first = base.path.clone();
+        let mut folders = TemporaryFolders { base: Some(base) };
+        folders.create(1, None).unwrap();
+        std::fs::rename(&first, other.path().join("away")).unwrap();
+        assert!(folders.create(2, None).unwrap().is_dir());
+        // Another user creates a folder of the same name.
+        let second = folders.base.as_ref().unwrap().path.clone();
+        std::fs::rename(&second, other.path().join("away again")).unwrap();
+        let planted = other.path().join("planted");
+        std::fs::create_dir(&planted).unwrap();
+        // Without the lock, the folder would count as the folder of a killed keeper.
+        let _lock = lock(&planted).unwrap();
+        std::fs::rename(&planted, &second).unwrap();
+        assert!(folders.create(3, None).unwrap().is_dir());
+        assert_eq!(std::fs::read_dir(&second).unwrap().count(), 0);
     }
 
     #[test]

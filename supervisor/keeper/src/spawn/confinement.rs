@@ -10,15 +10,15 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
-use super::mounts::covers::Covers;
+use super::mounts::covers::{Covers, unreachable_folder};
 use super::mounts::proc_entries;
 use super::mounts::root::{self, PrivateRoot};
-use super::{LANDLOCK_STEP, ROOT_STEP, SECCOMP_STEP, SpawnError, program_rules};
+use super::{LANDLOCK_STEP, SECCOMP_STEP, SpawnError, program_rules};
 use crate::confine::landlock::{self, Ruleset};
 use crate::confine::reach::{self, GrantedPaths, Unreachable};
 use crate::confine::seccomp::{self, FatalAction, Filter};
 use crate::protocol::SpawnOrder;
-use crate::protocol::confinement::{Confinement, Identity, Layers, NetworkAccess, Seccomp, TemporaryFiles};
+use crate::protocol::confinement::{Confinement, Layers, NetworkAccess, Seccomp, TemporaryFiles};
 
 pub(super) const SUBORDINATE_STEP: &str = "user namespace of subordinate ids";
 
@@ -95,7 +95,8 @@ impl PreparedConfinement {
         let unreachable = find_unreachable(&granted, &layers)?;
         let (executable, hosted_file) = match unreachable.folders.first() {
             Some(folder) if !may_mount => {
-                if !unreachable.hides_only_programs(&granted) {
+                // In a private root folder, the opened program and the working directory would not be accessible.
+                if layers.namespaces.mount || !unreachable.hides_only_programs(&granted) {
                     return Err(unreachable_folder(folder, layers.identity));
                 }
                 (
@@ -106,11 +107,13 @@ impl PreparedConfinement {
             _ => (None, None),
         };
         let ruleset = layers.landlock.then(|| create_ruleset(&granted, &withheld, ordered)).transpose()?;
-        let create_root = || create_root(&granted, &withheld, &unreachable, &layers);
+        let create_root = || {
+            proc_entries::prepare();
+            PrivateRoot::prepare(&granted, &withheld, &unreachable, &layers)
+        };
         let root = layers.namespaces.mount.then(create_root).transpose()?;
         let covers = if may_mount && root.is_none() {
-            Covers::prepare(&unreachable, &withheld)
-                .map_err(|folder| unreachable_folder(&folder, layers.identity))?
+            Covers::prepare(&unreachable, &withheld, layers.identity)?
         } else {
             None
         };
@@ -186,17 +189,6 @@ fn create_ruleset(
     })
 }
 
-fn create_root<'p>(
-    granted: &GrantedPaths<'p>,
-    withheld: &'p [&'p Path],
-    unreachable: &Unreachable,
-    layers: &Layers,
-) -> Result<PrivateRoot, SpawnError> {
-    proc_entries::prepare();
-    PrivateRoot::prepare(granted, withheld, unreachable, layers)
-        .map_err(|path| SpawnError::new(&format!("{}: show {}", ROOT_STEP, path.display()), Errno::NOENT))
-}
-
 /// If temporary files are on disk, returns the folder to mount at `/dev/shm`. For temporary files in memory, the step
 /// that mounts their file system also mounts it at `/dev/shm`.
 fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
@@ -224,16 +216,6 @@ fn private_temporary(layers: &Layers, folder: Option<&Path>) -> Option<(CString,
 fn open(program: &Path) -> Result<OwnedFd, SpawnError> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     rustix::fs::open(program, flags, Mode::empty()).map_err(|errno| SpawnError::new("exec", errno))
-}
-
-fn unreachable_folder(folder: &Path, identity: Option<Identity>) -> SpawnError {
-    let uid = identity.map_or(0, |identity| identity.uid);
-    let folder = folder.display();
-    let step = format!(
-        "let user {uid} through {folder}, which contains paths granted to the worker: run `chmod o+x \
-         {folder}`, or set `user` in `sandbox` to a user that can"
-    );
-    SpawnError::new(&step, Errno::ACCESS)
 }
 
 impl FilterCache {

@@ -5,11 +5,17 @@ pub(super) mod proc_entries;
 pub(super) mod root;
 
 use std::ffi::CStr;
+use std::path::Path;
 use std::ptr::null;
 
 use bulkhead_linux::errno::check;
 use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
+
+use super::SpawnError;
+
+/// Maximum number of entries to show individually if the worker's user cannot access the folder itself.
+const ENTRIES_MAX: usize = 4096;
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Access {
@@ -55,4 +61,14 @@ pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
     ];
     let is_enforced = |(attribute, flag)| restrictions & attribute == 0 || found.contains(flag);
     if rows.into_iter().all(is_enforced) { Ok(()) } else { Err(Errno::PERM) }
+}
+
+/// Returns the error for a folder whose entries cannot be shown individually, because there are too many.
+fn too_many_entries(folder: &Path) -> SpawnError {
+    let folder = folder.display();
+    let step = format!(
+        "show the entries of {folder} one by one, because there are more than {ENTRIES_MAX} and the worker's user \
+         cannot list the directory: `chmod go+rx {folder}`, or set `user` in `sandbox` to a user that can"
+    );
+    SpawnError::new(&step, Errno::ACCESS)
 }

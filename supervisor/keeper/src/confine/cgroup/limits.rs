@@ -33,6 +33,9 @@ const PERIOD_US: f64 = 100_000.0;
 const PERIOD_US_MAX: f64 = 1_000_000.0;
 const QUOTA_US_MIN: f64 = 1_000.0;
 
+/// Highest limit on the number of processes that the kernel accepts. No kernel has more processes.
+const PIDS_MAX: u64 = 4_194_304;
+
 /// Minimum value of [`Limits::cpu_cores`].
 const CORES_MIN: f64 = QUOTA_US_MIN / PERIOD_US_MAX;
 
@@ -62,7 +65,7 @@ impl Limits {
             settings.push(optional("memory.swap.max", "0".to_owned()));
         }
         if let Some(pids) = self.pids {
-            settings.push(required("pids.max", pids.to_string()));
+            settings.push(required("pids.max", pids.min(PIDS_MAX).to_string()));
         }
         if let Some(cores) = self.cpu_cores {
             let attempted =
@@ -123,6 +126,13 @@ mod tests {
         assert_eq!(written(Limits::default()), [("cgroup.max.descendants", "0".to_owned())]);
         assert!(Limits::default().controllers().is_empty());
         assert_eq!(Limits { pids: Some(1), ..Limits::default() }.controllers(), ["pids"]);
+    }
+
+    #[test]
+    fn process_limit_is_at_most_the_kernels_maximum() {
+        let limits = |pids| Limits { pids: Some(pids), ..Limits::default() };
+        assert_eq!(written(limits(u64::MAX))[1], ("pids.max", "4194304".to_owned()));
+        assert_eq!(written(limits(4_194_303))[1], ("pids.max", "4194303".to_owned()));
     }
 
     #[test]

@@ -376,6 +376,28 @@ fn only_supervisor_processes_leave_delegated_cgroup() {
     assert_eq!(processes(group.path()), [orphan], "the orphan was moved");
 }
 
+/// The supervisor has children other than the keeper, such as symbolizers.
+#[test]
+fn all_children_of_the_supervisor_leave_delegated_cgroup() {
+    let Some(group) = TestGroup::new("symbolizer") else { return };
+    // The script becomes an orphan, so that it is not a descendant of this process, which acts as the keeper.
+    let script = "(exec setsid sh -c 'sleep 1000 & exec sleep 1234' </dev/null >/dev/null 2>&1) & :";
+    assert_eq!(Shell::start(&group.0, script).wait(), 0);
+    let name = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let mut inside = Vec::new();
+    wait_until("both processes run", || {
+        inside = processes(group.path());
+        inside.len() == 2 && inside.iter().all(|pid| name(pid).starts_with("sleep"))
+    });
+    let supervisor = *inside.iter().find(|pid| name(pid).contains("1234")).unwrap();
+    wait_until("the supervisor is an orphan", || {
+        !process_tree::descendants_of(std::process::id()).unwrap().contains(&supervisor)
+    });
+    group.root(supervisor).move_processes_out().unwrap();
+    assert!(processes(group.path()).is_empty());
+    assert_eq!(processes(&group.path().join(MAIN_GROUP)).len(), 2);
+}
+
 #[test]
 fn cgroup_limit_without_controller_is_an_error() {
     let Some(group) = TestGroup::new("absent") else { return };

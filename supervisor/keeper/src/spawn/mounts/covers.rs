@@ -12,19 +12,18 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
+use super::super::SpawnError;
 use super::super::progress::StepError;
 use super::root::{LayoutStep, c_string, is_expanded};
-use super::{Access, mount, restrict};
+use super::{Access, ENTRIES_MAX, mount, restrict, too_many_entries};
 use crate::confine::landlock::Ruleset;
 use crate::confine::reach::{Purpose, Unreachable};
+use crate::protocol::confinement::Identity;
 use bulkhead_linux::errno::{self, check};
 
 /// Maximum number of folders that can be covered by another file system. Each covered folder needs a descriptor in the
 /// child.
 const COVERS_MAX: usize = 32;
-
-/// Maximum number of entries to show individually if a folder is not shown as a whole.
-const ENTRIES_MAX: usize = 4096;
 
 /// Mount options of the file system that covers a folder. This file system contains only folders and mount points. It
 /// is made read-only at the end.
@@ -53,16 +52,20 @@ struct Bind {
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
 impl Covers {
-    /// Decides the layout. Returns `None` if the user can reach everything. The error is the folder that cannot be
-    /// covered.
-    pub(crate) fn prepare(unreachable: &Unreachable, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
+    /// Decides the layout. Returns `None` if the user can reach everything. Fails if a folder cannot be covered, or if
+    /// it has too many entries.
+    pub(crate) fn prepare(
+        unreachable: &Unreachable,
+        withheld: &[&Path],
+        identity: Option<Identity>,
+    ) -> Result<Option<Self>, SpawnError> {
         if unreachable.folders.is_empty() {
             return Ok(None);
         }
         let is_root = |folder: &&PathBuf| folder.as_path() == Path::new("/");
         if let Some(folder) = unreachable.folders.iter().find(is_root).or(unreachable.folders.get(COVERS_MAX))
         {
-            return Err(folder.clone());
+            return Err(unreachable_folder(folder, identity));
         }
         let withheld_paths: BTreeSet<PathBuf> =
             withheld.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
@@ -78,7 +81,7 @@ impl Covers {
                 Purpose::WorkingDirectory | Purpose::MountPoint => drop(folders.insert(hidden.place.clone())),
                 Purpose::Read if is_expanded => {
                     folders.insert(hidden.place.clone());
-                    for (name, real) in entries(&hidden.real, &withheld_paths) {
+                    for (name, real) in entries(&hidden.real, &withheld_paths)? {
                         add(hidden.place.join(name), real, Access::Read);
                     }
                 }
@@ -218,8 +221,8 @@ impl Covers {
     }
 }
 
-/// Returns the entries of a folder that are not withheld, with their real paths.
-fn entries(folder: &Path, withheld_paths: &BTreeSet<PathBuf>) -> Vec<(PathBuf, PathBuf)> {
+/// Returns the entries of a folder that are not withheld, with their real paths. Fails if the folder has too many.
+fn entries(folder: &Path, withheld_paths: &BTreeSet<PathBuf>) -> Result<Vec<(PathBuf, PathBuf)>, SpawnError> {
     let found = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let entries = found.filter_map(|entry| {
         let name = PathBuf::from(entry.file_name());
@@ -230,7 +233,19 @@ fn entries(folder: &Path, withheld_paths: &BTreeSet<PathBuf>) -> Vec<(PathBuf, P
         let kind = std::fs::metadata(&real).ok()?;
         (is_in_folder && !is_secret && (kind.is_dir() || kind.is_file())).then_some((name, real))
     });
-    entries.take(ENTRIES_MAX).collect()
+    let entries: Vec<_> = entries.take(ENTRIES_MAX + 1).collect();
+    if entries.len() > ENTRIES_MAX { Err(too_many_entries(folder)) } else { Ok(entries) }
+}
+
+/// Returns the error for a folder that the worker's user cannot traverse, and that cannot be covered.
+pub(crate) fn unreachable_folder(folder: &Path, identity: Option<Identity>) -> SpawnError {
+    let uid = identity.map_or(0, |identity| identity.uid);
+    let folder = folder.display();
+    let step = format!(
+        "let user {uid} through {folder}, which contains paths granted to the worker: run `chmod o+x \
+         {folder}`, or set `user` in `sandbox` to a user that can"
+    );
+    SpawnError::new(&step, Errno::ACCESS)
 }
 
 fn create_mount_namespace() -> Result<(), Errno> {

@@ -5,7 +5,7 @@
 //! with system calls only.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
@@ -14,14 +14,21 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use super::super::progress::StepError;
+use super::super::{ROOT_STEP, SpawnError};
 use super::proc_entries;
-use super::{Access, mount, restrict};
+use super::{Access, ENTRIES_MAX, mount, restrict, too_many_entries};
 use crate::confine::paths;
 use crate::confine::reach::{GrantedPaths, Unreachable};
 use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
 
-/// Path at which the system's root folder is mounted while the private root folder is being assembled.
-const OLD_ROOT: &CStr = c"/old";
+/// Path at which the system's root folder is mounted while the private root folder is being assembled. No granted path
+/// can be inside it.
+const OLD_ROOT: &CStr = c"/.bulkhead-old-root";
+const OLD_PROC: &CStr = c"/.bulkhead-old-root/proc";
+const OLD_NULL: &CStr = c"/.bulkhead-old-root/dev/null";
+
+/// Name of [`OLD_ROOT`] in the new root folder.
+const OLD_ROOT_NAME: &CStr = c".bulkhead-old-root";
 
 /// Folder at which the new root folder is first mounted. This folder exists on every system, and its contents are not
 /// needed until the root is changed.
@@ -74,7 +81,7 @@ pub(crate) struct PrivateRoot {
     tmp_options: Option<CString>,
 }
 
-/// Maximum number of entries to show individually if a folder is not shown as a whole. A folder with more entries is
+/// Maximum number of entries to show individually if a folder contains withheld paths. A folder with more entries is
 /// shown as a whole, and its withheld paths are hidden.
 const SHOWN_ENTRIES_MAX: usize = 512;
 
@@ -85,13 +92,13 @@ const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
 
 impl PrivateRoot {
-    /// Decides the layout of the root folder. The error is the configured path that does not exist.
-    pub(crate) fn prepare<'v>(
-        granted: &GrantedPaths<'v>,
-        withheld: &'v [&'v Path],
+    /// Decides the layout of the root folder. Fails if a configured path cannot be shown.
+    pub(crate) fn prepare(
+        granted: &GrantedPaths<'_>,
+        withheld: &[&Path],
         unreachable: &Unreachable,
         layers: &Layers,
-    ) -> Result<Self, &'v Path> {
+    ) -> Result<Self, SpawnError> {
         let mut layout = Layout::default();
         for path in paths::SYSTEM_FOLDERS {
             layout.add_system_folder(Path::new(path));
@@ -103,6 +110,7 @@ impl PrivateRoot {
             layout.bind(Path::new(path), Access::Device);
         }
         let inner_links = layout.add_granted(granted, withheld, unreachable)?;
+        layout.check_names(granted.directory)?;
         let expanded = layout.expanded.iter().filter_map(|folder| c_string(folder)).collect();
         let mut steps = layout.steps();
         for folder in &layout.expanded {
@@ -169,7 +177,7 @@ impl PrivateRoot {
     fn mount_proc(&self) -> Result<(), Errno> {
         make_folder(c"/proc")?;
         if !self.has_pid_namespace {
-            return bind(c"/old/proc", c"/proc", Access::Read);
+            return bind(OLD_PROC, c"/proc", Access::Read);
         }
         let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | libc::MS_RDONLY;
         mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
@@ -201,9 +209,7 @@ impl LayoutStep {
             {
                 Ok(())
             }
-            Self::Hide { at, is_folder: false } => {
-                mount(Some(c"/old/dev/null"), at, None, libc::MS_BIND, None)
-            }
+            Self::Hide { at, is_folder: false } => mount(Some(OLD_NULL), at, None, libc::MS_BIND, None),
             Self::Hide { at, is_folder: true } => {
                 let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | libc::MS_RDONLY;
                 mount(Some(c"tmpfs"), at, Some(c"tmpfs"), flags, Some(c"size=4k,nr_inodes=2,mode=0555"))
@@ -231,25 +237,26 @@ impl Layout {
     }
 
     /// Adds the granted paths. Returns the links in folders whose entries are granted one by one, each with its
-    /// target. If a path does not exist, returns this path as the error.
-    fn add_granted<'v>(
+    /// target. Fails if a path does not exist.
+    fn add_granted(
         &mut self,
-        granted: &GrantedPaths<'v>,
+        granted: &GrantedPaths<'_>,
         withheld: &[&Path],
         unreachable: &Unreachable,
-    ) -> Result<Vec<(PathBuf, PathBuf)>, &'v Path> {
+    ) -> Result<Vec<(PathBuf, PathBuf)>, SpawnError> {
         let mut links = Vec::new();
         for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
-            links.extend(self.add_program_folder(&folder, withheld, unreachable));
+            links.extend(self.add_program_folder(&folder, withheld, unreachable)?);
         }
         let named = granted.read.iter().map(|path| (*path, Access::Read));
         for (path, access) in named.chain(granted.write.iter().map(|path| (*path, Access::Write))) {
             if !path.exists() {
-                return Err(path);
+                let step = format!("{ROOT_STEP}: show {}", path.display());
+                return Err(SpawnError::new(&step, Errno::NOENT));
             }
             if paths::is_grantable(path, granted.write) == Ok(true) {
                 if access == Access::Read && is_expanded(path, unreachable) {
-                    links.extend(self.add_program_folder(path, withheld, unreachable));
+                    links.extend(self.add_program_folder(path, withheld, unreachable)?);
                 } else {
                     self.bind(path, access);
                 }
@@ -258,11 +265,27 @@ impl Layout {
         Ok(links)
     }
 
+    /// Checks that no path is inside [`OLD_ROOT`], where the child would change the system's root folder.
+    fn check_names(&self, directory: &Path) -> Result<(), SpawnError> {
+        let old_root = Path::new(OsStr::from_bytes(OLD_ROOT.to_bytes()));
+        let real_directory = std::fs::canonicalize(directory).ok();
+        let shown = self.binds.keys().chain(&self.expanded).chain(&real_directory).map(PathBuf::as_path);
+        match shown.chain([directory]).find(|path| path.starts_with(old_root)) {
+            None => Ok(()),
+            Some(path) => {
+                let (path, old_root) = (path.display(), old_root.display());
+                let step =
+                    format!("{ROOT_STEP}: show {path}: rename {old_root}, because Bulkhead needs this name");
+                Err(SpawnError::new(&step, Errno::EXIST))
+            }
+        }
+    }
+
     /// Makes a path visible under the given name and under its real path.
     fn bind(&mut self, path: &Path, access: Access) {
         let Ok(real) = std::fs::canonicalize(path) else { return };
         if real == Path::new("/") {
-            return self.bind_root(access);
+            return paths::root_entries().iter().for_each(|entry| self.bind(entry, access));
         }
         for place in [path.to_path_buf(), real.clone()] {
             let entry = self.binds.entry(place).or_insert((real.clone(), access));
@@ -273,28 +296,31 @@ impl Layout {
     /// Adds a folder. If paths inside the folder are withheld, adds the other entries individually. Mounting something
     /// over a withheld path would not be enough, because a file that later takes the place of the withheld one would be
     /// visible. The entries are also added individually if the folder denies access to the worker's user. Returns the
-    /// links in the folder, each with its target.
+    /// links in the folder, each with its target. Fails if a folder that denies access has too many entries.
     fn add_program_folder(
         &mut self,
         folder: &Path,
         withheld: &[&Path],
         unreachable: &Unreachable,
-    ) -> Vec<(PathBuf, PathBuf)> {
+    ) -> Result<Vec<(PathBuf, PathBuf)>, SpawnError> {
         let entries = |folder: &Path| {
             let entries = std::fs::read_dir(folder).ok()?.flatten();
             let is_link = |path: &PathBuf| path.is_symlink();
             Some(entries.map(|entry| entry.path()).filter(|path| !is_link(path)).collect::<Vec<_>>())
         };
+        let is_expanded = is_expanded(folder, unreachable);
         let parts = match paths::grantable_parts(folder, withheld) {
-            Ok(parts) if parts == [folder] && is_expanded(folder, unreachable) => entries(folder),
+            Ok(parts) if parts == [folder] && is_expanded => entries(folder),
             Ok(parts) if parts != [folder] => Some(parts),
             _ => None,
         };
+        let entries_max = if is_expanded { ENTRIES_MAX } else { SHOWN_ENTRIES_MAX };
         let parts = match parts {
-            Some(parts) if parts.len() <= SHOWN_ENTRIES_MAX => parts,
+            Some(parts) if parts.len() <= entries_max => parts,
+            Some(_) if is_expanded => return Err(too_many_entries(folder)),
             _ => {
                 self.bind(folder, Access::Read);
-                return Vec::new();
+                return Ok(Vec::new());
             }
         };
         parts.iter().for_each(|part| self.bind(part, Access::Read));
@@ -306,16 +332,7 @@ impl Layout {
             let path = entry.path();
             Some((path.clone(), std::fs::read_link(path).ok()?))
         });
-        links.collect()
-    }
-
-    /// Adds all entries of the system's root folder, except the folders that are private to the worker.
-    fn bind_root(&mut self, access: Access) {
-        for entry in std::fs::read_dir("/").into_iter().flatten().flatten() {
-            if !["proc", "dev", "tmp"].iter().any(|own| entry.file_name() == *own) {
-                self.bind(&entry.path(), access);
-            }
-        }
+        Ok(links.collect())
     }
 
     /// Adds a system file under the given name, if every user can read the file.
@@ -442,14 +459,14 @@ pub(crate) fn mount_private_proc() -> Result<(), Errno> {
     if own == b"1" { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// Mounts an empty file system as the root. The previous root becomes the folder `old` in the new root.
+/// Mounts an empty file system as the root. The previous root becomes the folder [`OLD_ROOT`] in the new root.
 fn change_root() -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     mount(Some(c"tmpfs"), STAGING_FOLDER, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
     rustix::process::chdir(STAGING_FOLDER)?;
-    make_folder(c"old")?;
+    make_folder(OLD_ROOT_NAME)?;
     // SAFETY: the strings end with NUL.
-    check(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c"old".as_ptr()) } as i32)?;
+    check(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), OLD_ROOT_NAME.as_ptr()) } as i32)?;
     rustix::process::chdir(c"/")
 }
 
@@ -477,4 +494,26 @@ fn ignore_existing(result: Result<(), Errno>) -> Result<(), Errno> {
 fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
     mount(Some(from), at, None, libc::MS_BIND | libc::MS_REC, None)?;
     restrict(at, access)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_below_the_old_root_are_rejected() {
+        for path in [OLD_PROC, OLD_NULL] {
+            assert!(path.to_bytes().starts_with(OLD_ROOT.to_bytes()));
+        }
+        let mut layout = Layout::default();
+        layout.bind(Path::new("/usr"), Access::Read);
+        assert!(layout.check_names(Path::new("/old")).is_ok());
+        for path in ["/.bulkhead-old-root", "/.bulkhead-old-root/data"] {
+            assert_eq!(layout.check_names(Path::new(path)).unwrap_err().errno, Errno::EXIST);
+        }
+        let hidden = PathBuf::from("/.bulkhead-old-root/data");
+        layout.binds.insert(hidden, (PathBuf::from("/usr"), Access::Read));
+        let error = layout.check_names(Path::new("/usr")).unwrap_err();
+        assert!(error.step.contains("show /.bulkhead-old-root/data: rename"), "{}", error.step);
+    }
 }
