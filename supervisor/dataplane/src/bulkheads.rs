@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use bulkhead_config::TenantConfig;
 use bulkhead_plane::bulkhead_counters::BulkheadCounters;
+use bulkhead_plane::command::SteerAction;
 use bulkhead_plane::demand::{Demand, Load};
 use bulkhead_plane::handover::ClosedByOperator;
 use bulkhead_plane::latency::Latency;
@@ -282,6 +283,24 @@ impl Bulkheads {
             is_draining: entry.state(compartments).0 == BulkheadState::Draining,
             is_forced_open: entry.breaker(compartments) == BreakerState::ForcedOpen,
         })
+    }
+
+    /// Closes a rebuilt bulkhead that an operator has closed. Returns the events that must then be applied to the
+    /// compartments.
+    pub(super) fn close_again(&mut self, name: &str, closed: ClosedByOperator) -> Vec<CompartmentEvent> {
+        let Some(bulkhead) = self.find(name) else { return Vec::new() };
+        if closed.is_draining {
+            self.steer(bulkhead, SteerAction::Drain);
+        }
+        if closed.is_forced_open {
+            self.force_breaker(bulkhead, true);
+        }
+        let events = |compartment| {
+            let drain = closed.is_draining.then_some((compartment, Event::Drain));
+            let force = closed.is_forced_open.then_some((compartment, Event::ForceBreaker { open: true }));
+            drain.into_iter().chain(force)
+        };
+        self[bulkhead].compartments().into_iter().flat_map(events).collect()
     }
 
     /// Starts removing a bulkhead. The bulkhead accepts no further jobs.

@@ -6,7 +6,6 @@ use bulkhead_api::{
 };
 use bulkhead_config::TenantConfig;
 use bulkhead_plane::command::{SteerAction, SteerError};
-use bulkhead_plane::handover::ClosedByOperator;
 use bulkhead_plane::notices::Milestone;
 use bulkhead_policy::{Event, LimitChange, RateLimit, RatePer};
 use bulkhead_shared::JobId;
@@ -82,15 +81,6 @@ impl DataPlane {
         }
         self.report_changed_limits(bulkhead, None, &numbers);
         Ok(Box::new(self.snapshot_source().snapshot(bulkhead)))
-    }
-
-    /// Restores an operator's decision to close a bulkhead, after the bulkhead has been rebuilt or handed over.
-    pub(crate) fn close_again(&mut self, name: &str, closed: ClosedByOperator) -> Result<(), SteerError> {
-        let bulkhead = self.find_running(name)?;
-        if closed.is_forced_open {
-            self.force_breaker(bulkhead, true);
-        }
-        if closed.is_draining { self.steer(name, SteerAction::Drain) } else { Ok(()) }
     }
 
     fn force_breaker(&mut self, bulkhead: BulkheadIndex, open: bool) {

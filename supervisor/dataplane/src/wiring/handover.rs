@@ -7,11 +7,11 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
-use bulkhead_api::{Change, ChangedPer, ChangedRate, TenantChange, TenantRate};
+use bulkhead_api::{BreakerMode, Change, ChangedPer, ChangedRate, TenantChange, TenantRate};
 use bulkhead_config::TenantConfig;
 use bulkhead_linux::packets::{self, Outbox, Received};
 use bulkhead_plane::access::{Grant, HttpClient};
-use bulkhead_plane::command::SteerError;
+use bulkhead_plane::command::{SteerAction, SteerError};
 use bulkhead_plane::handover::{
     BulkheadState, CompartmentName, Frame, FrameError, HandoverCommand, Held, MESSAGE_BYTES_MAX,
     NUMBERS_PER_ATTEMPT, Numbers, Prepared, Quarantined, SessionClient, SessionState, Switch, SwitchState,
@@ -313,7 +313,7 @@ impl DataPlane {
                 rate_limit: (own.rate_limit == state.file.rate_limit
                     && state.live.rate_limit != state.file.rate_limit)
                     .then(|| state.live.rate_limit.map(changed_rate)),
-                breaker: None,
+                breaker: state.closed.is_forced_open.then_some(BreakerMode::ForcedOpen),
             };
             let failed = |error: SteerError| {
                 format!(
@@ -324,7 +324,9 @@ impl DataPlane {
             if change != Change::default() {
                 self.change(&state.name, &change).map_err(failed)?;
             }
-            self.close_again(&state.name, state.closed).map_err(failed)?;
+            if state.closed.is_draining {
+                self.steer(&state.name, SteerAction::Drain).map_err(failed)?;
+            }
         }
         for state in tenants {
             let Some(bulkhead) = self.bulkheads.find(&state.bulkhead) else { continue };

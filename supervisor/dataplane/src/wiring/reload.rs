@@ -42,7 +42,11 @@ impl DataPlane {
             self.access = access.with_unrelated(self.access.unrelated());
             self.update_grants();
         }
-        rebuilt.iter().zip(closed).try_for_each(|((name, _), closed)| self.close_again(name, closed))?;
+        for ((name, _), closed) in rebuilt.iter().zip(closed) {
+            for (compartment, event) in self.bulkheads.close_again(name, closed) {
+                self.apply_quietly(compartment, event);
+            }
+        }
         Ok(dropped)
     }
 
