@@ -298,7 +298,7 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
     bulkhead(&supervisor, &["jobs", "nobody"]).expect(66);
 
     let told = bulkhead(&supervisor, &["cancel", "idle", first["job"].as_str().unwrap()]).expect(66);
-    assert!(told.stderr.contains("in the bulkhead `b`"), "{}", told.stderr);
+    assert!(told.stderr.contains("in bulkhead `b`"), "{}", told.stderr);
     // The running job holds the only permit, so the queued job cannot begin before it is cancelled.
     let cancel =
         |job: &Value| bulkhead(&supervisor, &["cancel", "b", job["job"].as_str().unwrap(), "--json"]);

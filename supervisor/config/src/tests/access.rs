@@ -117,7 +117,7 @@ fn access_rule_rejects_unknown_users_and_groups() {
         &entry("group = \"no such group\""),
         (4, 9),
         "`access.group`: there is no group `no such group`",
-        "a name from `getent group`",
+        "write a name that `getent group` lists",
     );
 }
 

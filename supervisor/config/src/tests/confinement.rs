@@ -252,7 +252,7 @@ fn sandbox_user_must_exist() {
         &sandbox("user = \"no-such-user\""),
         at,
         "`sandbox.user`: there is no user `no-such-user`",
-        "write `user = \"auto\"` or `user = \"shared\"`, or write a name from",
+        "write `user = \"auto\"` or `user = \"shared\"`, or write a name that",
     );
     folder.reject_one(
         &sandbox("user = 1001"),

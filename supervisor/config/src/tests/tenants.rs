@@ -247,7 +247,7 @@ fn invalid_tenant_names_are_rejected() {
     folder.accept(&named(&"x".repeat(256)));
     folder.accept(&named("Acme, Größe 3/π"));
     folder.reject_one(&named(""), (3, 20), "the name of a tenant is empty", "jobs without a tenant have");
-    folder.reject_one(&named(&"ä".repeat(129)), (3, 20), "the name has 258 bytes", "at most 256 bytes");
+    folder.reject_one(&named(&"ä".repeat(129)), (3, 20), "the name is 258 bytes long", "at most 256 bytes");
     folder.reject_one(&named("a\\u0000b"), (3, 20), "contains a NUL byte", "");
     let tables: String = (0..1025).map(|number| format!("tenant.t{number} = {{}}\n")).collect();
     folder.reject_one(&bulkhead(&tables), (3 + 1024, 8), "more than 1024 tenants", "");

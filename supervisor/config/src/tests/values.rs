@@ -185,7 +185,7 @@ fn program_arguments_must_be_strings_without_nul() {
         "file",
     );
     let text = bulkhead(&format!("env = {{ A = \"{argument}\" }}"));
-    folder.reject_one(&text, (1, 11), "more than 96KiB", "");
+    folder.reject_one(&text, (1, 11), "the maximum is 96KiB", "");
 }
 
 #[test]

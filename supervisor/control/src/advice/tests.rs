@@ -256,7 +256,10 @@ fn idle_bulkhead_gets_no_advice() {
     };
     assert!(!advice(seen(), &large).advice.is_empty());
     let actual = advice(idle.clone(), &large);
-    assert!(actual.advice.is_empty() && actual.kept[0].reason.contains("in flight for 0.6 %"), "{actual:?}");
+    assert!(
+        actual.advice.is_empty() && actual.kept[0].reason.contains("in flight for only 0.6 %"),
+        "{actual:?}"
+    );
     let lost = Observations { rejected: [("queue_full".into(), 5000)].into(), ..idle };
     assert!(!advice(lost, &large).advice.is_empty(), "a bulkhead that rejects jobs is not idle");
 }

@@ -270,7 +270,7 @@ fn outcome_of(
                 format!("the payload of {bytes} bytes is larger than max_payload ({max} bytes)")
             }
             Length::Unknown => {
-                format!("the payload has more than {max} bytes, but max_payload is {max} bytes")
+                format!("the payload of more than {max} bytes is larger than max_payload ({max} bytes)")
             }
         };
     }

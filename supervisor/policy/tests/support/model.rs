@@ -146,8 +146,10 @@ struct Worker {
     is_stalled: bool,
     /// Value that `is_stalled` will have at the end of this step.
     stalls: bool,
-    /// Heartbeat interval sent to the worker.
+    /// `health.heartbeat` at the time of the welcome.
     heartbeat: Duration,
+    /// Minimum number of heartbeats that the worker must miss before it counts as hung.
+    missed_min: u32,
     /// Time by which the worker must send HELLO.
     hello_by: Time,
     /// True if the worker was started before the last restart or the last program change.

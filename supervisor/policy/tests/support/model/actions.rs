@@ -37,6 +37,7 @@ impl Worker {
             is_stalled: false,
             stalls: false,
             heartbeat: limits.health.heartbeat,
+            missed_min: 0,
             hello_by: now + limits.start.handshake.max(SPAWN_PATIENCE),
             is_outdated: false,
             has_old_program: false,
@@ -225,7 +226,7 @@ impl Model {
     }
 
     pub(super) fn is_silent(&self, worker: &Worker) -> bool {
-        let missed = self.limits.health.missed;
+        let missed = self.limits.health.missed.max(worker.missed_min);
         let is_silent = worker.last_heard_at + worker.heartbeat * (missed + 1) <= self.now;
         match worker.phase {
             Phase::Spawned => false,

@@ -5,7 +5,8 @@ use std::time::Duration;
 use std::collections::{BTreeMap, BTreeSet};
 
 use bulkhead_policy::{
-    Capabilities, Death, Event, KillReason, Overflow, Reply, Submission, TenantId, Time, WorkerId,
+    Capabilities, Death, Event, Health, KillReason, Overflow, RARE_HEARTBEATS_MISSED, Reply, Submission,
+    TenantId, Time, WorkerId,
 };
 use bulkhead_shared::{CrashReason, Executed, HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
@@ -140,6 +141,7 @@ impl Model {
     fn alive_at(&mut self, id: WorkerId, at: Time) {
         let (now, missed) = (self.now, self.limits.health.missed);
         let Some(worker) = self.live_mut(id).filter(|worker| at > worker.last_heard_at) else { return };
+        let missed = missed.max(worker.missed_min);
         let was_watched = worker.observed_since.is_some();
         (worker.last_heard_at, worker.excused_silences) = (at.min(now), 0);
         if worker.last_heard_at + worker.heartbeat * (missed + 1) > now + worker.heartbeat / 2 {
@@ -439,7 +441,7 @@ impl Model {
 
     fn hello(&mut self, id: WorkerId, capabilities: Capabilities, has_journal: bool) {
         let (until, most) = (self.now + self.limits.start.ready, self.limits.max_in_flight);
-        let heartbeat = self.limits.health.heartbeat;
+        let Health { heartbeat, missed } = self.limits.health;
         if let Some(worker) = self.live_mut(id)
             && worker.phase == Phase::Spawned
             && worker.killed.is_none()
@@ -450,6 +452,7 @@ impl Model {
             worker.has_journal = has_journal;
             worker.sent_max_in_flight = most;
             worker.heartbeat = heartbeat;
+            worker.missed_min = if missed < RARE_HEARTBEATS_MISSED { 0 } else { RARE_HEARTBEATS_MISSED };
         }
     }
 
