@@ -44,7 +44,7 @@ impl DataPlane {
         }
         for ((name, _), closed) in rebuilt.iter().zip(closed) {
             for (compartment, event) in self.bulkheads.close_again(name, closed) {
-                self.apply_quietly(compartment, event);
+                self.apply(compartment, event, Incoming::None);
             }
         }
         Ok(dropped)
