@@ -281,6 +281,16 @@ fn bulkhead_limits_must_fit_live_limits_of_isolated_tenants() {
     assert_eq!(patch(&supervisor, "b", r#"{"processes": 1}"#).0, 200);
 }
 
+/// The configuration file counts a tenant with more processes once, and the bulkhead's number of processes for all other
+/// tenants.
+#[test]
+fn large_isolated_tenant_does_not_prevent_live_changes() {
+    let keys = "processes = 1\nmax_queue = 1\n[bulkhead.b.tenant.big]\nprocesses = 20\n";
+    let supervisor = Supervisor::start(&isolated("max_active = 1024", keys));
+    let (status, snapshot) = patch(&supervisor, "b", r#"{"max_queue": 5, "breaker": "forced_open"}"#);
+    assert_eq!((status, &snapshot["breaker"]), (200, &"forced_open".into()), "{snapshot}");
+}
+
 /// The test also checks that the limits apply immediately to running workers.
 #[test]
 fn live_limits_for_isolated_tenant_survive_idle_shutdown() {

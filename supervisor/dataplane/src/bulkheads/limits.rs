@@ -261,7 +261,8 @@ impl BulkheadEntry {
                         "this tenant's max_in_flight is 0, so its queued jobs would never run".into(),
                     );
                 }
-                check_permits(&limits, self.fixed_settings())
+                check_permits(&limits, self.program.sandbox())?;
+                check_workers(limits.processes, limits.start.spares, isolated.max_active)
             }
             Layout::Shared(compartment) => {
                 let own = &self.own;
@@ -364,16 +365,15 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// Checks the numbers of workers and permits of a bulkhead, or of an isolated tenant.
-fn check_permits(limits: &Limits, fixed: FixedSettings<'_>) -> Result<(), SteerError> {
-    check_programs(fixed.sandbox, limits.max_in_flight)?;
+/// Checks the number of permits of a bulkhead or of an isolated tenant.
+fn check_permits(limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
+    check_programs(sandbox, limits.max_in_flight)?;
     let most = u64::from(limits.processes) * u64::from(limits.max_in_flight);
     if most > PERMITS_CEILING {
         let message = format!("processes x max_in_flight must be at most {PERMITS_CEILING}");
         return Err(SteerError::Conflict(message));
     }
-    check_adaptive(limits, most)?;
-    fixed.max_active.map_or(Ok(()), |tenants| check_workers(limits.processes, limits.start.spares, tenants))
+    check_adaptive(limits, most)
 }
 
 /// Returns an error if the adaptive limit's maximum exceeds the number of permits, `most`.
@@ -429,11 +429,11 @@ fn check_limits(
 ) -> Result<(), SteerError> {
     let unfit = |message: String| Err(SteerError::Conflict(message));
     check_queue(limits, fixed.has_own_pressure)?;
-    check_permits(limits, fixed)?;
+    check_permits(limits, fixed.sandbox)?;
     for own in own.values().filter(|_| fixed.max_active.is_some()) {
         let mut limits = limits.clone();
         own.of_workers().apply_to(&mut limits);
-        check_permits(&limits, fixed)?;
+        check_permits(&limits, fixed.sandbox)?;
     }
     if limits.max_in_flight == 0 && limits.max_queue > 0 {
         return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());
@@ -444,5 +444,5 @@ fn check_limits(
         let message = "some tenants have a separate rate limit, which requires rate_limit.per = \"tenant\"";
         return unfit(message.into());
     }
-    Ok(())
+    fixed.max_active.map_or(Ok(()), |tenants| check_workers(limits.processes, limits.start.spares, tenants))
 }

@@ -153,11 +153,12 @@ const SHARED_FOLDERS: [&str; 16] = [
 const PRIVATE_FOLDERS: [&str; 3] = ["/proc", "/dev", "/tmp"];
 
 /// Returns the entries of the system's root folder, except the folders that are private to the worker, and links to
-/// them.
+/// them or to the root folder itself.
 pub(crate) fn root_entries() -> Vec<PathBuf> {
     let entries = std::fs::read_dir("/").into_iter().flatten().flatten().map(|entry| entry.path());
     let is_private = |real: &Path| PRIVATE_FOLDERS.iter().any(|private| real.starts_with(private));
-    entries.filter(|path| std::fs::canonicalize(path).is_ok_and(|real| !is_private(&real))).collect()
+    let is_shown = |real: &Path| real != Path::new("/") && !is_private(real);
+    entries.filter(|path| std::fs::canonicalize(path).is_ok_and(|real| is_shown(&real))).collect()
 }
 
 /// Folder that contains the users' home folders.
