@@ -424,21 +424,33 @@ fn signal_to_both_programs_counts_once() {
 #[test]
 fn second_signal_ends_the_drain_notice_of_both_programs() {
     let keys = "drain_notice = \"1h\"\ndrain_timeout = \"1h\"\n";
-    let manager = Manager::start(tempfile::tempdir().unwrap(), keys, ONE, &[]);
-    let old = manager.main();
-    let upgrading = Upgrading::start(&manager);
-    upgrading.until_switched(&manager, old);
-    let mut of_new = Raw::connect(&manager.socket());
-    of_new.submit(1, "hang", b"");
-    wait_for("the job runs", || (get(&manager, "/v1/bulkheads/b")["in_flight"] == 1).then_some(()));
-    manager.begin_stop();
-    wait_for("the notice of both programs begins", || {
-        (manager.log().matches("stopping in 1h").count() == 2).then_some(())
-    });
-    manager.signal(Signal::SIGTERM);
-    manager.ended();
-    wait_for("both programs exit", || manager.supervisors().is_empty().then_some(()));
-    upgrading.end();
+    for is_paused in [false, true] {
+        let manager = Manager::start(tempfile::tempdir().unwrap(), keys, ONE, &[]);
+        let old = manager.main();
+        let upgrading = Upgrading::start(&manager);
+        let new = upgrading.until_switched(&manager, old);
+        let mut of_new = Raw::connect(&manager.socket());
+        of_new.submit(1, "hang", b"");
+        wait_for("the job runs", || (get(&manager, "/v1/bulkheads/b")["in_flight"] == 1).then_some(()));
+        manager.begin_stop();
+        wait_for("the notice of both programs begins", || {
+            (manager.log().matches("stopping in 1h").count() == 2).then_some(())
+        });
+        if is_paused {
+            // The new program learns of the signal after the old program has stopped.
+            kill_pid(new, Signal::SIGSTOP);
+            kill_pid(old, Signal::SIGTERM);
+            wait_for("the old program stops", || {
+                manager.log().contains("INFO bulkhead: stopped").then_some(())
+            });
+            kill_pid(new, Signal::SIGCONT);
+        } else {
+            manager.signal(Signal::SIGTERM);
+        }
+        manager.ended();
+        wait_for("both programs exit", || manager.supervisors().is_empty().then_some(()));
+        upgrading.end();
+    }
 }
 
 #[test]

@@ -156,8 +156,8 @@ async fn serve_beside(control: &Shared, link: &Arc<Link>, lifeline: &AsyncFd<Own
     let mut is_linked = true;
     loop {
         tokio::select! {
+            // The predecessor's last messages are read even if it has already exited.
             biased;
-            () = wait_for_end(lifeline) => return,
             message = link.receive(), if is_linked => match message {
                 Ok(Some(message)) => match message.kind {
                     kind::MAIN => {
@@ -173,6 +173,7 @@ async fn serve_beside(control: &Shared, link: &Arc<Link>, lifeline: &AsyncFd<Own
                 },
                 Ok(None) | Err(_) => is_linked = false,
             },
+            () = wait_for_end(lifeline) => return,
         }
     }
 }

@@ -556,13 +556,14 @@ impl Upgrade {
         let mut is_linked = true;
         loop {
             tokio::select! {
+                // The new program's last messages are read even if it has already exited.
                 biased;
-                () = successor.ended() => break,
                 message = successor.link.receive(), if is_linked => match message {
                     Ok(Some(message)) if message.kind == kind::STOP => control.stop_with_other(),
                     Ok(Some(_)) => {}
                     Ok(None) | Err(_) => is_linked = false,
                 },
+                () = successor.ended() => break,
             }
         }
         // If this is still the main process, the service manager told both supervisors to stop.
