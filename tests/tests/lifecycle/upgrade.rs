@@ -248,6 +248,30 @@ fn operator_changes_survive_an_upgrade() {
     wait_for("the third worker is ready", || (get(&manager, "/v1/bulkheads/b")["limit"] == 6).then_some(()));
 }
 
+/// Sets values at runtime that are valid together, but not with the values in the file. The bulkhead's value in `b`
+/// depends on the value of a tenant. In `c`, the tenant's value depends on the value of the bulkhead.
+#[test]
+fn live_limits_that_depend_on_each_other_survive_an_upgrade() {
+    let isolated = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 4\nmax_queue = 1\n\
+                    adaptive = { target = \"50ms\", min = 1, max = 4 }\ntenants = { isolate = true, max_active = 3 }\n";
+    let small = "[bulkhead.b.tenant.acme]\nmax_in_flight = 2\n";
+    let manager = start(&format!("{isolated}{small}{}", isolated.replace("bulkhead.b", "bulkhead.c")));
+    let place = Place::Unix(manager.folder.path().join("admin.sock"));
+    let patch = |path: &str, body: &str| {
+        let path = format!("/v1/bulkheads/{path}");
+        let answer = place.ask("PATCH", &path, &["Content-Type: application/json"], body.as_bytes());
+        assert_eq!(answer.status, 200, "{path}: {}", String::from_utf8_lossy(&answer.body));
+    };
+    // Each bulkhead or tenant needs at least `adaptive.max` permits.
+    patch("b/tenants/acme", r#"{"max_in_flight": 4}"#);
+    patch("b", r#"{"processes": 1}"#);
+    patch("c", r#"{"processes": 4}"#);
+    patch("c/tenants/acme", r#"{"max_in_flight": 1}"#);
+    upgraded(&manager);
+    let processes = |name: &str| get(&manager, &format!("/v1/bulkheads/{name}"))["processes"].clone();
+    assert_eq!((processes("b"), processes("c")), (1.into(), 4.into()));
+}
+
 #[test]
 fn impossible_upgrade_is_rejected_with_a_reason() {
     let supervisor = Supervisor::start(ONE);

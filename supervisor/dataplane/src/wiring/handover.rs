@@ -302,54 +302,71 @@ impl DataPlane {
 
     // The successor.
 
+    /// Restores the values that were set at runtime. A value of a bulkhead can depend on the values of its tenants, and
+    /// the other way round. Therefore, values that conflict are set again after the others.
     fn restore(&mut self, bulkheads: &[BulkheadState], tenants: &[TenantState]) -> Result<(), String> {
-        for state in bulkheads {
-            let Some(bulkhead) = self.bulkheads.find(&state.name) else { continue };
-            let own = numbers_of(self.bulkheads[bulkhead].limits(&self.compartments));
-            let change = Change {
-                processes: kept(own.processes, state.file.processes, state.live.processes),
-                max_in_flight: kept(own.max_in_flight, state.file.max_in_flight, state.live.max_in_flight),
-                max_queue: kept(own.max_queue, state.file.max_queue, state.live.max_queue),
-                rate_limit: (own.rate_limit == state.file.rate_limit
-                    && state.live.rate_limit != state.file.rate_limit)
-                    .then(|| state.live.rate_limit.map(changed_rate)),
-                breaker: state.closed.is_forced_open.then_some(BreakerMode::ForcedOpen),
-            };
-            let failed = |error: SteerError| {
-                format!(
-                    "the values set at runtime for bulkhead '{}' conflict with its configuration: {error}",
-                    state.name
-                )
-            };
-            if change != Change::default() {
-                self.change(&state.name, &change).map_err(failed)?;
-            }
-            if state.closed.is_draining {
-                self.steer(&state.name, SteerAction::Drain).map_err(failed)?;
+        let (mut bulkheads, mut tenants) = (Vec::from_iter(bulkheads), Vec::from_iter(tenants));
+        loop {
+            let pending = bulkheads.len() + tenants.len();
+            let mut conflict = None;
+            bulkheads.retain(|state| is_failure(self.restore_bulkhead(state), &mut conflict));
+            tenants.retain(|state| is_failure(self.restore_tenant(state), &mut conflict));
+            match conflict {
+                None => return Ok(()),
+                Some(conflict) if bulkheads.len() + tenants.len() == pending => return Err(conflict),
+                Some(_) => {}
             }
         }
-        for state in tenants {
-            let Some(bulkhead) = self.bulkheads.find(&state.bulkhead) else { continue };
-            let own = self.bulkheads[bulkhead].tenant_limits().get(&state.tenant).copied();
-            let own = numbers_of_tenant(&own.unwrap_or_default());
-            let rate = kept(own.rate_limit, state.file.rate_limit, state.live.rate_limit);
-            let change = TenantChange {
-                processes: kept(own.processes, state.file.processes, state.live.processes),
-                max_in_flight: kept(own.max_in_flight, state.file.max_in_flight, state.live.max_in_flight),
-                max_queue: kept(own.max_queue, state.file.max_queue, state.live.max_queue),
-                rate_limit: rate.map(|(per_second, burst, _)| TenantRate { per_second, burst: Some(burst) }),
-            };
-            if change != TenantChange::default() {
-                self.change_tenant(&state.bulkhead, &state.tenant, &change).map_err(|error| {
-                    let TenantState { bulkhead, tenant, .. } = state;
-                    format!(
-                        "the values set at runtime for the tenant '{tenant}' in bulkhead '{bulkhead}' \
-                         conflict with its configuration: {error}"
-                    )
-                })?;
-            }
+    }
+
+    fn restore_bulkhead(&mut self, state: &BulkheadState) -> Result<(), String> {
+        let Some(bulkhead) = self.bulkheads.find(&state.name) else { return Ok(()) };
+        let own = numbers_of(self.bulkheads[bulkhead].limits(&self.compartments));
+        let change = Change {
+            processes: kept(own.processes, state.file.processes, state.live.processes),
+            max_in_flight: kept(own.max_in_flight, state.file.max_in_flight, state.live.max_in_flight),
+            max_queue: kept(own.max_queue, state.file.max_queue, state.live.max_queue),
+            rate_limit: (own.rate_limit == state.file.rate_limit
+                && state.live.rate_limit != state.file.rate_limit)
+                .then(|| state.live.rate_limit.map(changed_rate)),
+            breaker: state.closed.is_forced_open.then_some(BreakerMode::ForcedOpen),
+        };
+        let failed = |error: SteerError| {
+            format!(
+                "the values set at runtime for bulkhead '{}' conflict with its configuration: {error}",
+                state.name
+            )
+        };
+        if change != Change::default() {
+            self.change(&state.name, &change).map_err(failed)?;
+        }
+        if state.closed.is_draining {
+            self.steer(&state.name, SteerAction::Drain).map_err(failed)?;
         }
         Ok(())
+    }
+
+    fn restore_tenant(&mut self, state: &TenantState) -> Result<(), String> {
+        let Some(bulkhead) = self.bulkheads.find(&state.bulkhead) else { return Ok(()) };
+        let own = self.bulkheads[bulkhead].tenant_limits().get(&state.tenant).copied();
+        let own = numbers_of_tenant(&own.unwrap_or_default());
+        let rate = kept(own.rate_limit, state.file.rate_limit, state.live.rate_limit);
+        let change = TenantChange {
+            processes: kept(own.processes, state.file.processes, state.live.processes),
+            max_in_flight: kept(own.max_in_flight, state.file.max_in_flight, state.live.max_in_flight),
+            max_queue: kept(own.max_queue, state.file.max_queue, state.live.max_queue),
+            rate_limit: rate.map(|(per_second, burst, _)| TenantRate { per_second, burst: Some(burst) }),
+        };
+        if change == TenantChange::default() {
+            return Ok(());
+        }
+        self.change_tenant(&state.bulkhead, &state.tenant, &change).map(drop).map_err(|error| {
+            let TenantState { bulkhead, tenant, .. } = state;
+            format!(
+                "the values set at runtime for the tenant '{tenant}' in bulkhead '{bulkhead}' \
+                 conflict with its configuration: {error}"
+            )
+        })
     }
 
     fn take_over(
@@ -511,6 +528,11 @@ fn register(poll: &mio::Poll, socket: &OwnedFd) -> std::io::Result<()> {
 
 fn incoming_in(incoming: &[CompartmentIndex], index: CompartmentIndex) -> u32 {
     incoming.iter().filter(|compartment| **compartment == index).count() as u32
+}
+
+/// Returns true if an attempt failed. Keeps the first error of several attempts.
+fn is_failure(attempt: Result<(), String>, first: &mut Option<String>) -> bool {
+    attempt.map_err(|error| first.get_or_insert(error)).is_err()
 }
 
 /// Returns the live value that the successor must adopt. Returns `None` if the live value equals the value in the
