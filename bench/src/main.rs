@@ -1,4 +1,4 @@
-//! `bulkhead-bench` measures the cost of the supervisor, as ratios to a bare chain of sockets.
+//! `bulkhead-bench` measures the cost of the supervisor, in comparison with a bare chain of sockets.
 //!
 //! The bare chain consists of a client in which each request waits for its own reply, a relay, and an echo. These
 //! three processes forward bytes over Unix sockets, and read and write all available bytes at once. The real chain
@@ -59,7 +59,7 @@ struct Args {
     /// Take only the measurements whose name contains this text.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Also take the measurements that take minutes. Attacks are measured only on request: `--only attack`.
+    /// Include measurements that run for minutes. Attacks are measured only on request: `--only attack`.
     #[arg(long, conflicts_with = "only")]
     all: bool,
     /// Number of rounds of each measurement [default: 9, or the number that fits into a few seconds].

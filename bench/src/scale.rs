@@ -255,7 +255,7 @@ fn get(admin: &Path, path: &str) -> std::io::Result<String> {
 
 /// Compares one bulkhead's p99 latency without scrapes and with one scrape of all bulkheads per second.
 async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
-    let name = format!("scale: {} bulkheads, a scrape a second: p99, 1 in flight", plan.bulkheads);
+    let name = format!("scale: {} bulkheads, one scrape per second: p99, 1 in flight", plan.bulkheads);
     if !report.wants(&name) {
         return Ok(());
     }

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::decide::Terms;
 use crate::decide::delivery::outcome;
 use crate::job::{DEADLINE_DEFAULT, HEADER_BYTES_RESERVED, JobOptions};
-use crate::names::{LEDGER, job_subject, ledger_subject, told_subject};
+use crate::names::{LEDGER, job_subject, ledger_subject, notice_subject};
 use crate::record::Phase;
 use crate::server::connection::{ConnectError, connect_with_refusals};
 use crate::server::ledger;
@@ -138,7 +138,7 @@ impl Fleet {
     /// Waits for the outcome of a job that was submitted earlier, possibly by another process. Returns
     /// [`FleetError::Overdue`] if there is no outcome after `wait`.
     pub async fn result(&self, tenant: &str, id: &str, wait: Duration) -> Result<Reply, FleetError> {
-        let subject = told_subject(tenant, id);
+        let subject = notice_subject(tenant, id);
         let notices = self
             .client
             .subscribe(subject)
@@ -250,7 +250,7 @@ impl FleetJob {
             return Err(self.rejected(RejectReason::TooLarge, message).into());
         }
         // Subscribes before submitting the job, so that no notice is missed.
-        let notices = fleet.client.subscribe(told_subject(&options.tenant, &options.id)).await;
+        let notices = fleet.client.subscribe(notice_subject(&options.tenant, &options.id)).await;
         let notices = notices.map_err(|error| self.unreachable(error.to_string()))?;
         let began = Instant::now();
         self.publish(began).await?;

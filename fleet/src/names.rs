@@ -106,7 +106,7 @@ pub fn ledger_subject(tenant: &str, id: &str) -> String {
 }
 
 /// Returns the subject of notices about a job's outcome.
-pub fn told_subject(tenant: &str, id: &str) -> String {
+pub fn notice_subject(tenant: &str, id: &str) -> String {
     format!("bh.told.{}.{}", escape(tenant), escape(id))
 }
 

@@ -78,7 +78,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Super
         supervisor.channel.end()
 
 
-BOTH = _wire.CLIENT_RUN_LIMIT | _wire.CLIENT_CANCEL_UNLESS_BEGUN
+BOTH = _wire.SUPERVISOR_RUN_LIMIT | _wire.SUPERVISOR_CANCEL_UNLESS_BEGUN
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -101,7 +101,7 @@ def test_shutdown_cancels_calls_that_have_not_begun(connected: Callable[[int], S
 
 
 def test_older_supervisors_finish_all_submitted_calls(connected: Callable[[int], Supervisor]) -> None:
-    supervisor = connected(_wire.CLIENT_RUN_LIMIT)
+    supervisor = connected(_wire.SUPERVISOR_RUN_LIMIT)
     pool = BulkheadExecutor(1)
     futures = [pool.submit(jobs.double, number) for number in range(40)]
     wait_for("the calls have arrived", lambda: len(supervisor.submitted) == 17)
@@ -130,7 +130,7 @@ def test_no_call_begins_after_shutdown_with_cancel_futures(calls_before: int, tm
         list(pool.map(abs, range(calls_before)))
         channel = pool._pool._channel
         assert channel is not None
-        if not channel.capabilities & _wire.CLIENT_CANCEL_UNLESS_BEGUN:
+        if not channel.capabilities & _wire.SUPERVISOR_CANCEL_UNLESS_BEGUN:
             pytest.skip("NOT RUN: this supervisor cannot restrict cancellation to jobs that have not begun")
         futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(40)]
         wait_for("the first call runs", lambda: read(tmp_path / "0"))

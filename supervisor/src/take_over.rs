@@ -135,7 +135,7 @@ pub struct TakeOver {
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,
-    /// Shared user IDs, by bulkhead name. All workers of a bulkhead use the same ID.
+    /// Permanent user IDs, by bulkhead name. All workers of such a bulkhead use the same ID.
     pub(crate) permanent_ids: BTreeMap<String, u32>,
     state: Option<State>,
 }
@@ -163,7 +163,8 @@ impl TakeOver {
         Ok(before.map(|(_, descriptor)| descriptor))
     }
 
-    /// Removes and returns the lifeline. This process and its keepers hold this descriptor open while they run.
+    /// Removes and returns the write end of this process's own lifeline. This process and its keepers hold it open while
+    /// they run.
     pub(crate) fn own_lifeline(&mut self) -> Option<OwnedFd> {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }

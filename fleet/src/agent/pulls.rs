@@ -1,5 +1,5 @@
-//! Pulls the messages of one lane. Each pull requests one message more than there are free permits. Pulls expire after
-//! five seconds, because pulls that never expire can stall after a leader change. A pull is abandoned if its heartbeats
+//! Pulls the messages of one lane. Each pull requests one message more than the lane's share of the free permits. Pulls
+//! expire after five seconds, because pulls that never expire can stall after a leader change. A pull is abandoned if its heartbeats
 //! fail to arrive.
 //!
 //! Each lane has its own connection, because a message with unreadable headers breaks the connection that receives it.
@@ -31,7 +31,7 @@ const PULL_TIME: Duration = Duration::from_secs(5);
 const HEARTBEAT: Duration = Duration::from_secs(1);
 /// Time without a heartbeat after which the agent abandons a pull.
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
-/// Delay between a failed pull and the next pull.
+/// Delay after a failed pull, before a new connection, and before the redelivery of a message that was given back.
 const PAUSE: Duration = Duration::from_millis(250);
 /// Maximum time to wait for a permit to be returned before checking again for a free permit.
 const FULL_PAUSE: Duration = Duration::from_millis(25);
@@ -42,7 +42,7 @@ const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
 const IDLE: u16 = 100;
 
-/// JetStream consumer from which the agent pulls a bulkhead's jobs.
+/// One lane of a bulkhead: a JetStream consumer, and the state that is needed to pull from it.
 struct Lane {
     shared: Arc<Shared>,
     served: Arc<Served>,

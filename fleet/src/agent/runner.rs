@@ -19,7 +19,7 @@ use crate::decide::outcome::AttemptEnd;
 use crate::decide::{self, Action, Conclusion, Event, Handling, Rules, Step, Terms};
 use crate::format;
 use crate::job::JobOptions;
-use crate::names::{DEAD, dead_subject, ledger_subject, told_subject};
+use crate::names::{DEAD, dead_subject, ledger_subject, notice_subject};
 use crate::random;
 use crate::record::Ending;
 use crate::server::ledger;
@@ -149,16 +149,16 @@ impl Run {
     /// Publishes a notice that the job has an outcome. If the job needs a dead letter, first stores one. Returns
     /// false if the dead letter could not be stored.
     async fn announce(&self, ending: &Ending, is_dead: bool, record: u64) -> bool {
-        if is_dead && !self.bury(ending, record).await {
+        if is_dead && !self.store_dead_letter(ending, record).await {
             return false;
         }
         // If the notice is lost, the submitter finds the outcome the next time it reads the ledger.
-        let told = told_subject(&self.options.tenant, &self.options.id);
-        let _ = self.shared.client.publish(told, Bytes::new()).await;
+        let subject = notice_subject(&self.options.tenant, &self.options.id);
+        let _ = self.shared.client.publish(subject, Bytes::new()).await;
         true
     }
 
-    async fn bury(&self, ending: &Ending, record: u64) -> bool {
+    async fn store_dead_letter(&self, ending: &Ending, record: u64) -> bool {
         let JobOptions { tenant, id, bulkhead, .. } = &self.options;
         let subject = dead_subject(bulkhead, tenant, id);
         let mut headers = self.options.to_headers();
@@ -173,7 +173,7 @@ impl Run {
             match published {
                 Published::Stored(_) => return true,
                 Published::Conflict(last) if last != expects => {
-                    match self.is_letter_of(&subject, last, record).await {
+                    match self.is_dead_letter_of(&subject, last, record).await {
                         Ok(true) => return true,
                         // The letter belongs to an earlier job with the same ID.
                         Ok(false) => expects = last,
@@ -198,7 +198,7 @@ impl Run {
     }
 
     /// Returns true if the dead letter with sequence number `last` belongs to the job with this ledger record.
-    async fn is_letter_of(&self, subject: &str, last: u64, record: u64) -> Result<bool, String> {
+    async fn is_dead_letter_of(&self, subject: &str, last: u64, record: u64) -> Result<bool, String> {
         match read_last(&self.shared.client, DEAD, subject).await? {
             Some(letter) if letter.sequence >= last => {
                 let of = letter.headers.get(format::LEDGER_SEQUENCE).map(|value| value.as_str());
@@ -206,7 +206,7 @@ impl Run {
             }
             // An operator has removed the letter.
             None if last == 0 => Ok(false),
-            _ => Err("the server returned an outdated state of the message".to_owned()),
+            _ => Err("the server returned an outdated version of the message".to_owned()),
         }
     }
 

@@ -1,5 +1,6 @@
 //! Deletes messages whose headers or subject `async-nats` cannot parse. Such a message makes the library close the
-//! connection or panic. No agent can handle the message, so the server would redeliver it forever.
+//! connection or panic. No agent can handle the message, so the server would redeliver it forever. Called after a lane
+//! has lost its connection.
 
 use async_nats::{Client, HeaderName, HeaderValue, StatusCode};
 use base64::Engine as _;
@@ -31,7 +32,7 @@ struct StoredJob {
     data: String,
 }
 
-/// Searches a bulkhead's waiting jobs for unreadable messages, in order of their sequence numbers from `start`, and
+/// Searches a bulkhead's waiting and running jobs for unreadable messages, in order of their sequence numbers from `start`, and
 /// deletes them. Returns the sequence number at which the next search has to start.
 pub(crate) async fn delete(client: &Client, bulkhead: &str, start: u64) -> u64 {
     let filter = bulkhead_filter(bulkhead);

@@ -109,7 +109,7 @@ class _Connection:
         """Sends a job, or sets an exception if the job cannot be sent."""
         kept = job._job
         assert kept is not None
-        if kept.options[_again.RUN_LIMIT] is not None and not self._capabilities & _wire.CLIENT_RUN_LIMIT:
+        if kept.options[_again.RUN_LIMIT] is not None and not self._capabilities & _wire.SUPERVISOR_RUN_LIMIT:
             job._fail_job(too_old())
             return
         metadata, payload = kept.metadata, kept.payload

@@ -32,7 +32,7 @@ def connect(path: str) -> Channel:
         link, _, capabilities = open_connection(path, _HELLO_SECONDS_MAX)
     except Rejected as refused:
         raise Disconnected(f"{refused.outcome.reason}: {refused.outcome.message}") from None
-    if not capabilities & _wire.CLIENT_RUN_LIMIT:
+    if not capabilities & _wire.SUPERVISOR_RUN_LIMIT:
         link.close()
         raise Disconnected("the supervisor is too old for the executor: update the supervisor")
     # Uses the program's `socket` module, which gevent may have patched.

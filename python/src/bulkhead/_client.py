@@ -278,7 +278,7 @@ class Client(BaseClient):
                         connection.lose("this program closed the client")
                         raise RuntimeError("the client is closed")
                     self._connection = connection
-        if options[_again.RUN_LIMIT] is not None and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:
+        if options[_again.RUN_LIMIT] is not None and not connection.capabilities & _wire.SUPERVISOR_RUN_LIMIT:
             raise too_old()
         return connection
 

@@ -527,7 +527,7 @@ class Pool:
     def _cancel_unbegun(self, numbers: Iterable[int]) -> None:
         """Cancels calls at the supervisor that have not begun. Older supervisors finish these calls instead."""
         channel = self._channel
-        if channel is not None and channel.capabilities & _wire.CLIENT_CANCEL_UNLESS_BEGUN:
+        if channel is not None and channel.capabilities & _wire.SUPERVISOR_CANCEL_UNLESS_BEGUN:
             self._send_cancel(numbers, _CANCEL_UNLESS_BEGUN)
 
     def is_among_oldest(self, number: int) -> bool:

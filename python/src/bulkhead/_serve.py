@@ -1,6 +1,6 @@
-"""The job loop of a worker: distributes jobs over threads.
+"""The job loop of a worker: distributes jobs over threads, from the READY frame until the worker exits.
 
-The main thread runs handlers. Further threads help if the limit allows several concurrent jobs. Idle handler threads
+The *link* is the socket to the supervisor. The main thread runs handlers. Further threads help if the limit allows several concurrent jobs. Idle handler threads
 wait for the link in one epoll instance, and a *watcher* thread in another. Both use ``EPOLLEXCLUSIVE``, and the
 handlers' instance is registered first. The kernel therefore wakes the watcher only while all handlers are busy, which
 is when the watcher must notice cancellations. For jobs shorter than ``QUICK_SECONDS``, these wake-ups would cost more
@@ -105,16 +105,16 @@ class Server:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # The order of registration matters; see the module's docstring.
-        self._handlers = _epoll()
-        self._handlers.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
-        self._handlers.register(self._wake, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._handler_epoll = _epoll()
+        self._handler_epoll.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._handler_epoll.register(self._wake, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._link_descriptor = link
         if self._is_for_one_job:
-            self._handlers.register(self._signals, select.EPOLLIN)
+            self._handler_epoll.register(self._signals, select.EPOLLIN)
             return
-        self._watcher = _epoll()
-        self._watcher.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
-        self._watcher.register(self._signals, select.EPOLLIN)
+        self._watcher_epoll = _epoll()
+        self._watcher_epoll.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._watcher_epoll.register(self._signals, select.EPOLLIN)
 
     # Startup.
 
@@ -194,9 +194,9 @@ class Server:
         self._link.socket.close()
         if self._stack_file is not None:
             _stack_text.leave_child(self._stack_file)
-        self._handlers.close()
+        self._handler_epoll.close()
         if not self._is_for_one_job:
-            self._watcher.close()
+            self._watcher_epoll.close()
         for descriptor in (self._wake, self._signals, self._signalled):
             os.close(descriptor)
 
@@ -261,7 +261,7 @@ class Server:
                 if self._can_begin():
                     continue
                 self._idle += 1
-            events = self._wait_alone() if self._is_for_one_job else self._handlers.poll()
+            events = self._wait_alone() if self._is_for_one_job else self._handler_epoll.poll()
             with self._lock:
                 self._idle -= 1
                 if self._is_wake_pending and not self._is_over:
@@ -274,7 +274,7 @@ class Server:
     def _wait_alone(self) -> list[tuple[int, int]]:
         """Waits for data on the link, and does the work of the missing watcher."""
         interval = self.welcome.heartbeat_ms / 1e3 or None
-        while not (events := self._handlers.poll(interval)):
+        while not (events := self._handler_epoll.poll(interval)):
             self._link.heartbeat()
         if any(descriptor == self._signals for descriptor, _ in events) and signal.SIGTERM in _drain(self._signals):
             self._link.send(_wire.STOPPING, 0)
@@ -578,13 +578,13 @@ class Server:
             timeout = next_heartbeat - time.monotonic() if interval else -1.0
             if not is_on_link:
                 timeout = min(timeout, TICK_SECONDS) if interval else TICK_SECONDS
-            events = self._watcher.poll(max(timeout, 0.0) if timeout != -1.0 else None)
+            events = self._watcher_epoll.poll(max(timeout, 0.0) if timeout != -1.0 else None)
             for descriptor, _ in events:
                 if descriptor == self._signals:
                     if signal.SIGTERM in _drain(self._signals):
                         self._link.send(_wire.STOPPING, 0)
                 elif self._typical < QUICK_SECONDS:
-                    self._watcher.unregister(self._link_descriptor)
+                    self._watcher_epoll.unregister(self._link_descriptor)
                     is_on_link, seen = False, self._begun
                 else:
                     self._serve_link()
@@ -593,7 +593,7 @@ class Server:
                     # The handler threads are idle or stuck. In both cases the watcher must react to the link again.
                     if self._running:
                         self._typical = ASSUMED_SECONDS
-                    self._watcher.register(self._link_descriptor, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+                    self._watcher_epoll.register(self._link_descriptor, select.EPOLLIN | select.EPOLLEXCLUSIVE)
                     is_on_link = True
                 seen = self._begun
             if interval and time.monotonic() >= next_heartbeat:

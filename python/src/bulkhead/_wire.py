@@ -1,6 +1,7 @@
 """The binary protocol (``docs/protocol.md``). Defines every code and structure once.
 
-This module encodes and decodes frames and reads them from a socket. It makes no decisions.
+Clients, pools and workers use this module to encode and decode frames. It does no I/O of its own: a ``Reader`` calls
+the functions that it is given.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ LOST_CONNECTION_ERRORS = frozenset(
 VERSION = 1
 MAGIC = 0x444145484B4C5542
 CLIENT, WORKER = 1, 2
+#: Frame flag: a peer that does not know the kind of this frame must close the connection.
 CRITICAL = 1
 
 # Frame kinds.
@@ -47,11 +49,14 @@ TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASE_REF = 1, 2, 3, 4, 5, 0x
 UNLESS_BEGUN = 0x8007
 CRASH_REPORT, ARRIVAL = 8, 10
 
-# Capabilities: of a client, of a worker, of the supervisor towards a client, of the supervisor towards a worker.
+# Capabilities of a client.
 TAKES_GOAWAY = 1
+# Capabilities of a worker.
 WORKER_LIMITS, WORKER_JOURNAL_HEARTBEATS, WORKER_FILES, WORKER_PREFETCH, WORKER_STACK_TEXT = 2, 8, 16, 32, 128
-CLIENT_RUN_LIMIT = 1
-CLIENT_CANCEL_UNLESS_BEGUN = 4
+# Capabilities of the supervisor, announced to clients.
+SUPERVISOR_RUN_LIMIT = 1
+SUPERVISOR_CANCEL_UNLESS_BEGUN = 4
+# Capability of the supervisor, announced to workers.
 JOURNAL_HEARTBEATS = 1
 
 # Bounds, in bytes.
@@ -98,7 +103,7 @@ LIMIT = struct.Struct("<I")
 EMPTY = bytes(8)
 
 
-#: Exceptions raised for missing fields. Invalid values raise `Malformed`.
+#: Exception raised if a field is missing or incomplete. Invalid values raise `Malformed`.
 Unreadable = struct.error
 
 

@@ -1,5 +1,7 @@
-//! Default values and limits of the configuration, used to read the file and to write the messages and the
-//! documentation.
+//! Limits of configuration values, and the few defaults that are used outside of the module that declares their key.
+//! The other defaults are declared with their keys, in `keys`.
+//!
+//! A name that ends in `_CEILING` is the maximum value of a key, `_MAX` is any other maximum.
 
 use std::time::Duration;
 
@@ -21,13 +23,11 @@ pub const ADMIN_MODE: u32 = 0o600;
 /// Default mode of the jobs socket if the configuration has `[[access]]` rules. The rules then decide which clients are
 /// accepted.
 pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
-/// Mode of the jobs socket's folder if the supervisor creates the folder.
+/// Mode of the folder of the jobs socket or the admin socket if the supervisor creates the folder.
 pub const FOLDER_MODE: u32 = 0o700;
 /// Mode of the jobs socket's folder if other users are allowed to connect to the socket.
 pub const FOLDER_MODE_WITH_ACCESS: u32 = 0o755;
 
-/// Default sandbox profile.
-pub const SANDBOX_PROFILE: &str = "default";
 /// Default limit on the number of processes and threads of a confined worker. Applies only if the kernel counts them
 /// separately for each worker.
 pub const RLIMIT_NPROC: u64 = 1024;

@@ -327,7 +327,7 @@ fn read_text(path: &Path, file: File) -> Result<Result<String, InvalidText>, (St
     if bytes.len() as u64 > defaults::FILE_BYTES_MAX {
         let max = units::format_size(defaults::FILE_BYTES_MAX);
         let message = format!("{} is larger than {max}", shown(&path.to_string_lossy()));
-        return Err((message, "pass a configuration file that is a text file in the TOML format".to_owned()));
+        return Err((message, "check the path: a configuration file is a TOML text file".to_owned()));
     }
     Ok(String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();

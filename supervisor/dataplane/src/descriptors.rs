@@ -91,7 +91,8 @@ impl Intake {
         }
     }
 
-    /// Shuts down a socket that its owner is about to drop. A closing thread reads and discards unread data.
+    /// Prepares a socket that its owner is about to drop. Unless the kernel refuses descriptors, shuts the socket down
+    /// and lets a closing thread read and discard unread data.
     pub(crate) fn close_soon(&self, socket: &UnixStream) {
         if let Self::Closing(closers) = self
             && let Ok(copy) = socket.try_clone()

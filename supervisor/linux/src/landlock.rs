@@ -8,8 +8,8 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`, which lists the rights that a ruleset denies unless a rule grants them. Kernels
-/// accept fields that they do not know if these are zero.
+/// `struct landlock_ruleset_attr`, which lists the rights that a ruleset denies unless a rule grants them. A kernel
+/// that does not know a field accepts the structure if that field is zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HandledAccess {

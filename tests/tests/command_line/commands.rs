@@ -728,7 +728,7 @@ fn events_command_prints_past_and_new_events() {
 }
 
 #[test]
-fn commands_that_follow_output_exit_with_the_supervisor() {
+fn following_commands_end_when_the_supervisor_exits() {
     let mut supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let mut events = follow(supervisor.command().args(["events", "--follow"]));
     let mut logs = follow(supervisor.command().args(["logs", "b", "--follow"]));

@@ -69,9 +69,9 @@ fn sandbox_keys_are_merged_with_defaults() {
 #[test]
 fn default_sandbox_profile_matches_documentation() {
     let sandbox = &Folder::new().accept(&bulkhead("")).bulkheads[0].sandbox;
-    assert_eq!(sandbox.profile.name(), defaults::SANDBOX_PROFILE);
+    assert_eq!(sandbox.profile, Profile::Default);
     let key = reference().into_iter().find(|key| key.path() == "bulkhead.NAME.sandbox.profile").unwrap();
-    assert_eq!(key.default, DefaultValue::Word(defaults::SANDBOX_PROFILE));
+    assert_eq!(key.default, DefaultValue::Word("default"));
 }
 
 #[test]

@@ -18,7 +18,7 @@ use tokio::sync::{Notify, Semaphore, oneshot};
 
 use super::Control;
 use super::Shared;
-use super::responses::{problem, problem_with, stuck, switch};
+use super::responses::{parse_bool, problem, problem_with, stuck};
 use bulkhead_config::{self as config, Config, ConfigErrors, Profile};
 use bulkhead_plane::command::{Command, Event, SteerError};
 use bulkhead_plane::confinement::SandboxSupport;
@@ -194,7 +194,7 @@ pub(super) async fn watch(control: Arc<Control>) {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct ReloadQuery {
-    #[serde(default, deserialize_with = "switch")]
+    #[serde(default, deserialize_with = "parse_bool")]
     dry_run: Option<bool>,
 }
 

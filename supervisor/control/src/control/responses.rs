@@ -63,6 +63,7 @@ pub(super) fn is_retryable(status: StatusCode) -> bool {
     matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)
 }
 
+/// Response if the data plane does not answer in time.
 pub(super) fn stuck() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, "the data plane is not responding")
 }
@@ -72,7 +73,7 @@ pub(super) fn not_found(name: &str) -> Response {
 }
 
 /// Parses a boolean query parameter. `?follow`, `?follow=true` and `?follow=1` all mean true.
-pub(super) fn switch<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error> {
+pub(super) fn parse_bool<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error> {
     match String::deserialize(value)?.as_str() {
         "" | "1" | "true" => Ok(Some(true)),
         "0" | "false" => Ok(Some(false)),

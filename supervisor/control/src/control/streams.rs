@@ -13,7 +13,7 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, broadcast};
 
 use super::Shared;
-use super::responses::{not_found, problem, switch};
+use super::responses::{not_found, parse_bool, problem};
 use crate::observe::events::{Piece, Reader, rfc3339};
 
 /// Maximum number of concurrent streams. Lower than the maximum number of connections, because streams can stay open
@@ -101,7 +101,7 @@ pub(super) struct StreamQuery {
     since: Option<u64>,
     bulkhead: Option<String>,
     limit: Option<usize>,
-    #[serde(default, deserialize_with = "switch")]
+    #[serde(default, deserialize_with = "parse_bool")]
     follow: Option<bool>,
 }
 
@@ -159,7 +159,7 @@ pub(super) fn concatenate(head: impl Into<Vec<u8>>, before: &str, piece: &Piece)
 pub(super) struct LogsQuery {
     since: Option<u64>,
     limit: Option<usize>,
-    #[serde(default, deserialize_with = "switch")]
+    #[serde(default, deserialize_with = "parse_bool")]
     follow: Option<bool>,
 }
 

@@ -49,7 +49,8 @@ impl TokenTable {
             return spool.clone();
         }
         let spool = Arc::<SpoolCounters>::default();
-        // If the queue is full, the bytes count only towards the total, and the next payload tries again.
+        // If the command queue is full, the bytes of this payload are missing from the figures of the token, and the
+        // registration is repeated for the next payload.
         if commands.send(Command::AddSpool { token, spool: spool.clone() }).is_ok() {
             spools.insert(token, spool.clone());
         }

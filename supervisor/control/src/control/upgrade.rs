@@ -42,7 +42,7 @@ use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 use super::connections::Admission;
 use super::handover::{Incoming, Link, register, wait_for_end};
-use super::responses::{problem, switch};
+use super::responses::{parse_bool, problem};
 use super::{Control, Shared};
 
 /// Option with which a program is started as a successor. The value of the option is a descriptor number.
@@ -91,9 +91,9 @@ const STEPS_MAX: usize = 16;
 #[serde(deny_unknown_fields)]
 pub(super) struct UpgradeQuery {
     program: Option<PathBuf>,
-    #[serde(default, deserialize_with = "switch")]
+    #[serde(default, deserialize_with = "parse_bool")]
     force: Option<bool>,
-    #[serde(default, deserialize_with = "switch")]
+    #[serde(default, deserialize_with = "parse_bool")]
     unmanaged: Option<bool>,
 }
 

@@ -16,8 +16,8 @@ use super::{Process, descendants, read_process};
 /// while others were being stopped.
 const STOP_SCANS_MAX: usize = 32;
 
-/// Finds and kills the descendants of this process. The work is done in runs, each of which begins with
-/// [`DescendantKiller::begin`].
+/// Finds and kills the descendants of this process. Each call of [`DescendantKiller::begin`] starts a new
+/// run.
 #[derive(Default)]
 pub struct DescendantKiller {
     stage: Stage,
