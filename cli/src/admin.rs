@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use crate::args::{Args, Resize, Sort, Status};
 use crate::output::{self, Failure, escape, exit};
-use crate::requests::{get, get_lines, parse_failure, percent_encoded, read, request_with};
+use crate::requests::{get, get_lines, parse_failure, percent_encoded, read_confirmation, request_with};
 use crate::severity;
 
 /// Number of events that `status NAME` shows.
@@ -315,9 +315,10 @@ pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> 
         None => format!("/v1/bulkheads/{name}"),
     };
     let body = Value::Object(change).to_string();
-    let response = read(request_with(args, Method::PATCH, &path, body.clone()).await?).await?;
+    let response = request_with(args, Method::PATCH, &path, body.clone()).await?;
+    let confirmation = read_confirmation(response).await?;
     if args.json {
-        output::json(String::from_utf8_lossy(&response).trim_end())?;
+        output::json(confirmation)?;
     } else {
         output::line(&format!("{}: the following change is in effect: {body}", escape(&resize.name)))?;
     }

@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::admin::{known, short_duration, shown, table};
 use crate::args::{Args, Cancel, ListJobs};
 use crate::output::{self, Failure, escape, exit};
-use crate::requests::{document, get, percent_encoded, read, request};
+use crate::requests::{document, get, percent_encoded, read_confirmation, request};
 
 pub(crate) async fn list(args: &Args, list: &ListJobs) -> Result<u8, Failure> {
     let of = list.name.as_ref().map(|name| format!("&bulkhead={}", percent_encoded(name)));
@@ -75,9 +75,9 @@ fn without_spaces(text: &str) -> String {
 
 pub(crate) async fn cancel(args: &Args, cancel: &Cancel) -> Result<u8, Failure> {
     let path = format!("/v1/bulkheads/{}/jobs/{}/cancel", percent_encoded(&cancel.name), cancel.job);
-    let body = read(request(args, Method::POST, &path).await?).await?;
+    let confirmation = read_confirmation(request(args, Method::POST, &path).await?).await?;
     if args.json {
-        output::json(String::from_utf8_lossy(&body).trim_end())?;
+        output::json(confirmation)?;
     } else {
         output::line(&format!("{}: job {} was cancelled", escape(&cancel.name), cancel.job))?;
     }

@@ -5,7 +5,7 @@ use hyper::Method;
 
 use crate::args::Args;
 use crate::output::{self, Failure, escape, exit};
-use crate::requests::{document, read, request};
+use crate::requests::{document, read_confirmation, request};
 
 pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
     let path = format!("/v1/reload?dry_run={dry_run}");
@@ -14,12 +14,12 @@ pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
         exit::INVALID => failure.with_code(exit::USAGE),
         _ => failure,
     })?;
-    let body = read(response).await?;
+    let json = read_confirmation(response).await?;
+    let changes: Changes = document(json.as_bytes())?;
     if args.json {
-        output::json(String::from_utf8_lossy(&body).trim_end())?;
+        output::json(json)?;
         return Ok(exit::OK);
     }
-    let changes: Changes = document(&body)?;
     for line in lines(&changes) {
         output::line(&escape(&line))?;
     }

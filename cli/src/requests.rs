@@ -14,6 +14,7 @@ use interprocess::local_socket::tokio::Stream;
 use interprocess::local_socket::tokio::prelude::*;
 use interprocess::local_socket::{GenericFilePath, ToFsName};
 use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -189,6 +190,14 @@ fn read_failure(error: &dyn fmt::Display) -> Failure {
 pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
     let body = Limited::new(response.into_body(), RESPONSE_BYTES_MAX).collect().await;
     Ok(body.map_err(|error| read_failure(&error))?.to_bytes().to_vec())
+}
+
+/// Returns the text of a JSON object that confirms a change. A response without such an object comes from a program other
+/// than a supervisor, such as a proxy.
+pub(crate) async fn read_confirmation(response: Response<Incoming>) -> Result<String, Failure> {
+    let body = read(response).await?;
+    document::<Map<String, Value>>(&body)?;
+    Ok(String::from_utf8_lossy(&body).trim_end().to_owned())
 }
 
 /// Requests a JSON document from the supervisor and parses it.

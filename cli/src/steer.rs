@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use crate::admin::shown;
 use crate::args::{Args, Drain, IsReady, Restart};
 use crate::output::{self, Failure, escape, exit};
-use crate::requests::{document, get, get_any, percent_encoded, read, request};
+use crate::requests::{document, get, get_any, percent_encoded, read_confirmation, request};
 
 /// Interval between polls of a bulkhead's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -54,8 +54,7 @@ fn path_of(name: &str) -> String {
 
 async fn post(args: &Args, name: &str, action: &str) -> Result<String, Failure> {
     let path = format!("{}/{action}", path_of(name));
-    let body = read(request(args, Method::POST, &path).await?).await?;
-    Ok(String::from_utf8_lossy(&body).trim_end().to_owned())
+    read_confirmation(request(args, Method::POST, &path).await?).await
 }
 
 fn print(args: &Args, name: &str, json: &str, text: &str) -> Result<(), Failure> {
@@ -231,7 +230,10 @@ fn print_readiness(args: &Args, body: &[u8]) -> Result<(), Failure> {
 /// Returns whether the supervisor or bulkhead is ready, and the response body.
 async fn readiness(args: &Args, path: &str) -> Result<(bool, Vec<u8>), Failure> {
     let (status, body) = get_any(args, path).await?;
-    if status == StatusCode::SERVICE_UNAVAILABLE && document::<Readiness>(&body).is_err() {
+    if let Err(failure) = document::<Readiness>(&body) {
+        if status == StatusCode::OK {
+            return Err(failure);
+        }
         let problem: Problem = serde_json::from_slice(&body).unwrap_or_default();
         return Err(Failure::new(exit::UNREACHABLE, escape(&problem.detail)));
     }

@@ -578,6 +578,24 @@ fn response_from_another_program_is_an_error() {
         let told = running.end().expect(1);
         assert!(told.stderr.contains(part), "{arguments:?}: {}", told.stderr);
     }
+    for arguments in [
+        &["drain", "b"][..],
+        &["resume", "b"],
+        &["restart", "b"],
+        &["reset", "b"],
+        &["resize", "b", "--max-queue", "3"],
+        &["cancel", "b", "1"],
+        &["reload"],
+        &["is-ready"],
+    ] {
+        for format in [&[][..], &["--json"]] {
+            let running = spawn(&mut plain(&[&["--host", &host], format, arguments].concat()));
+            respond(&listener, "200 OK", "<html>\n");
+            let told = running.end().expect(1);
+            assert!(told.stderr.contains("failed to parse"), "{arguments:?}: {}", told.stderr);
+            assert!(!told.text().contains("html"), "{arguments:?}: {}", told.text());
+        }
+    }
 }
 
 const TOKEN: &str = "a-token-of-the-tests";
