@@ -303,9 +303,15 @@ impl EventRing {
         }
     }
 
+    /// Returns the sequence number after which a client continues. A client that has seen a number that has not been used
+    /// yet was connected to an earlier supervisor, and has seen none of the stored events.
+    fn since(&self, last_seen: u64) -> u64 {
+        if last_seen > self.seq { 0 } else { last_seen }
+    }
+
     /// Returns the events whose sequence numbers are above `since`, newest first.
     fn newest(&self, since: u64, bulkhead: Option<&str>) -> impl Iterator<Item = &Arc<Rendered>> {
-        let after = since.saturating_add(1);
+        let after = self.since(since).saturating_add(1);
         self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))
     }
 
@@ -500,7 +506,6 @@ mod tests {
         add(300);
         let mut of_b = events.reader(290, Some("b".into()), usize::MAX);
         let mut newest = events.reader(0, None, 2);
-        let mut later = events.reader(1_000_000, None, usize::MAX);
         let mut none = events.reader(0, None, 0);
         assert_eq!(read(&mut early, &events), ever(1..=300));
         assert_eq!(read(&mut of_b, &events), (vec![292, 294, 296, 298, 300], 0));
@@ -508,11 +513,20 @@ mod tests {
         add(1);
         assert_eq!(read(&mut of_b, &events), (vec![], 0));
         add(2);
-        for reader in [&mut early, &mut newest, &mut later, &mut none] {
+        for reader in [&mut early, &mut newest, &mut none] {
             assert_eq!(read(reader, &events), ever(301..=303));
             assert_eq!(read(reader, &events), (vec![], 0));
         }
         assert_eq!(read(&mut of_b, &events), (vec![303], 0));
+    }
+
+    #[test]
+    fn client_of_an_earlier_supervisor_receives_all_stored_events() {
+        let events = Events::default();
+        (0..3).for_each(|_| events.add(event("a", "")));
+        assert_eq!(events.kept(1_000_000, None, usize::MAX).len(), 3);
+        assert_eq!(read(&mut events.reader(4, None, usize::MAX), &events), (vec![1, 2, 3], 0));
+        assert_eq!(read(&mut events.reader(3, None, usize::MAX), &events), (vec![], 0));
     }
 
     #[test]
