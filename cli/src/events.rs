@@ -28,26 +28,47 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
     if !events.follow {
         return Ok(exit::OK);
     }
+    let mut progress = Progress { last, is_upgraded: false };
     // A single response contains both the stored events after the last one and the new events, so that none are lost.
-    let path = format!("/v1/events?follow=true&since={last}{of}");
-    let response = request(args, Method::GET, &path).await?;
-    follow(vec![response], |line| {
-        let data = line.strip_prefix("data:").map(str::trim_start);
-        match data.or_else(|| line.starts_with('{').then_some(line)) {
-            Some(data) => match serde_json::from_str::<Event>(data) {
-                Ok(event) if is_wanted(events, &event) => print_event(args, data),
-                _ => Ok(()),
-            },
-            // Comments report missed events. All other lines are IDs and keep-alives.
-            None => {
-                if let Some(comment) = line.strip_prefix(": ") {
-                    output::to_stderr(&escape(comment));
-                }
-                Ok(())
-            }
+    let connect = async |last: u64| {
+        request(args, Method::GET, &format!("/v1/events?follow=true&since={last}{of}")).await
+    };
+    let mut response = connect(last).await?;
+    loop {
+        progress.is_upgraded = false;
+        let code = follow(vec![response], |line| print_line(args, events, &mut progress, line)).await?;
+        if code != exit::OK || !progress.is_upgraded {
+            return Ok(code);
         }
-    })
-    .await
+        // The stream ended with the old program of an upgrade. The new program continues the numbering.
+        response = match connect(progress.last).await {
+            Err(failure) if failure.code() == exit::UNREACHABLE => return Ok(code),
+            connected => connected?,
+        };
+    }
+}
+
+/// State of a followed stream.
+struct Progress {
+    /// Sequence number of the last event received.
+    last: u64,
+    /// True if another program serves the admin API since the stream began.
+    is_upgraded: bool,
+}
+
+fn print_line(args: &Args, events: &Events, progress: &mut Progress, line: &str) -> Result<(), Failure> {
+    let data = line.strip_prefix("data:").map(str::trim_start);
+    let Some(data) = data.or_else(|| line.starts_with('{').then_some(line)) else {
+        // Comments report missed events. All other lines are IDs and keep-alives.
+        if let Some(comment) = line.strip_prefix(": ") {
+            output::to_stderr(&escape(comment));
+        }
+        return Ok(());
+    };
+    let Ok(event) = serde_json::from_str::<Event>(data) else { return Ok(()) };
+    progress.last = event.seq;
+    progress.is_upgraded |= event.kind == "upgrade_switched";
+    if is_wanted(events, &event) { print_event(args, data) } else { Ok(()) }
 }
 
 fn is_wanted(events: &Events, event: &Event) -> bool {

@@ -273,6 +273,33 @@ fn live_limits_that_depend_on_each_other_survive_an_upgrade() {
 }
 
 #[test]
+fn followed_events_continue_with_the_new_program() {
+    let manager = start(ONE);
+    let mut command = manager.command();
+    command.args(["--json", "events", "--follow", "--kind", "limits_changed"]).stdout(Stdio::piped());
+    let mut following = command.spawn().unwrap();
+    let mut lines = BufReader::new(following.stdout.take().unwrap()).lines();
+    let mut next_queue = || {
+        let line = lines.next().expect("the command has ended").unwrap();
+        serde_json::from_str::<Value>(&line).unwrap()["max_queue"].clone()
+    };
+    let resize = |queue: &str| {
+        let output = manager.command().args(["resize", "b", "--max-queue", queue]).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+    };
+    for round in 1..=3_u32 {
+        resize(&(10 * round).to_string());
+        assert_eq!(next_queue(), 10 * round);
+        upgraded(&manager);
+    }
+    resize("70");
+    assert_eq!(next_queue(), 70);
+    assert!(matches!(manager.stop(), WaitStatus::Exited(_, 0)));
+    let status = wait_for("the command exits", || following.try_wait().unwrap());
+    assert!(matches!(status.code(), Some(0 | 69)), "{status}");
+}
+
+#[test]
 fn impossible_upgrade_is_rejected_with_a_reason() {
     let supervisor = Supervisor::start(ONE);
     let refused = supervisor.command().arg("upgrade").output().unwrap();
