@@ -2,6 +2,7 @@
 //! state of the workers, because all workers can be ready while no job ends `ok`. Counting a job takes only a few
 //! additions. The counts in the window are added up only when the level is read.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bulkhead_api::Service;
@@ -26,6 +27,9 @@ const FAILING_ABOVE_PERCENT: u64 = 50;
 
 /// Maximum length of a handler's error code in the explanation of a degraded service, in bytes.
 const CODE_BYTES_MAX: usize = 64;
+
+/// Maximum number of different error codes that are counted separately in a time slice.
+const CODES_MAX: usize = 8;
 
 // Indices of outcomes in the counts of a slice. `REJECTED` and `CRASHED` are the first indices for reject and crash
 // reasons, whose codes start at 1 and are contiguous.
@@ -59,8 +63,6 @@ pub struct Window {
     /// Counts for each time slice. Allocated when the first job ends, because most bulkheads in a large configuration
     /// are idle.
     slices: Vec<Slice>,
-    /// Error code of the most recent failed job, as given by the handler.
-    code: String,
 }
 
 #[derive(Clone, Debug)]
@@ -68,9 +70,11 @@ struct Slice {
     /// Sequence number of the time slice. Slices older than a minute are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
+    /// Number of failed jobs for each error code that a handler gave, for the first [`CODES_MAX`] codes of the slice.
+    codes: Vec<(String, u32)>,
 }
 
-const EMPTY: Slice = Slice { number: 0, counts: [0; OUTCOMES] };
+const EMPTY: Slice = Slice { number: 0, counts: [0; OUTCOMES], codes: Vec::new() };
 
 fn number_of(now: Time) -> u64 {
     // The number is always above 0, because 0 is the number of an empty slice.
@@ -91,10 +95,7 @@ impl Window {
         }
         slice.counts[outcome] = slice.counts[outcome].saturating_add(1);
         if let Verdict::Failed(failure) = verdict {
-            let code = truncate(&failure.code, CODE_BYTES_MAX);
-            if self.code != code {
-                self.code.replace_range(.., code);
-            }
+            slice.count_code(truncate(&failure.code, CODE_BYTES_MAX));
         }
     }
 
@@ -107,25 +108,41 @@ impl Window {
     pub fn service_with_cause(&self, now: Time) -> (Service, Option<String>) {
         let sum = Totals::of(self, now);
         let service = sum.service();
-        (service, (service != Service::Ok).then(|| sum.cause(&self.code)))
+        (service, (service != Service::Ok).then(|| sum.cause()))
     }
 }
 
-struct Totals {
+impl Slice {
+    fn count_code(&mut self, code: &str) {
+        let has_room = self.codes.len() < CODES_MAX;
+        match self.codes.iter_mut().find(|(known, _)| known == code) {
+            Some((_, count)) => *count = count.saturating_add(1),
+            None if has_room => self.codes.push((code.to_owned(), 1)),
+            None => {}
+        }
+    }
+}
+
+struct Totals<'a> {
     counts: [u64; OUTCOMES],
+    codes: BTreeMap<&'a str, u64>,
     jobs: u64,
 }
 
-impl Totals {
-    fn of(window: &Window, now: Time) -> Self {
+impl<'a> Totals<'a> {
+    fn of(window: &'a Window, now: Time) -> Self {
         let oldest = number_of(now) + 1 - SLICES as u64;
         let mut counts = [0; OUTCOMES];
+        let mut codes = BTreeMap::new();
         for slice in window.slices.iter().filter(|slice| slice.number >= oldest) {
             for (sum, count) in counts.iter_mut().zip(slice.counts) {
                 *sum += u64::from(count);
             }
+            for (code, count) in &slice.codes {
+                *codes.entry(code.as_str()).or_default() += u64::from(*count);
+            }
         }
-        Self { counts, jobs: counts.iter().sum() }
+        Self { counts, codes, jobs: counts.iter().sum() }
     }
 
     fn not_ok(&self) -> u64 {
@@ -143,24 +160,22 @@ impl Totals {
     }
 
     /// Returns a description of the most frequent outcome other than `ok`, with the reason and the number of
-    /// jobs.
-    fn cause(&self, code: &str) -> String {
-        let (mut first, mut most) = (FAILED, 0);
-        for (outcome, &count) in self.counts.iter().enumerate().skip(OK + 1) {
-            if count > most {
-                (first, most) = (outcome, count);
-            }
-        }
+    /// jobs. Failed jobs with different error codes count as different outcomes.
+    fn cause(&self) -> String {
+        let failed = self.codes.iter().map(|(code, count)| (format!("failed/{code}"), *count));
+        let others = self.counts.iter().enumerate().skip(FAILED + 1);
+        let others = others.filter(|(_, count)| **count > 0).map(|(outcome, count)| (name(outcome), *count));
+        let (first, most) = failed.chain(others).rev().max_by_key(|(_, count)| *count).unwrap_or_default();
         let (jobs, not_ok) = (self.jobs, self.not_ok());
         let all = if not_ok > most { format!("; {not_ok} jobs were not ok") } else { String::new() };
-        format!("{}: {most} of {jobs} jobs in the last minute{all}", describe(first, code))
+        format!("{first}: {most} of {jobs} jobs in the last minute{all}")
     }
 }
 
-fn describe(outcome: usize, code: &str) -> String {
+/// Returns the name of an outcome other than `ok` and `failed`.
+fn name(outcome: usize) -> String {
     let code_of = |first: usize| u8::try_from(outcome + 1 - first).unwrap_or_default();
     match outcome {
-        FAILED => format!("failed/{code}"),
         DEADLINE_QUEUED => "deadline_exceeded/queued".to_owned(),
         DEADLINE_RUNNING => "deadline_exceeded/running".to_owned(),
         REJECTED..CRASHED => {
@@ -182,7 +197,11 @@ mod tests {
     }
 
     fn failed(fault: Fault) -> Verdict {
-        let code = "db_down".to_owned();
+        failed_with("db_down", fault)
+    }
+
+    fn failed_with(code: &str, fault: Fault) -> Verdict {
+        let code = code.to_owned();
         Verdict::Failed(HandlerFailure { code, message: String::new(), retryable: true, fault })
     }
 
@@ -257,6 +276,14 @@ mod tests {
             "crashed/signal: 6 of 11 jobs in the last minute; 11 jobs were not ok"
         );
         assert!(cause(&[(failed(Fault::Dependency), 10)]).starts_with("failed/db_down: 10 of 10"));
+        let failed_with = |code: &str| failed_with(code, Fault::Dependency);
+        assert_eq!(
+            cause(&[(failed_with("exit_3"), 9), (Verdict::DeadlineQueued, 8), (failed_with("exit_7"), 1)]),
+            "failed/exit_3: 9 of 18 jobs in the last minute; 18 jobs were not ok"
+        );
+        // Codes above the maximum are not counted separately.
+        let many: Vec<_> = (0..20).map(|number| (failed_with(&format!("exit_{number}")), 1)).collect();
+        assert!(cause(&many).starts_with("failed/exit_0: 1 of 20"), "{}", cause(&many));
         for reason in RejectReason::ALL.iter().filter(|reason| !reason.is_caller_fault()) {
             let actual = cause(&[(Verdict::rejected(*reason), 10)]);
             assert!(actual.starts_with(&format!("rejected/{reason}: 10 of 10")), "{actual}");
