@@ -262,6 +262,7 @@ fn tenant_table_overrides_limits_of_isolated_tenant() {
         let snapshot = supervisor.snapshot("b");
         // The limit of each tenant, and the sum over both tenants.
         assert_eq!((&snapshot["max_queue"], &snapshot["queue_capacity"]), (&1.into(), &3.into()));
+        assert_eq!(part(&supervisor, "acme")["max_queue"], 2);
         assert_eq!(told(&client, "acme").await, "rejected/rate_limited");
         assert_eq!(told(&client, "other").await, "rejected/queue_full");
         assert_eq!(told(&client, "other").await, "rejected/rate_limited");

@@ -112,6 +112,7 @@ impl<'a> SnapshotSource<'a> {
         snapshot.latency_ms = compartment.latency.percentiles();
         let limits = compartment.policy.limits();
         (snapshot.processes, snapshot.max_in_flight) = (limits.processes, limits.max_in_flight);
+        snapshot.max_queue = limits.max_queue;
         snapshot.rate_limit = limits.rate_limit.map(Rate::from);
         if isolated.is_draining {
             snapshot.state = BulkheadState::Draining.into();
