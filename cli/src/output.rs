@@ -79,7 +79,7 @@ impl Failure {
             outcome: outcome.into(),
             reason: self.reason.map(|reason| reason.name().into()),
             retryable,
-            ..JobOutcome::default()
+            ..not_accepted()
         })
     }
 
@@ -213,7 +213,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
             message: Some(error.to_string()),
             outcome: "unreachable".into(),
             retryable: error.is_retryable(),
-            ..JobOutcome::default()
+            ..not_accepted()
         },
         (None, Ok(_)) => unreachable!("a reply has an outcome"),
     };
@@ -232,6 +232,12 @@ fn signal(verdict: &Verdict) -> Option<String> {
     }
 }
 
+/// Fields of a job for which no supervisor has reported an outcome. Like in the outcome of a rejected job, 0 means that no
+/// deadline was set.
+fn not_accepted() -> JobOutcome {
+    JobOutcome { deadline_ms: Some(0.0), ..JobOutcome::default() }
+}
+
 /// Formats an outcome for a job that this command cancelled and for which the supervisor reported no outcome.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!(JobOutcome {
@@ -239,7 +245,7 @@ pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
         bulkhead: bulkhead.to_owned(),
         executed: Executed::Unknown.into(),
         outcome: "cancelled".into(),
-        ..JobOutcome::default()
+        ..not_accepted()
     })
 }
 
