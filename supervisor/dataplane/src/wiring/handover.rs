@@ -321,16 +321,7 @@ impl DataPlane {
 
     fn restore_bulkhead(&mut self, state: &BulkheadState) -> Result<(), String> {
         let Some(bulkhead) = self.bulkheads.find(&state.name) else { return Ok(()) };
-        let own = numbers_of(self.bulkheads[bulkhead].limits(&self.compartments));
-        let change = Change {
-            processes: kept(own.processes, state.file.processes, state.live.processes),
-            max_in_flight: kept(own.max_in_flight, state.file.max_in_flight, state.live.max_in_flight),
-            max_queue: kept(own.max_queue, state.file.max_queue, state.live.max_queue),
-            rate_limit: (own.rate_limit == state.file.rate_limit
-                && state.live.rate_limit != state.file.rate_limit)
-                .then(|| state.live.rate_limit.map(changed_rate)),
-            breaker: state.closed.is_forced_open.then_some(BreakerMode::ForcedOpen),
-        };
+        let change = live_change(state, numbers_of(self.bulkheads[bulkhead].limits(&self.compartments)));
         let failed = |error: SteerError| {
             format!(
                 "the values set at runtime for bulkhead '{}' conflict with its configuration: {error}",
@@ -349,14 +340,7 @@ impl DataPlane {
     fn restore_tenant(&mut self, state: &TenantState) -> Result<(), String> {
         let Some(bulkhead) = self.bulkheads.find(&state.bulkhead) else { return Ok(()) };
         let own = self.bulkheads[bulkhead].tenant_limits().get(&state.tenant).copied();
-        let own = numbers_of_tenant(&own.unwrap_or_default());
-        let rate = kept(own.rate_limit, state.file.rate_limit, state.live.rate_limit);
-        let change = TenantChange {
-            processes: kept(own.processes, state.file.processes, state.live.processes),
-            max_in_flight: kept(own.max_in_flight, state.file.max_in_flight, state.live.max_in_flight),
-            max_queue: kept(own.max_queue, state.file.max_queue, state.live.max_queue),
-            rate_limit: rate.map(|(per_second, burst, _)| TenantRate { per_second, burst: Some(burst) }),
-        };
+        let change = live_tenant_change(state, numbers_of_tenant(&own.unwrap_or_default()));
         if change == TenantChange::default() {
             return Ok(());
         }
@@ -533,6 +517,30 @@ fn incoming_in(incoming: &[CompartmentIndex], index: CompartmentIndex) -> u32 {
 /// Returns true if an attempt failed. Keeps the first error of several attempts.
 fn is_failure(attempt: Result<(), String>, first: &mut Option<String>) -> bool {
     attempt.map_err(|error| first.get_or_insert(error)).is_err()
+}
+
+/// Returns the change that restores a bulkhead's live values. `own` are the values in the successor's file.
+fn live_change(state: &BulkheadState, own: Numbers) -> Change {
+    let (file, live) = (&state.file, &state.live);
+    Change {
+        processes: kept(own.processes, file.processes, live.processes),
+        max_in_flight: kept(own.max_in_flight, file.max_in_flight, live.max_in_flight),
+        max_queue: kept(own.max_queue, file.max_queue, live.max_queue),
+        rate_limit: (own.rate_limit == file.rate_limit && live.rate_limit != file.rate_limit)
+            .then(|| live.rate_limit.map(changed_rate)),
+        breaker: state.closed.is_forced_open.then_some(BreakerMode::ForcedOpen),
+    }
+}
+
+fn live_tenant_change(state: &TenantState, own: Numbers) -> TenantChange {
+    let (file, live) = (&state.file, &state.live);
+    let rate = kept(own.rate_limit, file.rate_limit, live.rate_limit);
+    TenantChange {
+        processes: kept(own.processes, file.processes, live.processes),
+        max_in_flight: kept(own.max_in_flight, file.max_in_flight, live.max_in_flight),
+        max_queue: kept(own.max_queue, file.max_queue, live.max_queue),
+        rate_limit: rate.map(|(per_second, burst, _)| TenantRate { per_second, burst: Some(burst) }),
+    }
 }
 
 /// Returns the live value that the successor must adopt. Returns `None` if the live value equals the value in the
