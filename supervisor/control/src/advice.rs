@@ -38,6 +38,8 @@ pub(crate) struct Settings {
     pub(crate) deadline_max: Duration,
     /// State of the adaptive limit. `None` if no adaptive limit is configured.
     pub(crate) adaptive: Option<Adaptive>,
+    /// Maximum value of `adaptive.max` that the limits of individual tenants permit.
+    pub(crate) adaptive_ceiling: u64,
     /// Number of sets of workers that can exist at the same time. This is `tenants.max_active` if tenants are
     /// isolated, otherwise 1.
     pub(crate) worker_sets: u32,

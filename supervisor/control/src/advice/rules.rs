@@ -74,12 +74,13 @@ pub(super) fn advise(seen: &Observations, settings: &Settings, machine: &Machine
             verdicts.keep(SizingKey::of(settings).key, Setting::Count(SizingKey::of(settings).now), reason);
             settings.permits()
         }
-        None => advise_size(seen, settings, machine, &mut verdicts),
+        None => advise_permits(seen, settings, machine, &mut verdicts),
     };
+    let adds_permits = verdicts.0.iter().any(|proposal| proposal.proposed > proposal.now);
     if let Some(adaptive) = &settings.adaptive {
         verdicts.keep("adaptive", Setting::Count(adaptive.limit), adaptive::describe(adaptive));
     }
-    advise_queue(seen, settings, permits, &mut verdicts);
+    advise_queue(seen, settings, (permits, adds_permits), &mut verdicts);
     advise_queue_timeout(seen, settings, &mut verdicts);
     advise_deadline(seen, settings, &mut verdicts);
     advise_memory(seen, settings, &mut verdicts);
@@ -127,6 +128,45 @@ impl SizingKey {
     }
 }
 
+/// Applies the rules for the number of permits and for `adaptive.max`. If both limit the number of running jobs,
+/// raising only one of them has no effect. Returns the number of permits after the proposed change, if any.
+fn advise_permits(
+    seen: &Observations,
+    settings: &Settings,
+    machine: &Machine,
+    verdicts: &mut Verdicts,
+) -> u64 {
+    let Some(max) = settings.adaptive.as_ref().and_then(adaptive::enforced_max) else {
+        return advise_size(seen, settings, machine, verdicts);
+    };
+    let (key, now, permits) = ("adaptive.max", Setting::Count(max), settings.permits());
+    let most = settings.adaptive_ceiling;
+    let (wanted, why) = wanted_permits(seen, max);
+    let has_workers = seen.time_short_of_workers <= MISSING_WORKERS_MAX;
+    if has_workers && wanted > max && (max < permits || max >= most) {
+        let sizing = SizingKey::of(settings);
+        let proposed = wanted.min(permits).min(most);
+        let reason = match proposed > max {
+            true => format!("the adaptive limit is at most {max}: first raise `adaptive.max`"),
+            false => format!(
+                "the adaptive limit is at most {max}, and a tenant with separate limits has only {most} permits: \
+                 first raise the limits of that tenant"
+            ),
+        };
+        verdicts.keep(sizing.key, Setting::Count(sizing.now), reason);
+        if proposed > max {
+            verdicts.propose(key, now, Setting::Count(proposed), why);
+        }
+        return permits;
+    }
+    let after = advise_size(seen, settings, machine, verdicts);
+    if after > permits && after.min(most) > max {
+        let reason = "more permits have an effect only if the adaptive limit can rise as well".to_owned();
+        verdicts.propose(key, now, Setting::Count(after.min(most)), reason);
+    }
+    after
+}
+
 /// Applies the rule for the number of permits. Returns the number of permits after the proposed change, if
 /// any.
 fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verdicts: &mut Verdicts) -> u64 {
@@ -141,12 +181,11 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
         verdicts.keep(sizing.key, now, reason);
         return limit;
     }
-    let is_capped = seen.time_at_limit > AT_LIMIT_MAX;
-    let (wanted, why) = if is_capped { wanted_at_limit(seen, limit) } else { wanted_below_limit(seen) };
+    let (wanted, why) = wanted_permits(seen, limit);
     let proposed = if wanted > limit {
         raised(&sizing, wanted, seen, settings, machine)
     } else {
-        lowered(&sizing, wanted, seen, settings, is_capped)
+        lowered(&sizing, wanted, seen, settings)
     };
     let permits = proposed.map_or(limit, |proposed| proposed * sizing.permits_each);
     let held = if permits < wanted { bound_by(seen, settings, machine) } else { String::new() };
@@ -159,6 +198,17 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
         None => verdicts.keep(sizing.key, now, format!("{why}{held}")),
     }
     permits
+}
+
+/// Returns true if the number of jobs in flight often reached the limit.
+fn is_capped(seen: &Observations) -> bool {
+    seen.time_at_limit > AT_LIMIT_MAX
+}
+
+/// Returns the required number of permits, with an explanation. `limit` is the current limit on the number of jobs in
+/// flight.
+fn wanted_permits(seen: &Observations, limit: u64) -> (u64, String) {
+    if is_capped(seen) { wanted_at_limit(seen, limit) } else { wanted_below_limit(seen) }
 }
 
 /// Returns the required number of permits, with an explanation. Used if the number of jobs in flight stayed below the
@@ -254,14 +304,8 @@ fn raised(
 }
 
 /// Returns a lower value for the key if at most half of the current value was needed over a long observation time.
-fn lowered(
-    sizing: &SizingKey,
-    wanted: u64,
-    seen: &Observations,
-    settings: &Settings,
-    is_capped: bool,
-) -> Option<u64> {
-    if is_capped || not_served(seen).next().is_some() || !can_lower(seen) {
+fn lowered(sizing: &SizingKey, wanted: u64, seen: &Observations, settings: &Settings) -> Option<u64> {
+    if is_capped(seen) || not_served(seen).next().is_some() || !can_lower(seen) {
         return None;
     }
     // Without a queue, each job of a burst needs a permit.
@@ -284,7 +328,13 @@ fn total_memory(seen: &Observations, processes: u64, machine: &Machine) -> Strin
 
 // Rules for the queue.
 
-fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts: &mut Verdicts) {
+/// Applies the rule for the length of the queue. `adds_permits` is true if the advice is to allow more running jobs.
+fn advise_queue(
+    seen: &Observations,
+    settings: &Settings,
+    (permits, adds_permits): (u64, bool),
+    verdicts: &mut Verdicts,
+) {
     let (key, now) = ("max_queue", u64::from(settings.max_queue));
     let (rejections, expired) = (rejections(seen), expired(seen));
     let used = format!("at most {} of {now} queue places were used", seen.queued.max);
@@ -312,7 +362,7 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     }
     let why =
         format!("{rejections} of {} jobs were rejected ({})", seen.jobs, reasons(rejections_by_reason(seen)));
-    if permits > settings.permits() {
+    if adds_permits {
         return verdicts.keep(key, now_set, format!("{why}, but first add permits"));
     }
     let wanted = (2 * now).max(settings.permits()).min(useful).min(QUEUE_CEILING);

@@ -21,6 +21,7 @@ fn settings() -> Settings {
         deadline: Duration::from_secs(5),
         deadline_max: Duration::from_secs(5),
         adaptive: None,
+        adaptive_ceiling: u64::MAX,
         worker_sets: 1,
         spares: 0,
         cgroup_memory: None,
@@ -109,6 +110,42 @@ fn adaptive_limit_prevents_advice_for_more_processes() {
     let monitored = bulkhead_api::Adaptive { mode: AdaptiveMode::Monitor.into(), limit: 2, ..adaptive };
     assert!(proposed(overloaded(), &with(monitored.clone()), "processes").is_some());
     assert!(kept(overloaded(), &with(monitored), "adaptive").contains("would let 2 jobs run concurrently"));
+}
+
+/// Returns the state of an enforced adaptive limit that has reached its maximum.
+fn at_maximum(max: u32) -> bulkhead_api::Adaptive {
+    bulkhead_api::Adaptive {
+        mode: AdaptiveMode::Enforce.into(),
+        min: 1,
+        max,
+        target_ms: 5000.0,
+        limit: max.into(),
+        limits: 1,
+        ..bulkhead_api::Adaptive::default()
+    }
+}
+
+#[test]
+fn advice_raises_adaptive_maximum_together_with_processes() {
+    let of = |processes, max| Settings { processes, adaptive: Some(at_maximum(max)), ..settings() };
+    let first = advice(overloaded(), &of(2, 2));
+    let proposed_of = |advice: &Advice| -> Vec<_> {
+        advice.advice.iter().map(|item| (String::from(&*item.key), item.proposed)).collect()
+    };
+    let count = |key: &str, count| (key.to_owned(), Setting::Count(count));
+    assert_eq!(proposed_of(&first), [count("processes", 4), count("adaptive.max", 4)]);
+    // If only the command is run, more processes have no effect.
+    let second = advice(overloaded(), &of(4, 2));
+    assert_eq!(proposed_of(&second), [count("adaptive.max", 4)]);
+    assert!(kept(overloaded(), &of(4, 2), "max_queue").contains("but first add permits"));
+    assert!(kept(overloaded(), &of(4, 2), "processes").contains("at most 2: first raise `adaptive.max`"));
+    // The configuration rejects a maximum above the permits of any tenant.
+    let bound = Settings { adaptive_ceiling: 2, ..of(4, 2) };
+    assert_eq!(proposed(overloaded(), &bound, "processes"), None);
+    assert_eq!(proposed(overloaded(), &bound, "adaptive.max"), None);
+    assert!(kept(overloaded(), &bound, "processes").contains("only 2 permits: first raise"));
+    let bound = Settings { adaptive_ceiling: 3, ..of(4, 2) };
+    assert_eq!(proposed_of(&advice(overloaded(), &bound)), [count("adaptive.max", 3)]);
 }
 
 #[test]
@@ -377,7 +414,7 @@ struct Load {
 impl Load {
     /// Simulates a bulkhead with this load and the limits in `settings`. Returns the observations.
     fn seen(&self, settings: &Settings) -> Observations {
-        let limit = settings.permits();
+        let limit = running_max(settings);
         let below = |marks: Marks<u64>, most: u64| Marks {
             p50: marks.p50.min(most),
             p99: marks.p99.min(most),
@@ -408,6 +445,12 @@ impl Load {
     }
 }
 
+/// Returns the maximum number of running jobs.
+fn running_max(settings: &Settings) -> u64 {
+    let permits = settings.permits();
+    settings.adaptive.as_ref().map_or(permits, |adaptive| permits.min(adaptive.max.into()))
+}
+
 fn applied(settings: &Settings, advice: &Advice) -> Settings {
     let mut settings = settings.clone();
     let count = |setting| match setting {
@@ -419,6 +462,7 @@ fn applied(settings: &Settings, advice: &Advice) -> Settings {
             ("processes", to) => settings.processes = count(to),
             ("max_in_flight", to) => settings.max_in_flight = count(to),
             ("max_queue", to) => settings.max_queue = count(to),
+            ("adaptive.max", to) => settings.adaptive = Some(at_maximum(count(to))),
             ("deadline", Setting::Time(to)) => {
                 settings.deadline = to;
                 settings.deadline_max = settings.deadline_max.max(to);
@@ -444,14 +488,17 @@ fn setups() -> impl Strategy<Value = Settings> {
     let sizes = (1..=1024_u32, 0..=64_u32, 0..2000_u32, 1..=64_u32);
     let times = (1..100_000_u64, prop::option::of(1..100_000_u64));
     let memory = (prop::option::of(1 << 20..1_u64 << 34), any::<bool>());
-    (sizes, times, memory).prop_map(|((processes, max_in_flight, max_queue, sets), times, memory)| Settings {
+    let adaptive_max = prop::option::of(1..=2000_u32);
+    let parts = (sizes, times, memory, adaptive_max);
+    parts.prop_map(|((processes, max_in_flight, max_queue, sets), times, memory, adaptive_max)| Settings {
         processes,
         max_in_flight,
         max_queue: if max_in_flight == 0 { 0 } else { max_queue },
         queue_timeout: times.1.map(Duration::from_millis),
         deadline: Duration::from_millis(times.0),
         deadline_max: Duration::from_millis(times.0),
-        adaptive: None,
+        adaptive: adaptive_max.map(|max| at_maximum(max.min(processes * max_in_flight).max(1))),
+        adaptive_ceiling: u64::MAX,
         worker_sets: sets,
         spares: 0,
         cgroup_memory: memory.0,
@@ -474,6 +521,11 @@ proptest! {
         prop_assert!(u64::from(after.max_queue) <= QUEUE_CEILING);
         prop_assert!(!after.deadline.is_zero() && after.deadline <= DURATION_MAX);
         prop_assert!(after.permits() <= 2 * settings.permits(), "a proposal at most doubles the permits");
+        let adaptive_max = after.adaptive.as_ref().map_or(0, |adaptive| adaptive.max.into());
+        prop_assert!(adaptive_max <= after.permits().max(1));
+        if after.permits() > settings.permits() {
+            prop_assert!(running_max(&after) > running_max(&settings), "more permits have an effect");
+        }
     }
 
     #[test]

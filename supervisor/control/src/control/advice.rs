@@ -148,11 +148,27 @@ fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
         deadline: limits.deadline,
         deadline_max: limits.deadline_max,
         adaptive: None,
+        adaptive_ceiling: fewest_tenant_permits(bulkhead).unwrap_or(u64::MAX),
         spares: bulkhead.start.spares,
         worker_sets: bulkhead.isolation().map_or(1, |isolation| isolation.max_active),
         cgroup_memory: bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory),
         has_memory_limit: bulkhead.recycle.rss.is_some() || has_rlimit,
     }
+}
+
+/// Returns the smallest number of permits of any isolated tenant whose own limits do not grow with those of the
+/// bulkhead, or `None` if there is no such tenant.
+fn fewest_tenant_permits(bulkhead: &BulkheadConfig) -> Option<u64> {
+    bulkhead.isolation()?;
+    let own = bulkhead.tenant.values().filter_map(|tenant| match (tenant.processes, tenant.max_in_flight) {
+        (None, None) => None,
+        (None, Some(in_flight)) if in_flight >= bulkhead.max_in_flight => None,
+        (processes, in_flight) => {
+            let processes = processes.unwrap_or(bulkhead.processes);
+            Some(u64::from(processes) * u64::from(in_flight.unwrap_or(bulkhead.max_in_flight)))
+        }
+    });
+    own.min()
 }
 
 fn machine() -> Machine {
