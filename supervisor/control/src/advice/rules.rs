@@ -482,11 +482,8 @@ fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdic
                 format!("{most}, which is over 80 % of the limit of {}: allow twice the peak", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
-        Some(limit) if 2 * wanted <= limit && can_lower(seen) => {
-            let reason =
-                format!("{most}, and with the limit of {} a leaking worker can use far more", size(limit));
-            verdicts.propose(key, Setting::Bytes(limit), double, reason);
-        }
+        // The limit is never lowered, because it also covers the worker's children and files in memory, which are not
+        // measured.
         Some(limit) => {
             verdicts.keep(key, Setting::Bytes(limit), format!("{most}, with a limit of {}", size(limit)))
         }
