@@ -434,10 +434,14 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     let used =
         format!("99 % of the jobs ran for at most {} of {}", time(p99), format_duration(settings.deadline));
     let longer = |factor_of: f64, why: String, verdicts: &mut Verdicts| {
-        let most =
-            if settings.deadline_max > settings.deadline { settings.deadline_max } else { DURATION_MAX };
+        let longest = settings.deadline_max;
+        let most = if longest > settings.deadline { longest } else { DURATION_MAX };
         let proposed = rounded_up(factor_of).min(2 * settings.deadline).min(most);
         verdicts.propose(key, now, Setting::Time(proposed), why);
+        if settings.has_deadline_max && proposed > longest {
+            let reason = "`deadline` cannot exceed `deadline_max`".to_owned();
+            verdicts.propose("deadline_max", Setting::Time(longest), Setting::Time(proposed), reason);
+        }
     };
     if is_many(by_own, seen.ran) {
         let ran = seen.ran;
@@ -456,11 +460,17 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     }
     let wait = seen.queue_ms.max.max(settings.queue_timeout.map_or(0.0, millis));
     let longest = seen.run_ms.max + wait;
-    let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN);
+    // If `deadline_max` is not set, it falls with the deadline.
+    let least = if settings.has_deadline_max { Duration::ZERO } else { settings.deadline_max_least };
+    let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN).max(least);
     if can_lower(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= settings.deadline {
+        let enough = match proposed > least {
+            true => "five times the longest job is enough",
+            false => "`run_limit` and `adaptive.target` permit no shorter deadline",
+        };
         let reason = format!(
-            "the longest job took {} including the waiting time, and a job that hangs holds a permit for {}: \
-             a deadline of five times the longest job is enough",
+            "the longest job took {} including the waiting time, and a job that hangs holds a permit for {}; \
+             {enough}",
             time(longest),
             format_duration(settings.deadline)
         );

@@ -20,6 +20,8 @@ fn settings() -> Settings {
         queue_timeout: None,
         deadline: Duration::from_secs(5),
         deadline_max: Duration::from_secs(5),
+        has_deadline_max: false,
+        deadline_max_least: Duration::ZERO,
         adaptive: None,
         adaptive_ceiling: u64::MAX,
         worker_sets: 1,
@@ -307,6 +309,21 @@ fn advice_lowers_values_unused_for_an_hour() {
     let actual: Vec<_> = advice.advice.iter().map(|item| (&*item.key, item.proposed)).collect();
     let deadline = Setting::Time(Duration::from_secs(8));
     assert_eq!(actual, [("processes", Setting::Count(4)), ("deadline", deadline)], "{advice:?}");
+    // The configuration rejects a deadline below `run_limit` or `adaptive.target`, unless `deadline_max` is set.
+    let hour = Duration::from_secs(3600);
+    let least = Duration::from_secs(20);
+    let of = |deadline_max_least, has_deadline_max| Settings {
+        deadline: hour,
+        deadline_max: hour,
+        deadline_max_least,
+        has_deadline_max,
+        ..settings()
+    };
+    let (proposal, reason) = proposed(seen(), &of(least, false), "deadline").unwrap();
+    assert_eq!(proposal, Setting::Time(least));
+    assert!(reason.contains("`run_limit` and `adaptive.target` permit no shorter deadline"), "{reason}");
+    assert_eq!(proposed(seen(), &of(least, true), "deadline").unwrap().0, deadline);
+    assert_eq!(proposed(seen(), &of(hour / 2 + least, false), "deadline"), None);
     // A bulkhead without a queue needs a permit for each job of a burst.
     let bursts = Observations { concurrency: Marks { p50: 1, p99: 3, max: 40 }, ..seen() };
     let settings = Settings { processes: 64, max_queue: 0, ..settings() };
@@ -361,8 +378,15 @@ fn proposed_deadline_leaves_headroom() {
     let (deadline, reason) = proposed(near.clone(), &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_millis(6500)));
     assert!(reason.contains("at most 4300 ms of 5s") || reason.contains("at most 4.3 s of 5s"), "{reason}");
-    let clients = Settings { deadline_max: Duration::from_secs(6), ..settings() };
-    assert_eq!(proposed(near, &clients, "deadline").unwrap().0, Setting::Time(Duration::from_secs(6)));
+    let clients = Settings { deadline_max: Duration::from_secs(6), has_deadline_max: true, ..settings() };
+    assert_eq!(proposed(near.clone(), &clients, "deadline").unwrap().0, Setting::Time(Duration::from_secs(6)));
+    assert_eq!(proposed(near.clone(), &clients, "deadline_max"), None);
+    // The configuration rejects a deadline above `deadline_max`.
+    assert_eq!(proposed(near.clone(), &settings(), "deadline_max"), None);
+    let equal = Settings { has_deadline_max: true, ..settings() };
+    let raised = Setting::Time(Duration::from_millis(6500));
+    assert_eq!(proposed(near.clone(), &equal, "deadline").unwrap().0, raised);
+    assert_eq!(proposed(near, &equal, "deadline_max").unwrap().0, raised);
     let late = DeadlineMisses { running: 4000, by_own: 3000, queued: 0 };
     let (deadline, reason) =
         proposed(Observations { deadline_exceeded: late, ..seen() }, &settings(), "deadline").unwrap();
@@ -469,8 +493,11 @@ fn applied(settings: &Settings, advice: &Advice) -> Settings {
             ("adaptive.max", to) => settings.adaptive = Some(at_maximum(count(to))),
             ("deadline", Setting::Time(to)) => {
                 settings.deadline = to;
-                settings.deadline_max = settings.deadline_max.max(to);
+                if !settings.has_deadline_max {
+                    settings.deadline_max = to;
+                }
             }
+            ("deadline_max", Setting::Time(to)) => settings.deadline_max = to,
             ("queue_timeout", Setting::Time(to)) => settings.queue_timeout = Some(to),
             ("cgroup.memory", Setting::Bytes(to)) => settings.cgroup_memory = Some(to),
             ("recycle.rss", Setting::Bytes(_)) => settings.has_memory_limit = true,
@@ -490,7 +517,7 @@ fn loads() -> impl Strategy<Value = Load> {
 
 fn setups() -> impl Strategy<Value = Settings> {
     let sizes = (1..=1024_u32, 0..=64_u32, 0..2000_u32, 1..=64_u32);
-    let times = (1..100_000_u64, prop::option::of(1..100_000_u64));
+    let times = (1..100_000_u64, prop::option::of(1..100_000_u64), any::<bool>(), 0..100_000_u64);
     let memory = (prop::option::of(1 << 20..1_u64 << 34), any::<bool>());
     let adaptive_max = prop::option::of(1..=2000_u32);
     let parts = (sizes, times, memory, adaptive_max);
@@ -501,6 +528,8 @@ fn setups() -> impl Strategy<Value = Settings> {
         queue_timeout: times.1.map(Duration::from_millis),
         deadline: Duration::from_millis(times.0),
         deadline_max: Duration::from_millis(times.0),
+        has_deadline_max: times.2,
+        deadline_max_least: Duration::from_millis(times.3.min(times.0)),
         adaptive: adaptive_max.map(|max| at_maximum(max.min(processes * max_in_flight).max(1))),
         adaptive_ceiling: u64::MAX,
         worker_sets: sets,
@@ -524,6 +553,7 @@ proptest! {
         prop_assert!(after.permits() > 0 || settings.permits() == 0);
         prop_assert!(u64::from(after.max_queue) <= QUEUE_CEILING);
         prop_assert!(!after.deadline.is_zero() && after.deadline <= DURATION_MAX);
+        prop_assert!(after.deadline <= after.deadline_max && after.deadline_max >= after.deadline_max_least);
         prop_assert!(after.permits() <= 2 * settings.permits(), "a proposal at most doubles the permits");
         let adaptive_max = after.adaptive.as_ref().map_or(0, |adaptive| adaptive.max.into());
         prop_assert!(adaptive_max <= after.permits().max(1));

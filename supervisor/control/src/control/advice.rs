@@ -140,6 +140,7 @@ fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
     let bounds_memory = |resource| matches!(resource, Resource::As | Resource::Data);
     let has_rlimit =
         bulkhead.rlimits.iter().any(|rlimit| bounds_memory(rlimit.resource) && rlimit.limit.is_some());
+    let target = bulkhead.adaptive.as_ref().map(|adaptive| adaptive.target);
     Settings {
         processes: limits.processes,
         max_in_flight: limits.max_in_flight,
@@ -147,6 +148,8 @@ fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
         queue_timeout: limits.queue_timeout,
         deadline: limits.deadline,
         deadline_max: limits.deadline_max,
+        has_deadline_max: bulkhead.has_deadline_max,
+        deadline_max_least: bulkhead.run_limit.max(target).unwrap_or_default(),
         adaptive: None,
         adaptive_ceiling: fewest_tenant_permits(bulkhead).unwrap_or(u64::MAX),
         spares: bulkhead.start.spares,
