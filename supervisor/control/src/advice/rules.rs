@@ -250,10 +250,17 @@ fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     (wanted, why)
 }
 
-/// Returns the number of permits that keeps all processors busy, or `None` if jobs are not CPU-bound.
-fn processors_permit(seen: &Observations, machine: &Machine) -> Option<u64> {
-    let each = seen.processors_per_job.filter(|each| *each >= CPU_BOUND)?;
-    Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
+/// Returns the number of permits that keeps all processors busy, or `None` if jobs are not CPU-bound. If the processor
+/// time of a job is unknown, jobs can be CPU-bound, so there should not be more processes than processors.
+fn processors_permit(seen: &Observations, settings: &Settings, machine: &Machine) -> Option<u64> {
+    match seen.processors_per_job {
+        Some(each) if each >= CPU_BOUND => {
+            Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
+        }
+        Some(_) => None,
+        None => (SizingKey::of(settings).key == "processes")
+            .then(|| u64::from(machine.processors) * u64::from(settings.max_in_flight)),
+    }
 }
 
 /// Returns the maximum number of permits for which the machine has enough memory. Returns `None` if the memory size or
@@ -270,16 +277,23 @@ fn memory_permits(seen: &Observations, settings: &Settings, machine: &Machine) -
 
 /// Returns a sentence that says which of the machine's resources limits the number of permits.
 fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> String {
-    let by_processors = processors_permit(seen, machine).unwrap_or(u64::MAX);
+    let by_processors = processors_permit(seen, settings, machine).unwrap_or(u64::MAX);
     let by_memory = memory_permits(seen, settings, machine).unwrap_or(u64::MAX);
     match (by_processors, by_memory) {
         (u64::MAX, u64::MAX) => "; no higher value is possible".to_owned(),
-        (processors, memory) if processors <= memory => format!(
-            "; but a running job uses {} of a processor, so with {} processors, more than {processors} \
-             concurrent jobs would only compete for processor time",
-            percent(seen.processors_per_job.unwrap_or(1.0)),
-            machine.processors
-        ),
+        (processors, memory) if processors <= memory => match seen.processors_per_job {
+            Some(each) => format!(
+                "; but a running job uses {} of a processor, so with {} processors, more than {processors} \
+                 concurrent jobs would only compete for processor time",
+                percent(each),
+                machine.processors
+            ),
+            None => format!(
+                "; but the processor time of a job is unknown, because most workers exit within seconds or \
+                 started only recently, so there should not be more processes than processors ({})",
+                machine.processors
+            ),
+        },
         (_, memory) => format!(
             "; but more than {memory} concurrent jobs could need over {} of this machine's memory ({})",
             percent(MEMORY_SHARE),
@@ -297,7 +311,7 @@ fn raised(
     settings: &Settings,
     machine: &Machine,
 ) -> Option<u64> {
-    let bounds = [processors_permit(seen, machine), memory_permits(seen, settings, machine)];
+    let bounds = [processors_permit(seen, settings, machine), memory_permits(seen, settings, machine)];
     let most = bounds.into_iter().flatten().min().map_or(sizing.most, |most| most / sizing.permits_each);
     let proposed = wanted.div_ceil(sizing.permits_each).min(sizing.most).min(most);
     (proposed > sizing.now).then_some(proposed)

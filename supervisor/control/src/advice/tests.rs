@@ -261,6 +261,20 @@ fn proposed_processes_fit_processors_and_memory() {
 }
 
 #[test]
+fn unknown_processor_time_limits_processes_to_processors() {
+    let unknown = Observations { processors_per_job: None, ..overloaded() };
+    let of = |processes, max_in_flight| Settings { processes, max_in_flight, ..settings() };
+    let (processes, reason) = proposed(unknown.clone(), &of(3, 1), "processes").unwrap();
+    assert_eq!(processes, Setting::Count(4));
+    assert!(reason.contains("not be more processes than processors (4)"), "{reason}");
+    assert_eq!(proposed(unknown.clone(), &of(3, 2), "processes").unwrap().0, Setting::Count(4));
+    for processes in [4, 6] {
+        assert!(kept(unknown.clone(), &of(processes, 1), "processes").contains("than processors (4)"));
+    }
+    assert_eq!(proposed(unknown, &of(1, 4), "max_in_flight").unwrap().0, Setting::Count(8));
+}
+
+#[test]
 fn too_few_workers_prevent_advice() {
     let dying = Observations { time_short_of_workers: 0.3, ..overloaded() };
     let reason = kept(dying, &settings(), "processes");
@@ -379,7 +393,10 @@ fn proposed_deadline_leaves_headroom() {
     assert_eq!(deadline, Setting::Time(Duration::from_millis(6500)));
     assert!(reason.contains("at most 4300 ms of 5s") || reason.contains("at most 4.3 s of 5s"), "{reason}");
     let clients = Settings { deadline_max: Duration::from_secs(6), has_deadline_max: true, ..settings() };
-    assert_eq!(proposed(near.clone(), &clients, "deadline").unwrap().0, Setting::Time(Duration::from_secs(6)));
+    assert_eq!(
+        proposed(near.clone(), &clients, "deadline").unwrap().0,
+        Setting::Time(Duration::from_secs(6))
+    );
     assert_eq!(proposed(near.clone(), &clients, "deadline_max"), None);
     // The configuration rejects a deadline above `deadline_max`.
     assert_eq!(proposed(near.clone(), &settings(), "deadline_max"), None);
