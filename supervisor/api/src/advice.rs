@@ -112,7 +112,7 @@ pub struct Observations {
     /// Number of jobs that missed their deadline.
     pub deadline_exceeded: DeadlineMisses,
     /// Average number of processors that a job in flight used. Absent if jobs ran for less than a second in
-    /// total.
+    /// total, or if most jobs ran in workers that exited too early to be measured.
     pub processors_per_job: Option<f64>,
     /// Largest resident memory of a single worker in bytes. Absent for `exec` bulkheads, whose jobs run in
     /// other processes.

@@ -236,6 +236,7 @@ impl<'c> Checker<'c> {
             run_limit,
             deadline: deadline.value,
             deadline_max: deadline_max.value,
+            has_deadline_max: !raw.deadline_max.is_absent(),
             grace: raw.grace.value(),
             lookahead,
             max_payload,

@@ -36,8 +36,14 @@ pub(crate) struct Settings {
     pub(crate) queue_timeout: Option<Duration>,
     pub(crate) deadline: Duration,
     pub(crate) deadline_max: Duration,
+    /// True if `deadline_max` is set. Otherwise, it is the same as `deadline`.
+    pub(crate) has_deadline_max: bool,
+    /// Minimum value of `deadline_max`, because of `run_limit` and `adaptive.target`.
+    pub(crate) deadline_max_least: Duration,
     /// State of the adaptive limit. `None` if no adaptive limit is configured.
     pub(crate) adaptive: Option<Adaptive>,
+    /// Maximum value of `adaptive.max` that the limits of individual tenants permit.
+    pub(crate) adaptive_ceiling: u64,
     /// Number of sets of workers that can exist at the same time. This is `tenants.max_active` if tenants are
     /// isolated, otherwise 1.
     pub(crate) worker_sets: u32,

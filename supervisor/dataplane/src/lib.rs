@@ -1053,7 +1053,7 @@ impl DataPlane {
     fn worker_processes(&self) -> Vec<WorkerProcess> {
         let process = |link: &Link| {
             let compartment = &self.compartments[link.compartment()];
-            Some(self.bulkheads.worker_process(compartment, link.pid()?, link.worker().generation))
+            Some(self.bulkheads.worker_process(compartment, link.pid()?, link.worker()))
         };
         self.links.values().filter_map(process).collect()
     }

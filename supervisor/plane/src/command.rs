@@ -42,9 +42,9 @@ pub struct WorkerProcess {
     pub bulkhead: Arc<str>,
     pub pid: u32,
     pub generation: u32,
-    /// Number of accepted jobs that have ended in the worker's bulkhead.
-    pub answered: u64,
-    /// True if the worker's bulkhead or isolated tenant has jobs in flight.
+    /// Number of jobs that the worker was given.
+    pub jobs_given: u64,
+    /// True if the worker has unfinished jobs.
     pub is_busy: bool,
 }
 

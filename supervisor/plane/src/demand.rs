@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use bulkhead_api::Histogram;
-use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
+use bulkhead_policy::{AdaptiveMode, Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
@@ -71,8 +71,8 @@ pub struct LimitedWindow {
     base: Counters,
 }
 
-/// Values of `processes`, `max_in_flight` and `max_queue`.
-pub type Sizes = (u32, u32, u32);
+/// Values of `processes`, `max_in_flight`, `max_queue`, and of `adaptive.max` if the adaptive limit is enforced.
+pub type Sizes = (u32, u32, u32, Option<u32>);
 
 /// Demand for a bulkhead in the current and the previous hour.
 #[derive(Default)]
@@ -180,9 +180,10 @@ impl Demand {
     }
 }
 
-/// Returns the values of `processes`, `max_in_flight` and `max_queue`.
+/// Returns the values on which [`LimitedWindow`] depends.
 pub fn sizes_of(limits: &Limits) -> Sizes {
-    (limits.processes, limits.max_in_flight, limits.max_queue)
+    let enforced = limits.adaptive.as_ref().filter(|adaptive| adaptive.mode == AdaptiveMode::Enforce);
+    (limits.processes, limits.max_in_flight, limits.max_queue, enforced.map(|adaptive| adaptive.max))
 }
 
 /// Limits that sizing advice can propose to change. If tenants are isolated, the limits apply to each tenant
@@ -215,6 +216,8 @@ pub struct Observation {
 
 #[cfg(test)]
 mod tests {
+    use bulkhead_policy::AdaptiveLimits;
+
     use super::*;
 
     fn at(seconds: u64) -> Time {
@@ -288,5 +291,21 @@ mod tests {
         assert_eq!((current.under_limits.no_permit_ns, current.under_limits.deadline_misses), (0, 0));
         assert_eq!((observation.base.submitted, observation.duration.as_secs()), (500, 60));
         assert!(observation.starts_with_change);
+    }
+
+    #[test]
+    fn changed_adaptive_maximum_resets_observations() {
+        let with = |max, mode| {
+            let adaptive = AdaptiveLimits { min: 1, max, target: Duration::from_secs(1), mode };
+            Limits { processes: 4, adaptive: Some(adaptive), ..Limits::default() }
+        };
+        let limits = with(2, AdaptiveMode::Enforce);
+        let mut demand = Demand::new(at(0), &limits);
+        demand.record_load(load(0, 2, 20), at(100));
+        assert!(!demand.is_due(at(100), &limits));
+        let more = with(4, AdaptiveMode::Enforce);
+        assert!(demand.is_due(at(100), &more) && demand.is_due(at(100), &with(2, AdaptiveMode::Monitor)));
+        demand.update(at(100), sizes_of(&more), counters(500));
+        assert_eq!(concurrency(&demand.observation(at(160), &more, counters(530))).total(), 0);
     }
 }

@@ -119,6 +119,36 @@ fn advice_reports_observed_demand_and_concurrency() {
     });
 }
 
+/// The processor time of a worker is the difference between two samples, which are some seconds apart.
+#[test]
+fn processor_time_is_unknown_for_short_lived_workers() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.long]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"10m\"\n\
+         [bulkhead.short]\ncommand = [\"MISBEHAVE\"]\nrecycle = { jobs = 1 }\n",
+    );
+    bulkhead_tests::run(async {
+        let client = bulkhead_client::Client::connect(supervisor.socket()).await.unwrap();
+        let job = tokio::spawn(client.job("long", "").operation("hang").send());
+        supervisor.wait_number("long", "in_flight", 1);
+        let short = client.clone();
+        let jobs = tokio::spawn(async move {
+            loop {
+                let _ = short.job("short", "50").operation("sleep").send().await;
+            }
+        });
+        wait_seen(&supervisor, "long", "the processor time is measured", |seen| {
+            seen["processors_per_job"].is_f64()
+        });
+        let number = |seen: &Value, key: &str| seen[key].as_f64().unwrap();
+        let seen = wait_seen(&supervisor, "short", "jobs have run for a second", |seen| {
+            number(seen, "ran") * number(seen, "run_mean_ms") >= 1000.0
+        });
+        assert!(seen["processors_per_job"].is_null(), "{seen}");
+        job.abort();
+        jobs.abort();
+    });
+}
+
 /// Sends more jobs than one process can handle, and returns the outcomes.
 fn overload(supervisor: &Supervisor) -> Vec<String> {
     let client = Client::connect(supervisor.socket()).unwrap();

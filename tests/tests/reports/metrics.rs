@@ -746,6 +746,20 @@ fn alerts_and_dashboard_use_existing_metrics() {
     }
 }
 
+/// `alerts_test.yml` tests the expressions of two panels, so it must contain the dashboard's current expressions.
+#[test]
+fn alert_tests_contain_dashboard_expressions() {
+    let dashboard: serde_json::Value = serde_json::from_str(&read("deploy/grafana/dashboard.json")).unwrap();
+    let tests = read("deploy/prometheus/alerts_test.yml");
+    let panels = dashboard["panels"].as_array().unwrap();
+    for title in ["Service", "Breaker"] {
+        let panel = panels.iter().rfind(|panel| panel["title"] == title).unwrap();
+        let expression = panel["targets"][0]["expr"].as_str().unwrap();
+        let expression = expression.replace(r#"instance=~"$instance", bulkhead=~"$bulkhead", "#, "");
+        assert!(tests.contains(&format!("expr: '{expression}'")), "{title}: {expression}");
+    }
+}
+
 #[test]
 fn promtool_accepts_alert_rules_and_metrics() {
     let promtool = |arguments: &[&str]| Command::new("promtool").args(arguments).current_dir(root()).output();

@@ -147,6 +147,9 @@ pub struct BulkheadConfig {
     /// Maximum deadline that a client can request, at least `deadline`.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline_max: Duration,
+    /// True if the file sets `deadline_max`. Otherwise, it is the same as `deadline`.
+    #[serde(skip)]
+    pub has_deadline_max: bool,
     /// Time allowed for a worker to stop a job after a missed deadline before the worker is killed. Zero means that
     /// the worker is killed immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]

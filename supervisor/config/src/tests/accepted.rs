@@ -49,6 +49,7 @@ fn absent_keys_have_documented_defaults() {
         run_limit: None,
         deadline: ms(30_000),
         deadline_max: ms(30_000),
+        has_deadline_max: false,
         grace: ms(100),
         lookahead: Duration::ZERO,
         max_payload: 64 << 20,

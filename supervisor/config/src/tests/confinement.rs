@@ -443,6 +443,6 @@ fn summary_explains_tmp_check_in_default_profile() {
         let summary = config.summary();
         let comment = "\n# sandbox.tmp: a directory on disk, whose size is checked every second\n";
         assert_eq!(summary.contains(comment), is_told, "{entries}: {summary}");
-        assert_eq!(folder.accept(&summary), config, "{entries}");
+        assert_eq!(folder.again(&config), config, "{entries}");
     }
 }

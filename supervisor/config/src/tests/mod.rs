@@ -90,13 +90,14 @@ impl Folder {
         self.parse(text).unwrap_or_else(|errors| panic!("refused:\n{errors}"))
     }
 
-    /// Parses the summary of a configuration. Copies `has_own_pressure` from the original, because the summary does not
-    /// show where `pressure` was set.
+    /// Parses the summary of a configuration. Copies `has_own_pressure` and `has_deadline_max` from the original,
+    /// because the summary does not show where `pressure` and `deadline_max` were set.
     #[track_caller]
     fn again(&self, config: &Config) -> Config {
         let mut again = self.accept(&config.summary());
         for (one, other) in again.bulkheads.iter_mut().zip(&config.bulkheads) {
             one.has_own_pressure = other.has_own_pressure;
+            one.has_deadline_max = other.has_deadline_max;
         }
         again
     }

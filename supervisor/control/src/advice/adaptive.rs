@@ -3,8 +3,13 @@
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
 
-/// Returns a sentence that explains why more permits would not help. Returns `None` if the adaptive limit does not
-/// hold jobs back.
+/// Returns the maximum of the adaptive limit, or `None` if the adaptive limit has no effect.
+pub(super) fn enforced_max(adaptive: &Adaptive) -> Option<u64> {
+    (adaptive.mode == AdaptiveMode::Enforce).then_some(adaptive.max.into())
+}
+
+/// Returns a sentence that explains why more permits would not help. Returns `None` unless the adaptive limit holds
+/// jobs back and is below its maximum.
 pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {

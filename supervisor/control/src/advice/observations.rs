@@ -18,8 +18,12 @@ const CAPACITY_REJECTIONS: [RejectReason; 4] =
 /// Resource usage of a bulkhead's workers, sampled by the control plane.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ResourceUsage {
-    /// Total processor time of all workers in milliseconds.
+    /// Total processor time of all workers between their samples, in milliseconds.
     pub(crate) cpu_ms: u64,
+    /// Number of samples of workers that had jobs since the previous sample.
+    pub(crate) samples: u64,
+    /// Number of these samples that were not a worker's first. Only these samples contribute to `cpu_ms`.
+    pub(crate) repeated_samples: u64,
     /// Largest resident size of any worker in bytes. `None` if no worker was measured, or if jobs do not run
     /// in the worker process itself.
     pub(crate) rss_max_bytes: Option<u64>,
@@ -62,9 +66,18 @@ pub(crate) fn observations(observation: &Observation, usage: ResourceUsage) -> O
             running,
             by_own: sum(|b| b.own_deadline_misses),
         },
-        processors_per_job: (in_flight_ms >= 1000.0).then(|| rounded(usage.cpu_ms as f64 / in_flight_ms)),
+        processors_per_job: processors_per_job(usage, in_flight_ms),
         rss_max_bytes: usage.rss_max_bytes,
     }
+}
+
+/// Returns the average number of processors that a job in flight used. Returns `None` if jobs ran for less than a
+/// second in total, or if most jobs ran in workers that exited before their second sample.
+fn processors_per_job(usage: ResourceUsage, in_flight_ms: f64) -> Option<f64> {
+    let ResourceUsage { cpu_ms, samples, repeated_samples, .. } = usage;
+    let is_measured = repeated_samples > 0 && 2 * repeated_samples >= samples;
+    let measured_ms = in_flight_ms * repeated_samples as f64 / samples.max(1) as f64;
+    (in_flight_ms >= 1000.0 && is_measured).then(|| rounded(cpu_ms as f64 / measured_ms))
 }
 
 /// Returns a sentence that lists the observations still missing for reliable advice, or `None` if there are enough
@@ -140,4 +153,23 @@ fn rejected(now: &[u64], base: &[u64]) -> BTreeMap<Text, u64> {
         (count > 0).then_some((reason.name().into(), count))
     };
     RejectReason::ALL.iter().filter_map(count).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processors_per_job_needs_workers_sampled_twice() {
+        let of = |samples, repeated_samples| {
+            let usage = ResourceUsage { cpu_ms: 6000, samples, repeated_samples, rss_max_bytes: None };
+            processors_per_job(usage, 10_000.0)
+        };
+        assert_eq!((of(0, 0), of(10, 0), of(10, 4)), (None, None, None));
+        assert_eq!(of(10, 10), Some(0.6));
+        // The processor time of three quarters of the jobs was measured.
+        assert_eq!(of(8, 6), Some(0.8));
+        let short = ResourceUsage { cpu_ms: 600, samples: 9, repeated_samples: 8, rss_max_bytes: None };
+        assert_eq!(processors_per_job(short, 999.0), None);
+    }
 }

@@ -74,12 +74,13 @@ pub(super) fn advise(seen: &Observations, settings: &Settings, machine: &Machine
             verdicts.keep(SizingKey::of(settings).key, Setting::Count(SizingKey::of(settings).now), reason);
             settings.permits()
         }
-        None => advise_size(seen, settings, machine, &mut verdicts),
+        None => advise_permits(seen, settings, machine, &mut verdicts),
     };
+    let adds_permits = verdicts.0.iter().any(|proposal| proposal.proposed > proposal.now);
     if let Some(adaptive) = &settings.adaptive {
         verdicts.keep("adaptive", Setting::Count(adaptive.limit), adaptive::describe(adaptive));
     }
-    advise_queue(seen, settings, permits, &mut verdicts);
+    advise_queue(seen, settings, (permits, adds_permits), &mut verdicts);
     advise_queue_timeout(seen, settings, &mut verdicts);
     advise_deadline(seen, settings, &mut verdicts);
     advise_memory(seen, settings, &mut verdicts);
@@ -127,6 +128,45 @@ impl SizingKey {
     }
 }
 
+/// Applies the rules for the number of permits and for `adaptive.max`. If both limit the number of running jobs,
+/// raising only one of them has no effect. Returns the number of permits after the proposed change, if any.
+fn advise_permits(
+    seen: &Observations,
+    settings: &Settings,
+    machine: &Machine,
+    verdicts: &mut Verdicts,
+) -> u64 {
+    let Some(max) = settings.adaptive.as_ref().and_then(adaptive::enforced_max) else {
+        return advise_size(seen, settings, machine, verdicts);
+    };
+    let (key, now, permits) = ("adaptive.max", Setting::Count(max), settings.permits());
+    let most = settings.adaptive_ceiling;
+    let (wanted, why) = wanted_permits(seen, max);
+    let has_workers = seen.time_short_of_workers <= MISSING_WORKERS_MAX;
+    if has_workers && wanted > max && (max < permits || max >= most) {
+        let sizing = SizingKey::of(settings);
+        let proposed = wanted.min(permits).min(most);
+        let reason = match proposed > max {
+            true => format!("the adaptive limit is at most {max}: first raise `adaptive.max`"),
+            false => format!(
+                "the adaptive limit is at most {max}, and a tenant with separate limits has only {most} permits: \
+                 first raise the limits of that tenant"
+            ),
+        };
+        verdicts.keep(sizing.key, Setting::Count(sizing.now), reason);
+        if proposed > max {
+            verdicts.propose(key, now, Setting::Count(proposed), why);
+        }
+        return permits;
+    }
+    let after = advise_size(seen, settings, machine, verdicts);
+    if after > permits && after.min(most) > max {
+        let reason = "more permits have an effect only if the adaptive limit can rise as well".to_owned();
+        verdicts.propose(key, now, Setting::Count(after.min(most)), reason);
+    }
+    after
+}
+
 /// Applies the rule for the number of permits. Returns the number of permits after the proposed change, if
 /// any.
 fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verdicts: &mut Verdicts) -> u64 {
@@ -141,12 +181,11 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
         verdicts.keep(sizing.key, now, reason);
         return limit;
     }
-    let is_capped = seen.time_at_limit > AT_LIMIT_MAX;
-    let (wanted, why) = if is_capped { wanted_at_limit(seen, limit) } else { wanted_below_limit(seen) };
+    let (wanted, why) = wanted_permits(seen, limit);
     let proposed = if wanted > limit {
         raised(&sizing, wanted, seen, settings, machine)
     } else {
-        lowered(&sizing, wanted, seen, settings, is_capped)
+        lowered(&sizing, wanted, seen, settings)
     };
     let permits = proposed.map_or(limit, |proposed| proposed * sizing.permits_each);
     let held = if permits < wanted { bound_by(seen, settings, machine) } else { String::new() };
@@ -159,6 +198,17 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
         None => verdicts.keep(sizing.key, now, format!("{why}{held}")),
     }
     permits
+}
+
+/// Returns true if the number of jobs in flight often reached the limit.
+fn is_capped(seen: &Observations) -> bool {
+    seen.time_at_limit > AT_LIMIT_MAX
+}
+
+/// Returns the required number of permits, with an explanation. `limit` is the current limit on the number of jobs in
+/// flight.
+fn wanted_permits(seen: &Observations, limit: u64) -> (u64, String) {
+    if is_capped(seen) { wanted_at_limit(seen, limit) } else { wanted_below_limit(seen) }
 }
 
 /// Returns the required number of permits, with an explanation. Used if the number of jobs in flight stayed below the
@@ -200,10 +250,17 @@ fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     (wanted, why)
 }
 
-/// Returns the number of permits that keeps all processors busy, or `None` if jobs are not CPU-bound.
-fn processors_permit(seen: &Observations, machine: &Machine) -> Option<u64> {
-    let each = seen.processors_per_job.filter(|each| *each >= CPU_BOUND)?;
-    Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
+/// Returns the number of permits that keeps all processors busy, or `None` if jobs are not CPU-bound. If the processor
+/// time of a job is unknown, jobs can be CPU-bound, so there should not be more processes than processors.
+fn processors_permit(seen: &Observations, settings: &Settings, machine: &Machine) -> Option<u64> {
+    match seen.processors_per_job {
+        Some(each) if each >= CPU_BOUND => {
+            Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
+        }
+        Some(_) => None,
+        None => (SizingKey::of(settings).key == "processes")
+            .then(|| u64::from(machine.processors) * u64::from(settings.max_in_flight)),
+    }
 }
 
 /// Returns the maximum number of permits for which the machine has enough memory. Returns `None` if the memory size or
@@ -220,16 +277,23 @@ fn memory_permits(seen: &Observations, settings: &Settings, machine: &Machine) -
 
 /// Returns a sentence that says which of the machine's resources limits the number of permits.
 fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> String {
-    let by_processors = processors_permit(seen, machine).unwrap_or(u64::MAX);
+    let by_processors = processors_permit(seen, settings, machine).unwrap_or(u64::MAX);
     let by_memory = memory_permits(seen, settings, machine).unwrap_or(u64::MAX);
     match (by_processors, by_memory) {
         (u64::MAX, u64::MAX) => "; no higher value is possible".to_owned(),
-        (processors, memory) if processors <= memory => format!(
-            "; but a running job uses {} of a processor, so with {} processors, more than {processors} \
-             concurrent jobs would only compete for processor time",
-            percent(seen.processors_per_job.unwrap_or(1.0)),
-            machine.processors
-        ),
+        (processors, memory) if processors <= memory => match seen.processors_per_job {
+            Some(each) => format!(
+                "; but a running job uses {} of a processor, so with {} processors, more than {processors} \
+                 concurrent jobs would only compete for processor time",
+                percent(each),
+                machine.processors
+            ),
+            None => format!(
+                "; but the processor time of a job is unknown, because most workers exit within seconds or \
+                 started only recently, so there should not be more processes than processors ({})",
+                machine.processors
+            ),
+        },
         (_, memory) => format!(
             "; but more than {memory} concurrent jobs could need over {} of this machine's memory ({})",
             percent(MEMORY_SHARE),
@@ -247,21 +311,15 @@ fn raised(
     settings: &Settings,
     machine: &Machine,
 ) -> Option<u64> {
-    let bounds = [processors_permit(seen, machine), memory_permits(seen, settings, machine)];
+    let bounds = [processors_permit(seen, settings, machine), memory_permits(seen, settings, machine)];
     let most = bounds.into_iter().flatten().min().map_or(sizing.most, |most| most / sizing.permits_each);
     let proposed = wanted.div_ceil(sizing.permits_each).min(sizing.most).min(most);
     (proposed > sizing.now).then_some(proposed)
 }
 
 /// Returns a lower value for the key if at most half of the current value was needed over a long observation time.
-fn lowered(
-    sizing: &SizingKey,
-    wanted: u64,
-    seen: &Observations,
-    settings: &Settings,
-    is_capped: bool,
-) -> Option<u64> {
-    if is_capped || not_served(seen).next().is_some() || !can_lower(seen) {
+fn lowered(sizing: &SizingKey, wanted: u64, seen: &Observations, settings: &Settings) -> Option<u64> {
+    if is_capped(seen) || not_served(seen).next().is_some() || !can_lower(seen) {
         return None;
     }
     // Without a queue, each job of a burst needs a permit.
@@ -284,7 +342,13 @@ fn total_memory(seen: &Observations, processes: u64, machine: &Machine) -> Strin
 
 // Rules for the queue.
 
-fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts: &mut Verdicts) {
+/// Applies the rule for the length of the queue. `adds_permits` is true if the advice is to allow more running jobs.
+fn advise_queue(
+    seen: &Observations,
+    settings: &Settings,
+    (permits, adds_permits): (u64, bool),
+    verdicts: &mut Verdicts,
+) {
     let (key, now) = ("max_queue", u64::from(settings.max_queue));
     let (rejections, expired) = (rejections(seen), expired(seen));
     let used = format!("at most {} of {now} queue places were used", seen.queued.max);
@@ -312,7 +376,7 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     }
     let why =
         format!("{rejections} of {} jobs were rejected ({})", seen.jobs, reasons(rejections_by_reason(seen)));
-    if permits > settings.permits() {
+    if adds_permits {
         return verdicts.keep(key, now_set, format!("{why}, but first add permits"));
     }
     let wanted = (2 * now).max(settings.permits()).min(useful).min(QUEUE_CEILING);
@@ -384,10 +448,14 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     let used =
         format!("99 % of the jobs ran for at most {} of {}", time(p99), format_duration(settings.deadline));
     let longer = |factor_of: f64, why: String, verdicts: &mut Verdicts| {
-        let most =
-            if settings.deadline_max > settings.deadline { settings.deadline_max } else { DURATION_MAX };
+        let longest = settings.deadline_max;
+        let most = if longest > settings.deadline { longest } else { DURATION_MAX };
         let proposed = rounded_up(factor_of).min(2 * settings.deadline).min(most);
         verdicts.propose(key, now, Setting::Time(proposed), why);
+        if settings.has_deadline_max && proposed > longest {
+            let reason = "`deadline` cannot exceed `deadline_max`".to_owned();
+            verdicts.propose("deadline_max", Setting::Time(longest), Setting::Time(proposed), reason);
+        }
     };
     if is_many(by_own, seen.ran) {
         let ran = seen.ran;
@@ -406,11 +474,17 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     }
     let wait = seen.queue_ms.max.max(settings.queue_timeout.map_or(0.0, millis));
     let longest = seen.run_ms.max + wait;
-    let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN);
+    // If `deadline_max` is not set, it falls with the deadline.
+    let least = if settings.has_deadline_max { Duration::ZERO } else { settings.deadline_max_least };
+    let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN).max(least);
     if can_lower(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= settings.deadline {
+        let enough = match proposed > least {
+            true => "five times the longest job is enough",
+            false => "`run_limit` and `adaptive.target` permit no shorter deadline",
+        };
         let reason = format!(
-            "the longest job took {} including the waiting time, and a job that hangs holds a permit for {}: \
-             a deadline of five times the longest job is enough",
+            "the longest job took {} including the waiting time, and a job that hangs holds a permit for {}; \
+             {enough}",
             time(longest),
             format_duration(settings.deadline)
         );
@@ -432,11 +506,8 @@ fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdic
                 format!("{most}, which is over 80 % of the limit of {}: allow twice the peak", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
-        Some(limit) if 2 * wanted <= limit && can_lower(seen) => {
-            let reason =
-                format!("{most}, and with the limit of {} a leaking worker can use far more", size(limit));
-            verdicts.propose(key, Setting::Bytes(limit), double, reason);
-        }
+        // The limit is never lowered, because it also covers the worker's children and files in memory, which are not
+        // measured.
         Some(limit) => {
             verdicts.keep(key, Setting::Bytes(limit), format!("{most}, with a limit of {}", size(limit)))
         }

@@ -20,7 +20,10 @@ fn settings() -> Settings {
         queue_timeout: None,
         deadline: Duration::from_secs(5),
         deadline_max: Duration::from_secs(5),
+        has_deadline_max: false,
+        deadline_max_least: Duration::ZERO,
         adaptive: None,
+        adaptive_ceiling: u64::MAX,
         worker_sets: 1,
         spares: 0,
         cgroup_memory: None,
@@ -109,6 +112,42 @@ fn adaptive_limit_prevents_advice_for_more_processes() {
     let monitored = bulkhead_api::Adaptive { mode: AdaptiveMode::Monitor.into(), limit: 2, ..adaptive };
     assert!(proposed(overloaded(), &with(monitored.clone()), "processes").is_some());
     assert!(kept(overloaded(), &with(monitored), "adaptive").contains("would let 2 jobs run concurrently"));
+}
+
+/// Returns the state of an enforced adaptive limit that has reached its maximum.
+fn at_maximum(max: u32) -> bulkhead_api::Adaptive {
+    bulkhead_api::Adaptive {
+        mode: AdaptiveMode::Enforce.into(),
+        min: 1,
+        max,
+        target_ms: 5000.0,
+        limit: max.into(),
+        limits: 1,
+        ..bulkhead_api::Adaptive::default()
+    }
+}
+
+#[test]
+fn advice_raises_adaptive_maximum_together_with_processes() {
+    let of = |processes, max| Settings { processes, adaptive: Some(at_maximum(max)), ..settings() };
+    let first = advice(overloaded(), &of(2, 2));
+    let proposed_of = |advice: &Advice| -> Vec<_> {
+        advice.advice.iter().map(|item| (String::from(&*item.key), item.proposed)).collect()
+    };
+    let count = |key: &str, count| (key.to_owned(), Setting::Count(count));
+    assert_eq!(proposed_of(&first), [count("processes", 4), count("adaptive.max", 4)]);
+    // If only the command is run, more processes have no effect.
+    let second = advice(overloaded(), &of(4, 2));
+    assert_eq!(proposed_of(&second), [count("adaptive.max", 4)]);
+    assert!(kept(overloaded(), &of(4, 2), "max_queue").contains("but first add permits"));
+    assert!(kept(overloaded(), &of(4, 2), "processes").contains("at most 2: first raise `adaptive.max`"));
+    // The configuration rejects a maximum above the permits of any tenant.
+    let bound = Settings { adaptive_ceiling: 2, ..of(4, 2) };
+    assert_eq!(proposed(overloaded(), &bound, "processes"), None);
+    assert_eq!(proposed(overloaded(), &bound, "adaptive.max"), None);
+    assert!(kept(overloaded(), &bound, "processes").contains("only 2 permits: first raise"));
+    let bound = Settings { adaptive_ceiling: 3, ..of(4, 2) };
+    assert_eq!(proposed_of(&advice(overloaded(), &bound)), [count("adaptive.max", 3)]);
 }
 
 #[test]
@@ -222,6 +261,20 @@ fn proposed_processes_fit_processors_and_memory() {
 }
 
 #[test]
+fn unknown_processor_time_limits_processes_to_processors() {
+    let unknown = Observations { processors_per_job: None, ..overloaded() };
+    let of = |processes, max_in_flight| Settings { processes, max_in_flight, ..settings() };
+    let (processes, reason) = proposed(unknown.clone(), &of(3, 1), "processes").unwrap();
+    assert_eq!(processes, Setting::Count(4));
+    assert!(reason.contains("not be more processes than processors (4)"), "{reason}");
+    assert_eq!(proposed(unknown.clone(), &of(3, 2), "processes").unwrap().0, Setting::Count(4));
+    for processes in [4, 6] {
+        assert!(kept(unknown.clone(), &of(processes, 1), "processes").contains("than processors (4)"));
+    }
+    assert_eq!(proposed(unknown, &of(1, 4), "max_in_flight").unwrap().0, Setting::Count(8));
+}
+
+#[test]
 fn too_few_workers_prevent_advice() {
     let dying = Observations { time_short_of_workers: 0.3, ..overloaded() };
     let reason = kept(dying, &settings(), "processes");
@@ -270,6 +323,21 @@ fn advice_lowers_values_unused_for_an_hour() {
     let actual: Vec<_> = advice.advice.iter().map(|item| (&*item.key, item.proposed)).collect();
     let deadline = Setting::Time(Duration::from_secs(8));
     assert_eq!(actual, [("processes", Setting::Count(4)), ("deadline", deadline)], "{advice:?}");
+    // The configuration rejects a deadline below `run_limit` or `adaptive.target`, unless `deadline_max` is set.
+    let hour = Duration::from_secs(3600);
+    let least = Duration::from_secs(20);
+    let of = |deadline_max_least, has_deadline_max| Settings {
+        deadline: hour,
+        deadline_max: hour,
+        deadline_max_least,
+        has_deadline_max,
+        ..settings()
+    };
+    let (proposal, reason) = proposed(seen(), &of(least, false), "deadline").unwrap();
+    assert_eq!(proposal, Setting::Time(least));
+    assert!(reason.contains("`run_limit` and `adaptive.target` permit no shorter deadline"), "{reason}");
+    assert_eq!(proposed(seen(), &of(least, true), "deadline").unwrap().0, deadline);
+    assert_eq!(proposed(seen(), &of(hour / 2 + least, false), "deadline"), None);
     // A bulkhead without a queue needs a permit for each job of a burst.
     let bursts = Observations { concurrency: Marks { p50: 1, p99: 3, max: 40 }, ..seen() };
     let settings = Settings { processes: 64, max_queue: 0, ..settings() };
@@ -324,8 +392,18 @@ fn proposed_deadline_leaves_headroom() {
     let (deadline, reason) = proposed(near.clone(), &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_millis(6500)));
     assert!(reason.contains("at most 4300 ms of 5s") || reason.contains("at most 4.3 s of 5s"), "{reason}");
-    let clients = Settings { deadline_max: Duration::from_secs(6), ..settings() };
-    assert_eq!(proposed(near, &clients, "deadline").unwrap().0, Setting::Time(Duration::from_secs(6)));
+    let clients = Settings { deadline_max: Duration::from_secs(6), has_deadline_max: true, ..settings() };
+    assert_eq!(
+        proposed(near.clone(), &clients, "deadline").unwrap().0,
+        Setting::Time(Duration::from_secs(6))
+    );
+    assert_eq!(proposed(near.clone(), &clients, "deadline_max"), None);
+    // The configuration rejects a deadline above `deadline_max`.
+    assert_eq!(proposed(near.clone(), &settings(), "deadline_max"), None);
+    let equal = Settings { has_deadline_max: true, ..settings() };
+    let raised = Setting::Time(Duration::from_millis(6500));
+    assert_eq!(proposed(near.clone(), &equal, "deadline").unwrap().0, raised);
+    assert_eq!(proposed(near, &equal, "deadline_max").unwrap().0, raised);
     let late = DeadlineMisses { running: 4000, by_own: 3000, queued: 0 };
     let (deadline, reason) =
         proposed(Observations { deadline_exceeded: late, ..seen() }, &settings(), "deadline").unwrap();
@@ -342,7 +420,11 @@ fn proposed_memory_limit_is_twice_the_peak() {
     let twice = Setting::Bytes(200 << 20);
     assert_eq!(proposed(seen(), &of(None, false), "recycle.rss").unwrap().0, twice);
     assert_eq!(proposed(seen(), &of(Some(110 << 20), false), "cgroup.memory").unwrap().0, twice);
-    assert_eq!(proposed(seen(), &of(Some(1 << 30), true), "cgroup.memory").unwrap().0, twice);
+    // A child of the worker may need the memory that the worker itself does not use.
+    assert!(
+        kept(seen(), &of(Some(1 << 30), true), "cgroup.memory")
+            .contains("used 100MiB of memory, with a limit of 1GiB")
+    );
     assert!(
         kept(seen(), &of(Some(256 << 20), false), "cgroup.memory")
             .contains("used 100MiB of memory, with a limit of 256MiB")
@@ -377,7 +459,7 @@ struct Load {
 impl Load {
     /// Simulates a bulkhead with this load and the limits in `settings`. Returns the observations.
     fn seen(&self, settings: &Settings) -> Observations {
-        let limit = settings.permits();
+        let limit = running_max(settings);
         let below = |marks: Marks<u64>, most: u64| Marks {
             p50: marks.p50.min(most),
             p99: marks.p99.min(most),
@@ -408,6 +490,12 @@ impl Load {
     }
 }
 
+/// Returns the maximum number of running jobs.
+fn running_max(settings: &Settings) -> u64 {
+    let permits = settings.permits();
+    settings.adaptive.as_ref().map_or(permits, |adaptive| permits.min(adaptive.max.into()))
+}
+
 fn applied(settings: &Settings, advice: &Advice) -> Settings {
     let mut settings = settings.clone();
     let count = |setting| match setting {
@@ -419,10 +507,14 @@ fn applied(settings: &Settings, advice: &Advice) -> Settings {
             ("processes", to) => settings.processes = count(to),
             ("max_in_flight", to) => settings.max_in_flight = count(to),
             ("max_queue", to) => settings.max_queue = count(to),
+            ("adaptive.max", to) => settings.adaptive = Some(at_maximum(count(to))),
             ("deadline", Setting::Time(to)) => {
                 settings.deadline = to;
-                settings.deadline_max = settings.deadline_max.max(to);
+                if !settings.has_deadline_max {
+                    settings.deadline_max = to;
+                }
             }
+            ("deadline_max", Setting::Time(to)) => settings.deadline_max = to,
             ("queue_timeout", Setting::Time(to)) => settings.queue_timeout = Some(to),
             ("cgroup.memory", Setting::Bytes(to)) => settings.cgroup_memory = Some(to),
             ("recycle.rss", Setting::Bytes(_)) => settings.has_memory_limit = true,
@@ -442,16 +534,21 @@ fn loads() -> impl Strategy<Value = Load> {
 
 fn setups() -> impl Strategy<Value = Settings> {
     let sizes = (1..=1024_u32, 0..=64_u32, 0..2000_u32, 1..=64_u32);
-    let times = (1..100_000_u64, prop::option::of(1..100_000_u64));
+    let times = (1..100_000_u64, prop::option::of(1..100_000_u64), any::<bool>(), 0..100_000_u64);
     let memory = (prop::option::of(1 << 20..1_u64 << 34), any::<bool>());
-    (sizes, times, memory).prop_map(|((processes, max_in_flight, max_queue, sets), times, memory)| Settings {
+    let adaptive_max = prop::option::of(1..=2000_u32);
+    let parts = (sizes, times, memory, adaptive_max);
+    parts.prop_map(|((processes, max_in_flight, max_queue, sets), times, memory, adaptive_max)| Settings {
         processes,
         max_in_flight,
         max_queue: if max_in_flight == 0 { 0 } else { max_queue },
         queue_timeout: times.1.map(Duration::from_millis),
         deadline: Duration::from_millis(times.0),
         deadline_max: Duration::from_millis(times.0),
-        adaptive: None,
+        has_deadline_max: times.2,
+        deadline_max_least: Duration::from_millis(times.3.min(times.0)),
+        adaptive: adaptive_max.map(|max| at_maximum(max.min(processes * max_in_flight).max(1))),
+        adaptive_ceiling: u64::MAX,
         worker_sets: sets,
         spares: 0,
         cgroup_memory: memory.0,
@@ -473,7 +570,13 @@ proptest! {
         prop_assert!(after.permits() > 0 || settings.permits() == 0);
         prop_assert!(u64::from(after.max_queue) <= QUEUE_CEILING);
         prop_assert!(!after.deadline.is_zero() && after.deadline <= DURATION_MAX);
+        prop_assert!(after.deadline <= after.deadline_max && after.deadline_max >= after.deadline_max_least);
         prop_assert!(after.permits() <= 2 * settings.permits(), "a proposal at most doubles the permits");
+        let adaptive_max = after.adaptive.as_ref().map_or(0, |adaptive| adaptive.max.into());
+        prop_assert!(adaptive_max <= after.permits().max(1));
+        if after.permits() > settings.permits() {
+            prop_assert!(running_max(&after) > running_max(&settings), "more permits have an effect");
+        }
     }
 
     #[test]

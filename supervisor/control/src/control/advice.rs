@@ -39,8 +39,8 @@ pub(super) struct UsageSamples {
 struct ProcessSample {
     /// Total processor time used by the process, in milliseconds.
     cpu_ms: u64,
-    /// Number of jobs that the worker had completed when the sample was taken.
-    answered: u64,
+    /// Number of jobs that the worker had been given when the sample was taken.
+    jobs_given: u64,
 }
 
 impl Default for UsageSamples {
@@ -60,19 +60,25 @@ impl UsageSamples {
         self.last_samples.retain(|pid, _| present.contains(pid));
         let may_have_worked = |process: &&WorkerProcess| {
             let last = self.last_samples.get(&process.pid);
-            process.is_busy || last.is_none_or(|last| last.answered != process.answered)
+            process.is_busy || last.is_none_or(|last| last.jobs_given != process.jobs_given)
         };
         let worked: Vec<&WorkerProcess> = processes.iter().filter(may_have_worked).collect();
         let first = if self.next < worked.len() { self.next } else { 0 };
         self.next = first + SAMPLED_WORKERS_MAX;
         for process in worked.into_iter().skip(first).take(SAMPLED_WORKERS_MAX) {
-            self.sample_process(process);
+            let is_repeated = self.last_samples.contains_key(&process.pid);
+            let had_jobs = process.jobs_given > 0;
+            if let Some(usage) = self.sample_process(process).filter(|_| had_jobs) {
+                usage.samples += 1;
+                usage.repeated_samples += u64::from(is_repeated);
+            }
         }
     }
 
-    fn sample_process(&mut self, process: &WorkerProcess) {
-        let Some((rss_bytes, cpu_ms)) = process::peak_usage(process.pid) else { return };
-        let sample = ProcessSample { cpu_ms, answered: process.answered };
+    /// Samples one worker. Returns the resource usage of its bulkhead, or `None` if the worker no longer exists.
+    fn sample_process(&mut self, process: &WorkerProcess) -> Option<&mut ResourceUsage> {
+        let (rss_bytes, cpu_ms) = process::peak_usage(process.pid)?;
+        let sample = ProcessSample { cpu_ms, jobs_given: process.jobs_given };
         // Processor time before the first sample is ignored, because the process has usually spent it starting up.
         let before = self.last_samples.insert(process.pid, sample).map_or(cpu_ms, |last| last.cpu_ms);
         let now = self.now();
@@ -81,6 +87,7 @@ impl UsageSamples {
         let usage = &mut pair.current;
         usage.cpu_ms += cpu_ms.saturating_sub(before);
         usage.rss_max_bytes = usage.rss_max_bytes.max(Some(rss_bytes));
+        Some(usage)
     }
 
     fn usage_of(&mut self, bulkhead: &str) -> ResourceUsage {
@@ -90,6 +97,8 @@ impl UsageSamples {
         let [current, previous] = pair.both();
         ResourceUsage {
             cpu_ms: current.cpu_ms + previous.cpu_ms,
+            samples: current.samples + previous.samples,
+            repeated_samples: current.repeated_samples + previous.repeated_samples,
             rss_max_bytes: current.rss_max_bytes.max(previous.rss_max_bytes),
         }
     }
@@ -123,7 +132,9 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
     let own = processes.iter().filter(|process| *process.bulkhead == *name).take(SAMPLED_WORKERS_MAX);
     let mut usage = {
         let mut samples = control.usage_samples();
-        own.for_each(|process| samples.sample_process(process));
+        for process in own {
+            samples.sample_process(process);
+        }
         samples.usage_of(&name)
     };
     // The memory usage of the `exec` host says nothing about the programs that it starts.
@@ -140,6 +151,7 @@ fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
     let bounds_memory = |resource| matches!(resource, Resource::As | Resource::Data);
     let has_rlimit =
         bulkhead.rlimits.iter().any(|rlimit| bounds_memory(rlimit.resource) && rlimit.limit.is_some());
+    let target = bulkhead.adaptive.as_ref().map(|adaptive| adaptive.target);
     Settings {
         processes: limits.processes,
         max_in_flight: limits.max_in_flight,
@@ -147,12 +159,30 @@ fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
         queue_timeout: limits.queue_timeout,
         deadline: limits.deadline,
         deadline_max: limits.deadline_max,
+        has_deadline_max: bulkhead.has_deadline_max,
+        deadline_max_least: bulkhead.run_limit.max(target).unwrap_or_default(),
         adaptive: None,
+        adaptive_ceiling: fewest_tenant_permits(bulkhead).unwrap_or(u64::MAX),
         spares: bulkhead.start.spares,
         worker_sets: bulkhead.isolation().map_or(1, |isolation| isolation.max_active),
         cgroup_memory: bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory),
         has_memory_limit: bulkhead.recycle.rss.is_some() || has_rlimit,
     }
+}
+
+/// Returns the smallest number of permits of any isolated tenant whose own limits do not grow with those of the
+/// bulkhead, or `None` if there is no such tenant.
+fn fewest_tenant_permits(bulkhead: &BulkheadConfig) -> Option<u64> {
+    bulkhead.isolation()?;
+    let own = bulkhead.tenant.values().filter_map(|tenant| match (tenant.processes, tenant.max_in_flight) {
+        (None, None) => None,
+        (None, Some(in_flight)) if in_flight >= bulkhead.max_in_flight => None,
+        (processes, in_flight) => {
+            let processes = processes.unwrap_or(bulkhead.processes);
+            Some(u64::from(processes) * u64::from(in_flight.unwrap_or(bulkhead.max_in_flight)))
+        }
+    });
+    own.min()
 }
 
 fn machine() -> Machine {
@@ -180,8 +210,13 @@ mod tests {
     fn idle_workers_are_not_sampled_again() {
         let mut samples = UsageSamples::default();
         let pid = std::process::id();
-        let process =
-            |answered, is_busy| WorkerProcess { bulkhead: "b".into(), pid, generation: 1, answered, is_busy };
+        let process = |jobs_given, is_busy| WorkerProcess {
+            bulkhead: "b".into(),
+            pid,
+            generation: 1,
+            jobs_given,
+            is_busy,
+        };
         samples.sample(&[process(0, false)]);
         // Returns true if the process is sampled, which overwrites the marker value `u64::MAX`.
         let mut is_sampled = |process| {
@@ -191,9 +226,36 @@ mod tests {
         };
         assert!(!is_sampled(process(0, false)));
         assert!(is_sampled(process(0, true)), "the worker has a job");
-        assert!(is_sampled(process(1, false)), "the worker has answered a job since");
+        assert!(is_sampled(process(1, false)), "the worker has been given a job since");
         assert!(!is_sampled(process(1, false)));
         samples.sample(&[]);
         assert!(samples.last_samples.is_empty(), "the worker is gone");
+    }
+    #[test]
+    fn counts_repeated_samples_of_workers_with_jobs() {
+        let pid = std::process::id();
+        let process = |jobs_given| WorkerProcess {
+            bulkhead: "b".into(),
+            pid,
+            generation: 1,
+            jobs_given,
+            is_busy: jobs_given > 0,
+        };
+        let counts = |samples: &mut UsageSamples| {
+            let usage = samples.usage_of("b");
+            (usage.samples, usage.repeated_samples)
+        };
+        let mut samples = UsageSamples::default();
+        samples.sample(&[process(0)]);
+        assert_eq!(counts(&mut samples), (0, 0), "the worker had no job");
+        samples.sample(&[process(3)]);
+        samples.sample(&[process(5)]);
+        assert_eq!(counts(&mut samples), (2, 2));
+        // Workers that exit before the next sample are never sampled twice.
+        for _ in 0..3 {
+            samples.sample(&[]);
+            samples.sample(&[process(1)]);
+        }
+        assert_eq!(counts(&mut samples), (5, 2));
     }
 }

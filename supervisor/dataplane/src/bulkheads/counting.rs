@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bulkhead_plane::command::WorkerProcess;
 use bulkhead_plane::demand::{Load, Observation, sizes_of};
-use bulkhead_policy::{Counters, JobOutcome, OperatorEvent, RestartCause, Time};
+use bulkhead_policy::{Counters, JobOutcome, OperatorEvent, RestartCause, Time, WorkerId};
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
 use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, CompartmentIndex, Compartments, Layout};
@@ -227,15 +227,15 @@ impl Bulkheads {
         &self,
         compartment: &Compartment,
         pid: u32,
-        generation: u32,
+        worker: WorkerId,
     ) -> WorkerProcess {
-        let owner = self.owner(compartment);
+        let (jobs_given, unfinished) = compartment.policy.job_counts(worker).unwrap_or_default();
         WorkerProcess {
-            bulkhead: owner.name.clone(),
+            bulkhead: self.owner(compartment).name.clone(),
             pid,
-            generation,
-            answered: owner.counters.duration.buckets.iter().sum(),
-            is_busy: compartment.policy.in_flight() > 0,
+            generation: worker.generation,
+            jobs_given,
+            is_busy: unfinished > 0,
         }
     }
 }

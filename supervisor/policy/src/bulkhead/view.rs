@@ -483,6 +483,12 @@ impl<T> Bulkhead<T> {
         })
     }
 
+    /// Returns the number of jobs that a worker was given, and how many of them are unfinished. Returns `None` if the
+    /// worker is dead.
+    pub fn job_counts(&self, id: WorkerId) -> Option<(u64, usize)> {
+        self.workers.by_id(id).map(|worker| (worker.jobs_given, worker.jobs.len()))
+    }
+
     /// Returns the states of all workers, ordered by slot.
     pub fn workers(&self, now: Time) -> Vec<WorkerView> {
         let mut views: Vec<WorkerView> = self
