@@ -225,6 +225,11 @@ impl JobRequest {
         may_run_again && self.reconnect_timeout.is_none_or(|limit| !limit.is_zero())
     }
 
+    /// Returns true if the job has waited too long for another connection.
+    pub(crate) fn is_overdue(&self) -> bool {
+        self.waits_until.is_some_and(|until| until <= Instant::now())
+    }
+
     /// Returns whether the handler may have begun the job. The job must have no outcome and must not be in the send
     /// queue.
     pub(crate) fn executed(&self) -> Executed {

@@ -484,7 +484,7 @@ impl Requests {
             let lost = || JobError::lost(job.executed(), reason);
             if waiter.is_cancelled {
                 Decision::Ends(job.cancelled(true).unwrap_or_else(lost))
-            } else if is_replaced && job.can_be_sent_again() {
+            } else if is_replaced && job.can_be_sent_again() && !job.is_overdue() {
                 Decision::SentAgain
             } else {
                 Decision::Ends(lost())
@@ -616,12 +616,9 @@ impl Requests {
 
     /// Ends the jobs that have waited too long for another connection. `problem` says why there is no connection.
     pub(crate) fn end_overdue(&self, problem: &str) {
-        let now = Instant::now();
         let mut state = self.lock();
         let (_, ended) = state.waiters.detach(|job| match job {
-            Some((waiter, job))
-                if waiter.is_detached() && job.waits_until.is_some_and(|until| until <= now) =>
-            {
+            Some((waiter, job)) if waiter.is_detached() && job.is_overdue() => {
                 Decision::Ends(job.not_reconnected(problem))
             }
             // An outcome that is being processed is kept.
@@ -928,6 +925,30 @@ mod tests {
         let Poll::Ready(Err(error)) = result else { panic!("{result:?}") };
         assert_eq!(error.executed(), Executed::Unknown, "{error}");
         assert_eq!(requests.lock().waiters.waiting(), 0);
+    }
+
+    /// Without this limit, a job that breaks every connection would be sent forever.
+    #[test]
+    fn incompletely_sent_overdue_job_is_not_sent_again() {
+        for is_overdue in [false, true] {
+            let (here, _there) = in_process::pair();
+            let requests = Arc::new(Requests::new(Transport::InProcess(here), 4 << 20, 0));
+            let mut job = JobRequest::new("resize".into(), vec![0; 2 << 20]);
+            job.waits_until = is_overdue.then(Instant::now);
+            let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {
+                panic!("the job was not sent")
+            };
+            assert!(requests.lock().outbox.waiting_bytes() > 0, "the job is not sent completely");
+            requests.close("the supervisor closed the connection", true);
+            match pending.poll(&Context::from_waker(Waker::noop())) {
+                Poll::Pending => assert!(!is_overdue),
+                Poll::Ready(Err(error)) => {
+                    assert!(is_overdue, "{error}");
+                    assert_eq!(error.executed(), Executed::No, "{error}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
     }
 
     /// If the supervisor closed the connection earlier, it would revoke the result.

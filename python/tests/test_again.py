@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
+import gc
 import os
 import random
+import signal
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,7 +193,7 @@ class Peer:
 
 
 OK, REJECTED, CANCELLED = (_wire.OUTCOMES.index(name) for name in ("ok", "rejected", "cancelled"))
-QUEUE_FULL = 1 + _wire.REASONS["rejected"].index("queue_full")
+QUEUE_FULL, OVERLOADED = (1 + _wire.REASONS["rejected"].index(name) for name in ("queue_full", "overloaded"))
 
 
 class FakeSupervisor:
@@ -239,7 +243,15 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSupervisor:
     return FakeSupervisor(str(tmp_path / "s"))
 
 
-def call_of(way: str, path: str, *, is_connected: bool = False, **options: Any) -> bytes:
+def call_of(
+    way: str,
+    path: str,
+    *,
+    is_connected: bool = False,
+    payload: bytes = b"x",
+    reconnect_timeout: float | None = None,
+    **options: Any,
+) -> bytes:
     """Runs a job with the given kind of client. Returns the result.
 
     If ``is_connected`` is true, the client first connects and runs another job.
@@ -247,18 +259,18 @@ def call_of(way: str, path: str, *, is_connected: bool = False, **options: Any) 
     if way == "asyncio":
 
         async def run() -> bytes:
-            async with AsyncClient(path) as client:
+            async with AsyncClient(path, reconnect_timeout=reconnect_timeout) as client:
                 if is_connected:
                     await client.call("plain")
-                return bytes((await client.call("plain", b"x", **options)).payload)
+                return bytes((await client.call("plain", payload, **options)).payload)
 
         return asyncio.run(run())
-    with Client(path) as client:
+    with Client(path, reconnect_timeout=reconnect_timeout) as client:
         if is_connected:
             client.call("plain")
         if way == "call":
-            return bytes(client.call("plain", b"x", **options).payload)
-        return bytes(client.submit("plain", b"x", **options).result(LONG).payload)
+            return bytes(client.call("plain", payload, **options).payload)
+        return bytes(client.submit("plain", payload, **options).result(LONG).payload)
 
 
 WAYS = pytest.mark.parametrize("way", ["call", "submit", "asyncio"])
@@ -437,6 +449,324 @@ def test_closed_client_fails_jobs_that_wait_for_a_connection(fake: FakeSuperviso
         error = future.exception(LONG)
     assert isinstance(error, bulkhead.Disconnected)
     assert error.executed == "unknown"
+
+
+# Connections that break while a client sends.
+
+#: A payload that is larger than the buffers of a socket.
+LARGE = bytes(4 << 20)
+
+
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_failed_send_keeps_outcomes_that_have_arrived(fake: FakeSupervisor, way: str) -> None:
+    has_closed, is_broken = threading.Event(), threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+        peer.end(peer.job()[0], OK)
+        peer.close()
+        has_closed.set()
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+
+    with fake.running(script) as path, Client(path) as client:
+        client.call("plain")
+        connection = client._connection
+        assert connection is not None
+        read = connection._read
+
+        def read_after_failed_send() -> None:
+            assert is_broken.wait(LONG)
+            read()
+
+        connection._read = read_after_failed_send  # type: ignore[method-assign]
+        results: list[bytes] = []
+        if way == "submit":
+            first = client.submit("plain")
+        else:
+            thread = threading.Thread(target=lambda: results.append(bytes(client.call("plain").payload)))
+            thread.start()
+        assert has_closed.wait(LONG)
+        second = client.submit("plain")
+        is_broken.set()
+        if way == "submit":
+            results.append(bytes(first.result(LONG).payload))
+        else:
+            thread.join(LONG)
+        assert results == [b""]
+        assert bytes(second.result(LONG).payload) == b""
+
+
+def test_failed_send_in_a_callback_keeps_outcomes_that_have_arrived(fake: FakeSupervisor) -> None:
+    has_closed = threading.Event()
+    chained: list[Any] = []
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        fixed = _wire._OUTCOME.pack(OK, 0, 0, 1, 0, 0, 0, 0, 1_000_000, 0, 0, 0, 0, 0)
+        outcomes = [_wire.frame(_wire.OUTCOME, peer.job()[0], fixed + bytes(24) + _wire.EMPTY) for _ in range(2)]
+        # The client receives both outcomes with one read.
+        peer.link.sendall(b"".join(outcomes))
+        peer.close()
+        has_closed.set()
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+
+    with fake.running(script) as path, Client(path) as client:
+
+        def submit_next(_: object) -> None:
+            assert has_closed.wait(LONG)
+            chained.append(client.submit("plain"))
+
+        first = client.submit("plain")
+        first.add_done_callback(submit_next)
+        second = client.submit("plain")
+        assert bytes(first.result(LONG).payload) == bytes(second.result(LONG).payload) == b""
+        wait_for("the callback has submitted a job", lambda: chained)
+        assert bytes(chained[0].result(LONG).payload) == b""
+
+
+@pytest.mark.parametrize("last", ["submit", "cancel"])
+def test_asyncio_keeps_outcomes_that_arrived_before_a_failed_send(fake: FakeSupervisor, last: str) -> None:
+    is_busy, has_closed = threading.Event(), threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        first = peer.job()[0]
+        peer.job()
+        assert is_busy.wait(LONG)
+        peer.end(first, OK)
+        peer.close()
+        has_closed.set()
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+
+    async def run(path: str) -> None:
+        async with AsyncClient(path) as client:
+            first, second = client.submit("plain"), client.submit("plain")
+            state = client._states[asyncio.get_running_loop()]
+            while state.connection is None or state.connection._outgoing:
+                await asyncio.sleep(0.001)
+            # The event loop is busy until the connection has closed.
+            is_busy.set()
+            assert has_closed.wait(LONG)
+            third = client.submit("plain")
+            if last == "cancel":
+                second.cancel()
+            assert bytes((await first).payload) == b""
+            assert bytes((await third).payload) == b""
+
+    with fake.running(script) as path:
+        asyncio.run(run(path))
+
+
+@WAYS
+def test_rejection_of_an_incompletely_sent_job_is_raised(fake: FakeSupervisor, way: str) -> None:
+    """A supervisor without memory rejects a job before it has received the payload."""
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        assert peer.link.recv(1)
+        peer.end(1, REJECTED, OVERLOADED, 0.5)
+        peer.close()
+
+    with fake.running(script) as path, pytest.raises(bulkhead.Rejected) as caught:
+        call_of(way, path, payload=LARGE, deadline=LONG)
+    assert (caught.value.outcome.reason, caught.value.retry_after) == ("overloaded", 0.5)
+
+
+@WAYS
+def test_attempts_to_send_a_job_are_limited(fake: FakeSupervisor, way: str) -> None:
+    attempts = 0
+
+    def script(fake: FakeSupervisor) -> None:
+        nonlocal attempts
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                peer = fake.welcome()
+                peer.link.recv(1)
+                peer.close()
+                attempts += 1
+
+    with fake.running(script) as path:
+        with pytest.raises(bulkhead.Disconnected) as caught:
+            call_of(way, path, payload=LARGE, reconnect_timeout=0.3)
+        # Ends the script, because this client sends nothing.
+        with socket.socket(socket.AF_UNIX) as last:
+            last.connect(path)
+    assert caught.value.executed == "no"
+    assert "the connection to the supervisor was lost" in str(caught.value)
+    # The pauses of 10 ms, 20 ms, ... leave time for at most six attempts.
+    assert 2 <= attempts <= 6
+
+
+# Waiting for a connection with asyncio.
+
+
+def test_asyncio_connects_while_the_executor_is_busy(fake: FakeSupervisor) -> None:
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+
+    async def run(path: str) -> None:
+        loop, is_over = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, is_over.wait, 2 * LONG)
+        try:
+            async with AsyncClient(path) as client:
+                await asyncio.wait_for(client.call("plain"), LONG)
+        finally:
+            is_over.set()
+            await busy
+
+    with fake.running(script) as path:
+        asyncio.run(run(path))
+
+
+def test_job_that_waits_for_the_first_connection_ends_at_its_deadline(
+    fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MIN", 0.01)
+    go_on = threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.accept()
+        assert go_on.wait(LONG)
+        peer.welcome()
+        number, payload = peer.job()
+        assert payload == b"patient"
+        peer.end(number, OK)
+
+    async def run(path: str) -> None:
+        async with AsyncClient(path) as client:
+            patient = client.submit("plain", b"patient")
+            await asyncio.sleep(0)
+            with pytest.raises(bulkhead.Disconnected, match="not responding; the job was not sent"):
+                await asyncio.wait_for(client.call("plain", deadline=0.05), LONG)
+            assert not patient.done()
+            go_on.set()
+            await patient
+
+    with fake.running(script) as path:
+        asyncio.run(run(path))
+
+
+def end_one_job(fake: FakeSupervisor) -> None:
+    """Ends a job. Then closes the connection and the socket."""
+    peer = fake.welcome()
+    number = peer.job()[0]
+    fake.close()
+    peer.end(number, OK)
+    peer.close()
+
+
+def test_cancelled_asyncio_jobs_wait_for_no_connection(fake: FakeSupervisor) -> None:
+    async def run(path: str) -> None:
+        async with AsyncClient(path) as client:
+            await client.call("plain")
+            state = client._states[asyncio.get_running_loop()]
+            while state.connection is None or not state.connection.is_lost:
+                await asyncio.sleep(0.001)
+            job = client.submit("plain", deadline=10 * LONG)
+            await asyncio.sleep(0)
+            assert state.connecting is not None
+            job.cancel()
+            reference = weakref.ref(job)
+            del job
+            gc.collect()
+            assert reference() is None
+            await asyncio.wait_for(state.connecting, LONG)
+
+    with fake.running(end_one_job) as path:
+        asyncio.run(run(path))
+
+
+@pytest.mark.parametrize("then", ["close", "another loop"])
+def test_job_that_waits_in_a_closed_loop_does_not_affect_the_client(fake: FakeSupervisor, then: str) -> None:
+    async def leave_job(client: AsyncClient) -> None:
+        await client.call("plain")
+        state = client._states[asyncio.get_running_loop()]
+        while state.connection is None or not state.connection.is_lost:
+            await asyncio.sleep(0.001)
+        jobs.append(client.submit("plain", deadline=LONG))
+        jobs[0].add_done_callback(jobs.append)
+
+    async def call(client: AsyncClient) -> None:
+        with pytest.raises(bulkhead.Disconnected):
+            await client.call("plain")
+
+    jobs: list[Any] = []
+    with fake.running(end_one_job) as path:
+        client = AsyncClient(path)
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(leave_job(client))
+        loop.close()
+        if then == "another loop":
+            asyncio.run(call(client))
+        client.close()
+    assert len(jobs) == 1
+
+
+# Forks.
+
+
+@pytest.mark.parametrize("state", ["reads", "sleeps", "sends"])
+def test_call_that_continues_in_a_forked_child_fails(fake: FakeSupervisor, state: str, tmp_path: Path) -> None:
+    has_forked = tmp_path / "forked"
+    payload = LARGE if state == "sends" else b"main"
+
+    def script_of_supervisor(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        if state == "sleeps":
+            jobs = [peer.job(), peer.job()]
+        elif state == "sends":
+            # The client cannot send the whole payload yet.
+            assert peer.link.recv(1, socket.MSG_PEEK)
+        else:
+            jobs = [peer.job()]
+        pid = struct.unpack("iii", peer.link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        os.kill(pid, signal.SIGUSR1)
+        wait_for("the child has ended", has_forked.exists)
+        if state == "sends":
+            jobs = [peer.job()]
+        for number, _ in jobs:
+            peer.end(number, OK)
+        peer.wait_for_end()
+
+    with fake.running(script_of_supervisor) as path:
+        ended = script(f"""
+import os, signal, threading, time, bulkhead
+signal.alarm(60)
+parent = os.getpid()
+def fork(*_):
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        open({str(has_forked)!r}, "w").close()
+    else:
+        # Ends a child that waits forever.
+        signal.alarm(30)
+signal.signal(signal.SIGUSR1, fork)
+client = bulkhead.Client({path!r})
+thread = threading.Thread(target=client.call, args=("plain", b"other"))
+if {state == "sleeps"}:
+    thread.start()
+    while client._connection is None or client._connection._leader is None:
+        time.sleep(0.001)
+try:
+    client.call("plain", bytes({len(payload)}), idempotent=True)
+    result = 0
+except bulkhead.Disconnected as error:
+    result = 7 if "belongs to the parent process" in str(error) else 8
+if os.getpid() != parent:
+    os._exit(result)
+print(result, flush=True)
+if thread.ident is not None:
+    thread.join()
+client.close()
+""")
+    assert ended.stdout == "7\n0\n", (ended.stdout, ended.stderr)
 
 
 # GOAWAY.

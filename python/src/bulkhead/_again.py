@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RESENDS_MAX = 3
 #: Maximum time that a job without a deadline waits for a reconnection, in seconds.
 RECONNECT_SECONDS_MAX = 5.0
-#: Pause between two attempts to reconnect, in seconds. The pause doubles after each attempt.
+#: Pause between two attempts to reconnect, or to send a job again, in seconds. The pause doubles after each attempt.
 RECONNECT_PAUSE_MIN = 0.01
 RECONNECT_PAUSE_MAX = 1.0
 
@@ -45,8 +45,11 @@ class Job:
 
     __slots__ = (
         "_ends_at",
+        "_not_before",
+        "_pause",
         "_reconnect_timeout",
         "_was_taken",
+        "is_incomplete",
         "is_sending",
         "losses",
         "metadata",
@@ -78,6 +81,11 @@ class Job:
         #: True while a thread is sending the job. If the connection is lost, this thread decides what happens to the
         #: job.
         self.is_sending = False
+        #: True if the connection broke before the whole job was sent. The supervisor has then not begun the job.
+        self.is_incomplete = False
+        # Pause before the next attempt to send the job, and the time at which the current pause ends.
+        self._pause = RECONNECT_PAUSE_MIN
+        self._not_before = 0.0
 
     def lost(self, was_sent: bool, since: float | None = None, *, was_taken: bool = True) -> bool:
         """Records a lost connection. Returns true if the job may be sent again.
@@ -116,6 +124,20 @@ class Job:
     def is_overdue(self) -> bool:
         """Returns true if the job has waited too long for a connection."""
         return self.waits_until is not None and self.waits_until <= time.monotonic()
+
+    def postpone(self) -> None:
+        """Begins the pause before the next attempt to connect or to send the job. Each pause is twice as long.
+
+        A pause ends when the job is overdue, or after ``RECONNECT_PAUSE_MAX``.
+        """
+        self._not_before = time.monotonic() + self._pause
+        if self.waits_until is not None:
+            self._not_before = min(self._not_before, self.waits_until)
+        self._pause = min(self._pause * 2, RECONNECT_PAUSE_MAX)
+
+    def pause_seconds(self) -> float:
+        """Returns the remaining time of the current pause, or 0."""
+        return max(0.0, self._not_before - time.monotonic()) if self._not_before else 0.0
 
     @property
     def executed(self) -> str:

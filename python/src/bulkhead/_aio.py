@@ -1,11 +1,12 @@
 """The asyncio client. All jobs of an event loop share one connection, which is replaced after a loss.
 
-Jobs that are submitted in the same iteration of the loop are sent together. Only the handshake blocks, so it runs in an
-executor thread.
+Jobs that are submitted in the same iteration of the loop are sent together. Only the handshake blocks, so it runs in a
+separate thread.
 """
 
 from __future__ import annotations
 
+import _socket
 import asyncio
 import os
 import threading
@@ -18,12 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 from . import _again, _wire
 from ._client import BaseClient, as_buffer, submission_with, too_old
-from ._connection import HANDSHAKE_SECONDS_MIN, connections, handshake_seconds, lost_error, open_connection
+from ._connection import (
+    HANDSHAKE_SECONDS_MIN,
+    connections,
+    handshake_seconds,
+    lost_before_sent,
+    lost_error,
+    open_connection,
+)
 from ._reply import Reply
 from .errors import Disconnected, JobError
 
 if TYPE_CHECKING:
-    import _socket
+    Opened = tuple[_socket.socket, _wire.Reader, int]
 
 #: Maximum number of reads per iteration of the event loop.
 READS_MAX = 16
@@ -38,10 +46,11 @@ class AsyncJob(asyncio.Future[Reply]):
     if the job is still running after the bulkhead's ``grace`` period.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, job: _again.Job) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, job: _again.Job, state: _LoopState) -> None:
         super().__init__(loop=loop)
         #: The job, until its outcome arrives.
         self._job: _again.Job | None = job
+        self._job_state = state
         self._job_connection: _Connection | None = None
         self._job_number = 0
         #: Number of bytes queued on the connection up to the end of the job's frame.
@@ -58,12 +67,15 @@ class AsyncJob(asyncio.Future[Reply]):
         self._job = None
         if self._job_connection is not None:
             self._job_connection.cancel(self._job_number)
+        else:
+            self._job_state.forget(self)
         return True
 
     def _fail_job(self, error: JobError) -> None:
         """Sets the exception for a job that has no result."""
         self._job = self._job_connection = None
-        if not self.done():
+        # A future of a closed loop cannot schedule its callbacks.
+        if not self.done() and not self.get_loop().is_closed():
             self.set_exception(error)
 
 
@@ -168,12 +180,23 @@ class _Connection:
                 self._is_full = True
                 self._loop.add_writer(self._socket, self._flush)
             return
-        except OSError as error:
-            self._loop.call_soon(self.lose, f"the supervisor closed the connection: {error.strerror}")
-            return
+        except OSError:
+            self._break()
         if self._is_full:
             self._is_full = False
             self._loop.remove_writer(self._socket)
+
+    def _break(self) -> None:
+        """Stops sending after a failed send.
+
+        Outcomes may have arrived before the connection broke. ``_on_readable`` therefore handles the received frames
+        first, and closes the connection when it finds the end.
+        """
+        self._end()
+        self._outgoing.clear()
+        with suppress(OSError):
+            # If only the send failed, for example without memory, the supervisor now closes the connection.
+            self._socket.shutdown(_socket.SHUT_WR)
 
     # Reading.
 
@@ -234,15 +257,18 @@ class _Connection:
         if not self._jobs:
             self.lose("the client was dropped")
 
+    def _end(self) -> None:
+        """Accepts no further jobs on this connection."""
+        if not self.is_over:
+            self.is_over = True
+            self.lost_at = time.monotonic()
+
     def _go_away(self, taken: int) -> None:
         """Keeps only the first ``taken`` jobs, which the supervisor has accepted, on this connection.
 
         Sends the other jobs over another connection.
         """
-        if self.is_over:
-            return
-        self.is_over = True
-        self.lost_at = time.monotonic()
+        self._end()
         again = []
         for number in [number for number in self._jobs if number > taken]:
             job = self._jobs.pop(number)
@@ -258,9 +284,7 @@ class _Connection:
         if self.is_lost:
             return
         self.is_lost = True
-        if not self.is_over:
-            self.is_over = True
-            self.lost_at = time.monotonic()
+        self._end()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._socket)
             if self._is_full:
@@ -276,7 +300,8 @@ class _Connection:
             if kept is None or job.done():
                 continue
             # The supervisor begins a job only after the whole frame has arrived.
-            if kept.lost(job._job_end <= self._sent_bytes) and is_replaced:
+            if kept.lost(job._job_end <= self._sent_bytes) and is_replaced and not kept.is_overdue():
+                kept.postpone()
                 again.append(job)
             else:
                 job._fail_job(lost_error(reason, kept.executed))
@@ -306,8 +331,8 @@ class _LoopState:
         #: Earlier connections, on which a replaced supervisor finishes its jobs.
         self.leaving: list[_Connection] = []
         self.connecting: asyncio.Task[None] | None = None
-        #: Jobs that wait for a connection, in the order in which they will be sent.
-        self._waiting: dict[AsyncJob, None] = {}
+        #: Jobs that wait for a connection, in the order in which they will be sent, with the timers that end the waits.
+        self._waiting: dict[AsyncJob, asyncio.TimerHandle | None] = {}
         #: Reason why the last attempt to connect failed.
         self._problem: JobError | None = None
         self._pause = _again.RECONNECT_PAUSE_MIN
@@ -319,49 +344,61 @@ class _LoopState:
             if not connection.is_over:
                 connection.start(job)
                 return
-            kept = job._job
-            if kept is not None and kept.lost(False, connection.lost_at):
-                self._set_limit(job, kept)
-        self._waiting[job] = None
+            if job._job is not None:
+                job._job.lost(False, connection.lost_at)
+        self._waiting[job] = self._limit_wait(job)
         if self.connecting is None:
             self.connecting = self._loop.create_task(self._connect())
 
     def _send_again(self, jobs: list[AsyncJob]) -> None:
         """Sends the jobs of a lost connection again, before other jobs."""
-        for job in jobs:
-            if job._job is not None:
-                self._set_limit(job, job._job)
-        self._waiting = dict.fromkeys(jobs) | self._waiting
+        self._waiting = {job: self._limit_wait(job) for job in jobs} | self._waiting
         if self.connecting is None:
             self.connecting = self._loop.create_task(self._connect())
 
-    def _set_limit(self, job: AsyncJob, kept: _again.Job) -> None:
-        """Fails the job when its waiting time is over. If that is already so, allows one more connection attempt."""
-        if kept.waits_until is not None and not kept.is_overdue():
-            self._loop.call_later(kept.waits_until - time.monotonic(), self._end_overdue, job)
-
-    def _end_overdue(self, job: AsyncJob) -> None:
+    def _limit_wait(self, job: AsyncJob) -> asyncio.TimerHandle | None:
+        """Starts a timer that fails the job if it waits too long. Allows an overdue job one more connection attempt."""
         kept = job._job
-        if kept is None or job not in self._waiting or not kept.is_overdue():
-            return
-        del self._waiting[job]
-        silent = Disconnected(f"the supervisor at {self._path} is not responding; the job was not sent")
-        job._fail_job(kept.unreachable(self._problem or silent))
+        left = None if kept is None or kept.is_overdue() else kept.wait_seconds()
+        if kept is None or left is None:
+            return None
+        # A job that waits for the first connection has the same minimum as the handshake.
+        seconds = handshake_seconds(left) if kept.waits_until is None else left
+        return self._loop.call_later(seconds, self._end_wait, job)
+
+    def _end_wait(self, job: AsyncJob) -> None:
+        """Fails a job that has waited too long for a connection."""
+        self.forget(job)
+        if job._job is not None:
+            silent = Disconnected(f"the supervisor at {self._path} is not responding; the job was not sent")
+            job._fail_job(job._job.unreachable(self._problem or silent))
+
+    def forget(self, job: AsyncJob) -> None:
+        """Removes a job that no longer waits for a connection."""
+        timer = self._waiting.pop(job, None)
+        if timer is not None:
+            timer.cancel()
 
     async def _connect(self) -> None:
         """Connects, and sends the waiting jobs. Keeps trying if an earlier connection was lost."""
         loop = self._loop
         try:
             while self._waiting:
+                pauses = [job._job.pause_seconds() for job in self._waiting if job._job is not None]
+                if any(pauses):
+                    self._problem = lost_before_sent()
+                    await asyncio.sleep(max(pauses))
+                    continue
                 try:
-                    opened = await loop.run_in_executor(None, open_connection, self._path, self._handshake_seconds())
+                    opened = await self._open(self._handshake_seconds())
                 except JobError as error:
                     self._problem = error
                     if self.connection is None or not error.retryable or self.is_closed:
                         self._fail_waiting(error)
                         return
                     for job in list(self._waiting):
-                        self._end_overdue(job)
+                        if job._job is not None and job._job.is_overdue():
+                            self._end_wait(job)
                     await asyncio.sleep(self._pause)
                     self._pause = min(self._pause * 2, _again.RECONNECT_PAUSE_MAX)
                     continue
@@ -369,6 +406,7 @@ class _LoopState:
                 self.leaving = [other for other in earlier if not other.is_lost]
                 self.connection = connection = _Connection(loop, self._send_again, *opened)
                 self._problem = None
+                self._pause = _again.RECONNECT_PAUSE_MIN
                 if self.is_closed:
                     self._fail_waiting(lost_error("this program closed the client", "no"))
                     connection.lose("this program closed the client", is_replaced=False)
@@ -376,16 +414,44 @@ class _LoopState:
                 self._send_waiting(connection)
                 if self._is_released:
                     connection.release()
-                if connection.is_over:
-                    await asyncio.sleep(self._pause)
-                    self._pause = min(self._pause * 2, _again.RECONNECT_PAUSE_MAX)
-                else:
-                    self._pause = _again.RECONNECT_PAUSE_MIN
         except BaseException as error:
             self._fail_waiting(Disconnected(f"the connection failed: {error!r}; the job was not sent"))
             raise
         finally:
             self.connecting = None
+
+    async def _open(self, seconds: float) -> Opened:
+        """Connects in a separate thread, because the application's own calls can occupy the loop's executor."""
+        loop = self._loop
+        opening: asyncio.Future[Opened] = loop.create_future()
+
+        def end(opened: Opened | None, error: BaseException | None) -> None:
+            if opening.done():
+                if opened is not None:
+                    opened[0].close()
+            elif error is not None:
+                opening.set_exception(error)
+            elif opened is not None:
+                opening.set_result(opened)
+
+        def run() -> None:
+            opened, problem = None, None
+            try:
+                opened = open_connection(self._path, seconds)
+            except BaseException as error:
+                problem = error
+            try:
+                loop.call_soon_threadsafe(end, opened, problem)
+            except RuntimeError:
+                # The loop was closed.
+                if opened is not None:
+                    opened[0].close()
+
+        try:
+            threading.Thread(target=run, name="bulkhead-connect", daemon=True).start()
+        except RuntimeError as error:
+            raise Disconnected(f"failed to start a thread to connect: {error}; the job was not sent") from None
+        return await opening
 
     def _handshake_seconds(self) -> float:
         """Returns the timeout for a handshake: the time until the last waiting job is overdue, within limits."""
@@ -394,8 +460,8 @@ class _LoopState:
         return max(seconds, default=HANDSHAKE_SECONDS_MIN)
 
     def _send_waiting(self, connection: _Connection) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for job in waiting:
+        for job in list(self._waiting):
+            self.forget(job)
             kept = job._job
             if kept is None or job.done():
                 continue
@@ -407,8 +473,8 @@ class _LoopState:
                 job._fail_job(error)
 
     def _fail_waiting(self, error: JobError) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for job in waiting:
+        for job in list(self._waiting):
+            self.forget(job)
             if job._job is not None:
                 job._fail_job(job._job.unreachable(error))
 
@@ -505,7 +571,7 @@ class AsyncClient(BaseClient):
             raise RuntimeError("the client is closed")
         loop = asyncio.get_running_loop()
         state = self._states.get(loop) or self._state_of(loop)
-        job = AsyncJob(loop, _again.Job(options, metadata, data, time.monotonic(), self.reconnect_timeout))
+        job = AsyncJob(loop, _again.Job(options, metadata, data, time.monotonic(), self.reconnect_timeout), state)
         state.start(job)
         return job
 

@@ -10,7 +10,16 @@ from collections import deque
 from functools import partial
 
 from . import _again, _wire
-from ._connection import Connection, Lost, NotSent, NotTaken, handshake_seconds, lost_error, of_parent
+from ._connection import (
+    Connection,
+    Lost,
+    NotSent,
+    NotTaken,
+    handshake_seconds,
+    lost_before_sent,
+    lost_error,
+    of_parent,
+)
 from ._reply import Reply
 from .errors import Disconnected, JobError, Outcome, Rejected
 
@@ -76,6 +85,8 @@ class BaseClient:
         self._budget = _again.RetryBudget()
         self._submissions: dict[tuple[Any, ...], bytes] = {}
         self._is_closed = False
+        # Number of times that this process is a forked child. A call that continues in a child does not send its job.
+        self._forks = 0
         _clients.add(self)
 
     def __repr__(self) -> str:
@@ -86,6 +97,7 @@ class BaseClient:
 
         The connections have already been abandoned.
         """
+        self._forks += 1
         # A call that continues in the child refers to the budget.
         self._budget.reset()
 
@@ -161,50 +173,64 @@ class Client(BaseClient):
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         metadata = submission_with(self._submissions, options)
         data = as_buffer(payload)
+        forks = self._forks
         if not (self.retry if retry is None else retry):
-            return self._call(options, metadata, data)
+            return self._call(options, metadata, data, forks)
         retries = _again.Retries(self._budget, options)
         while True:
             try:
-                return self._call(options, metadata, data)
+                return self._call(options, metadata, data, forks)
             except JobError as error:
                 pause = retries.pause_after(error)
                 if self._closed.wait(pause):
                     raise
+                self._check_process(forks)
             options = retries.options()
             metadata = _wire.submission(*options)
 
-    def _call(self, options: tuple[Any, ...], metadata: bytes, data: _wire.Buffer) -> Reply:
+    def _check_process(self, forks: int) -> None:
+        """Raises the error for a job of the parent if this process was forked during the call."""
+        if self._forks != forks:
+            raise of_parent() from None
+
+    def _call(self, options: tuple[Any, ...], metadata: bytes, data: _wire.Buffer, forks: int) -> Reply:
         began = 0.0 if options[_again.DEADLINE] is None else time.monotonic()
         connection = self._connection
         try:
-            return self._connected(options, options[_again.DEADLINE]).call(metadata, data)
-        except (NotSent, Lost, Disconnected) as error:
-            if isinstance(error, Disconnected) and (connection is None or not connection.is_over):
-                # The outcome cannot be read, or there is no connection at all.
+            connected = self._connected(options, options[_again.DEADLINE])
+        except Disconnected as error:
+            if connection is None or not connection.is_over:
+                # There is no connection at all.
                 raise
             problem: Exception = error
+        else:
+            try:
+                return connected.call(metadata, data)
+            except (NotSent, Lost) as error:
+                problem = error
         job = _again.Job(options, metadata, data, began, self.reconnect_timeout)
-        return self._call_again(job, connection, problem)
+        return self._call_again(job, connection, problem, forks)
 
-    def _call_again(self, job: _again.Job, connection: Connection | None, problem: Exception) -> Reply:
+    def _call_again(self, job: _again.Job, connection: Connection | None, problem: Exception, forks: int) -> Reply:
         """Sends a job after its connection was lost, or while the client has lost its connection."""
-        pause = _again.RECONNECT_PAUSE_MIN
         while True:
+            self._check_process(forks)
             if isinstance(problem, JobError):
                 # No connection could be made.
                 since = None if connection is None else connection.lost_at
-                may_wait = job.lost(False, since) and problem.retryable
-                left = (job.waits_until or 0.0) - time.monotonic()
-                if not may_wait or left <= 0 or self._closed.wait(min(pause, left)) or job.is_overdue():
+                may_wait = job.lost(False, since) and problem.retryable and not job.is_overdue()
+                if not may_wait or self._pause(job) or job.is_overdue():
                     raise job.unreachable(problem) from None
-                pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
-            elif self._closed.is_set() or not job.lost(
-                isinstance(problem, Lost), was_taken=not isinstance(problem, NotTaken)
-            ):
-                if isinstance(problem, Lost):
-                    raise problem.error from None
-                raise lost_error("the job could not be sent", job.executed) from None
+            else:
+                was_taken = not isinstance(problem, NotTaken)
+                is_repeated = job.lost(isinstance(problem, Lost), was_taken=was_taken) and not self._closed.is_set()
+                if is_repeated and was_taken:
+                    is_repeated = not self._pause(job) and not job.is_overdue()
+                if not is_repeated:
+                    if isinstance(problem, Lost):
+                        raise problem.error from None
+                    raise lost_error("the job could not be sent", job.executed) from None
+            self._check_process(forks)
             try:
                 connected = self._connected(job.options, job.wait_seconds(), is_repeated=True)
             except JobError as error:
@@ -217,6 +243,11 @@ class Client(BaseClient):
                 problem, connection = error, connected
             except JobError as error:
                 raise job.corrected(error) from None
+
+    def _pause(self, job: _again.Job) -> bool:
+        """Waits before another attempt to connect or to send the job. Returns true if the client was closed."""
+        job.postpone()
+        return self._closed.wait(job.pause_seconds())
 
     def submit(
         self,
@@ -299,7 +330,11 @@ class Client(BaseClient):
             job = future.job
             if job is None or future.cancelled():
                 continue
-            if job.lost(was_sent, was_taken=was_taken) and not self._is_closed:
+            is_repeated = job.lost(was_sent and not job.is_incomplete, was_taken=was_taken) and not self._is_closed
+            if is_repeated and was_taken:
+                job.postpone()
+                is_repeated = not job.is_overdue()
+            if is_repeated:
                 waiting.append(future)
             else:
                 future.lose(lost_error(reason, job.executed))
@@ -343,6 +378,12 @@ class Client(BaseClient):
             job = future.job
             if job is None or future.cancelled():
                 self._waiting.popleft()
+                continue
+            pause_seconds = job.pause_seconds()
+            if pause_seconds > 0:
+                left = self._wait_seconds()
+                if not self._closed.wait(pause_seconds if left is None else max(0.0, min(pause_seconds, left))):
+                    self._end_overdue(lost_before_sent())
                 continue
             try:
                 connection = self._connected(job.options, self._wait_seconds(), is_repeated=True)

@@ -61,6 +61,11 @@ def handshake_seconds(left: float | None, *, is_repeated: bool = False) -> float
     return min(max(left, least), HANDSHAKE_SECONDS_MAX)
 
 
+def lost_before_sent() -> Disconnected:
+    """Returns the error for a job that waits to be sent again because its connection was lost."""
+    return Disconnected("the connection to the supervisor was lost; the job was not sent")
+
+
 def of_parent() -> Disconnected:
     """Returns the error for a job in a forked child."""
     return Disconnected("the job belongs to the parent process, from which this process was forked", "unknown")
@@ -128,6 +133,8 @@ class Connection:
         self._not_taken: set[int] = set()
         #: True if further jobs need another connection.
         self.is_over = False
+        # True if a send failed. Outcomes that arrived earlier can still be read.
+        self._is_broken = False
         self.lost: Disconnected | None = None
         #: Time since which further jobs need another connection.
         self.lost_at = 0.0
@@ -240,28 +247,44 @@ class Connection:
             except EOFError:
                 raise ConnectionResetError(errno.ECONNRESET, "it has closed") from None
 
-    def _submit(self, number: int, metadata: bytes, payload: _wire.Buffer) -> None:
+    def _push_or_break(self, *buffers: _wire.Buffer) -> bool:
+        """Sends the buffers. Returns false if the connection is broken.
+
+        Outcomes may have arrived before the connection broke. The thread that reads therefore handles the received
+        frames first, and closes the connection when it finds the end.
+        """
         try:
-            if len(payload) <= _wire.INLINE_BYTES_MAX:
-                self._push(_wire.frame(_wire.SUBMIT, number, metadata, payload))
-            else:
-                self._push(_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload)
+            self._push(*buffers)
+            return True
         except OSError as error:
             if error.errno not in _wire.LOST_CONNECTION_ERRORS:
                 # Raised by a signal handler, such as a TimeoutError.
                 raise
-            self.lose(f"the supervisor closed the connection: {error.strerror}")
-            raise NotSent from None
+            reason = f"the supervisor closed the connection: {error.strerror}"
+        with self._lock:
+            if not self.is_over:
+                self.lost_at = time.monotonic()
+            self.is_over = self._is_broken = True
+            is_unread = self._leader is None and not self._calls and not self._futures
+            try:
+                # If only the send failed, for example without memory, the supervisor now closes the connection.
+                self._socket.shutdown(_socket.SHUT_WR)
+            except OSError:
+                pass
+        if is_unread:
+            self.lose(reason)
+        return False
+
+    def _submit(self, number: int, metadata: bytes, payload: _wire.Buffer) -> bool:
+        """Sends a job. Returns false if the connection broke before the whole job was sent."""
+        if len(payload) <= _wire.INLINE_BYTES_MAX:
+            return self._push_or_break(_wire.frame(_wire.SUBMIT, number, metadata, payload))
+        return self._push_or_break(_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload)
 
     def cancel(self, number: int) -> None:
         """Requests cancellation of a job. The job still gets an outcome."""
-        if self.lost is None:
-            try:
-                self._push(_wire.frame(_wire.CANCEL, number))
-            except OSError as error:
-                if error.errno not in _wire.LOST_CONNECTION_ERRORS:
-                    raise
-                self.lose(f"the supervisor closed the connection: {error.strerror}")
+        if self.lost is None and not self._is_broken:
+            self._push_or_break(_wire.frame(_wire.CANCEL, number))
 
     # Jobs.
 
@@ -274,14 +297,14 @@ class Connection:
         try:
             with self._lock:
                 if self.is_over:
-                    raise NotSent if self.lost is not None else NotTaken
+                    raise self._not_sent()
                 self._calls[number] = call
-            self._submit(number, metadata, payload)
+            is_sent = self._submit(number, metadata, payload)
             while call.outcome is None:
                 if not call.is_taken:
                     raise NotTaken
                 if call.error is not None:
-                    raise Lost(call.error)
+                    raise Lost(call.error) if is_sent else NotSent
                 self._read_or_sleep(number, call)
         except Lost:
             raise
@@ -298,13 +321,16 @@ class Connection:
         raise _wire.error(metadata, result)
 
     def start(self, future: JobFuture) -> None:
-        """Submits the job of a future. Raises ``NotSent`` or ``Lost``."""
+        """Submits the job of a future. Raises ``NotSent`` or ``Lost``.
+
+        If the connection breaks, ``send_again`` can get the future later instead.
+        """
         number = next(self._numbers)
         job = future.job
         assert job is not None
         with self._lock:
             if self.is_over:
-                raise NotSent if self.lost is not None else NotTaken
+                raise self._not_sent()
             if self._thread_sleep_lock is None:
                 self._thread_sleep_lock = threading.Lock()
                 self._thread_sleep_lock.acquire()
@@ -320,26 +346,27 @@ class Connection:
             self._futures[number] = future
             self._wake_reader()
         try:
-            self._submit(number, job.metadata, job.payload)
+            is_sent = self._submit(number, job.metadata, job.payload)
             if future.cancelled():
                 self.cancel(number)
-        except BaseException as error:
+        except BaseException:
             with self._lock:
                 job.is_sending = False
                 self._futures.pop(number, None)
-            if not isinstance(error, NotSent):
-                self.cancel(number)
-            elif number in self._not_taken:
-                raise NotTaken from None
+            self.cancel(number)
             raise
         with self._lock:
-            job.is_sending = False
+            job.is_sending, job.is_incomplete = False, not is_sent
             is_lost = self.lost is not None and self._futures.pop(number, None) is not None
         if number in self._not_taken:
             raise NotTaken
         if is_lost:
             assert self.lost is not None
-            raise Lost(self.lost)
+            raise Lost(self.lost) if is_sent else NotSent
+
+    def _not_sent(self) -> NotSent:
+        """Returns the error for a job that needs another connection."""
+        return NotSent() if self.lost is not None or self._is_broken else NotTaken()
 
     def _is_nested(self, thread: int) -> bool:
         """Returns true if an outer frame of this thread is reading outcomes, or is sending or waiting for a job."""
@@ -590,6 +617,10 @@ class Connection:
         self.lost = of_parent()
         self._socket.close()
         self._lock, self._writing = threading.RLock(), threading.RLock()
+        for call in self._calls.values():
+            # A signal handler may have forked during this call.
+            call.error = self.lost
+            self._wake(call)
         for future in self._futures.values():
             future.forget()
             future.lose(self.lost)

@@ -1,10 +1,11 @@
 """The job loop of a worker: distributes jobs over threads, from the READY frame until the worker exits.
 
-The *link* is the socket to the supervisor. The main thread runs handlers. Further threads help if the limit allows several concurrent jobs. Idle handler threads
-wait for the link in one epoll instance, and a *watcher* thread in another. Both use ``EPOLLEXCLUSIVE``, and the
-handlers' instance is registered first. The kernel therefore wakes the watcher only while all handlers are busy, which
-is when the watcher must notice cancellations. For jobs shorter than ``QUICK_SECONDS``, these wake-ups would cost more
-than the jobs. The watcher then ignores the link, and checks every ``TICK_SECONDS`` for a stuck job.
+The *link* is the socket to the supervisor. The main thread runs handlers. Further threads help if the limit allows
+several concurrent jobs. Idle handler threads wait for the link in one epoll instance, and a *watcher* thread in
+another. Both use ``EPOLLEXCLUSIVE``, and the handlers' instance is registered first. The kernel therefore wakes the
+watcher only while all handlers are busy, which is when the watcher must notice cancellations. For jobs shorter than
+``QUICK_SECONDS``, these wake-ups would cost more than the jobs. The watcher then ignores the link, and checks every
+``TICK_SECONDS`` for a stuck job.
 """
 
 from __future__ import annotations
