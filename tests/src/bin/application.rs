@@ -39,6 +39,7 @@ fn main() {
         Some("keeps-its-own") => keeps_its_own(),
         Some("loses-its-keeper") => loses_its_keeper(),
         Some("loses-starting-keepers") => loses_starting_keepers(),
+        Some("loses-all-keepers") => on_this_thread(loses_all_keepers()),
         Some("holds") => holds(),
         Some("attempts") => attempts(&arguments[1]),
         Some("backtrace") => backtrace(),
@@ -407,6 +408,32 @@ fn loses_starting_keepers() {
     }
     wait_for("a worker serves jobs", || send(&client, "pid", "").ok());
     supervisor.shutdown().unwrap();
+}
+
+/// Removes the keeper's program and kills the keeper. Checks that the supervisor then fails, both with the data plane on
+/// a separate thread and with the data plane on this thread.
+async fn loses_all_keepers() {
+    let program = std::env::current_dir().unwrap().join("keeper");
+    std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &program).unwrap();
+    let builder = || Supervisor::builder(settings("", "")).keeper(KeeperProgram::Program(program.clone()));
+    let other = builder().start().await.unwrap();
+    let other_client = other.client();
+    let other_keeper = parent(pid_of(&other_client).await);
+    let mut local = builder().start_local().unwrap();
+    let client = local.client();
+    let keeper = parent(local.run_until(pid_of(&client)).await.unwrap());
+    std::fs::remove_file(&program).unwrap();
+    [keeper, other_keeper].into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
+    let disconnected = tokio::spawn(async move {
+        while !matches!(send_to(&other_client, "echo").await, Err(JobError::Disconnected { .. })) {}
+    });
+    let error = local.run_until(std::future::pending::<()>()).await.unwrap_err().to_string();
+    assert!(error.contains(program.to_str().unwrap()), "{error}");
+    assert_eq!(local.shutdown().await.unwrap_err().to_string(), error);
+    disconnected.await.unwrap();
+    let ended = tokio::task::spawn_blocking(|| other.shutdown()).await.unwrap();
+    let error = ended.unwrap_err().to_string();
+    assert!(error.contains(program.to_str().unwrap()), "{error}");
 }
 
 /// Runs all of the hostile worker's attacks on its sandbox, with the given profile. The file `workers.toml` configures

@@ -65,6 +65,11 @@ fn keeper_killed_during_its_start_is_replaced() {
     runs("loses-starting-keepers");
 }
 
+#[test]
+fn supervisor_fails_if_the_keeper_cannot_be_replaced() {
+    runs("loses-all-keepers");
+}
+
 /// The test also checks that no job begins twice.
 #[test]
 fn each_job_has_one_outcome_despite_killed_processes() {
