@@ -20,7 +20,7 @@ use bulkhead_tests::confined::Ended;
 use bulkhead_tests::{
     PATIENCE, descriptors, is_alive, kill_pid, name, outcome, refuses_descriptors, run, wait_for,
 };
-use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigHandler, Signal};
 
 fn main() {
@@ -50,6 +50,7 @@ fn main() {
         Some("async") => run(in_a_runtime()),
         Some("local") => on_this_thread(local()),
         Some("local-ends") => on_this_thread(local_ends()),
+        Some("local-limits-files") => on_this_thread(local_limits_files()),
         Some("local-holds") => on_this_thread(local_holds()),
         Some("local-goes-on") => local_goes_on(),
         Some("local-polled-once") => on_this_thread(local_polled_once()),
@@ -1005,6 +1006,22 @@ async fn local_ends() {
     assert_gone(&line);
     // This supervisor was never driven.
     drop(start_local(""));
+}
+
+/// Checks that the data plane does not raise SIGXFSZ on this thread. A worker's journal and the file for the stacks of a
+/// hung worker are larger than the file size limit.
+async fn local_limits_files() {
+    let (_, hard) = getrlimit(Resource::RLIMIT_FSIZE).unwrap();
+    setrlimit(Resource::RLIMIT_FSIZE, 64 * 1024, hard).unwrap();
+    let (mut supervisor, client) = start_local("grace = \"100ms\"");
+    let jobs = async {
+        assert_eq!(send_to(&client, "echo").await.unwrap().payload(), b"hello");
+        let hangs = client.job("a", "").operation("hang").deadline(Duration::from_millis(200)).send().await;
+        assert_eq!(outcome(&hangs), "deadline_exceeded/running");
+        assert_eq!(outcome(&send_to(&client, "segv").await), "crashed/signal");
+    };
+    supervisor.run_until(jobs).await.unwrap();
+    supervisor.shutdown().await.unwrap();
 }
 
 /// Waits to be killed without driving the data plane. The keeper must detect on its own that the application has

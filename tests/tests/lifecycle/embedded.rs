@@ -136,6 +136,11 @@ fn local_supervisor_shuts_down_cleanly() {
 }
 
 #[test]
+fn file_size_limit_does_not_kill_the_application() {
+    runs("local-limits-files");
+}
+
+#[test]
 fn subreaper_application_has_no_leftover_children() {
     runs("adopts");
 }
