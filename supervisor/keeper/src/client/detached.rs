@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
 
 use crate::SubordinateIds;
-use crate::protocol::socket::{self, Received};
+use crate::protocol::socket::{self, OrderSocket, Received};
 use crate::protocol::{
     GUARDED_ARGUMENT, GuardReady, KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, PROBE_ARGUMENT,
     SERVICE_MANAGER_VARIABLES, VERSION,
@@ -59,7 +59,7 @@ impl DetachedKeeper {
     pub(crate) fn start(
         program: &Path,
         probe: ProbeMachine,
-        socket: &OwnedFd,
+        socket: &OrderSocket,
         theirs: OwnedFd,
     ) -> io::Result<(Self, ProbeResult)> {
         let guard = start_guard(program, probe, theirs).map_err(|error| {
@@ -138,7 +138,7 @@ fn not_a_keeper(program: &Path) -> io::Error {
 
 /// Waits for the guard's `GuardReady` message. Fails with [`io::ErrorKind::UnexpectedEof`] if the program is not a
 /// guard.
-fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+fn receive_ready(guard: &OwnedFd, socket: &OrderSocket) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let until = Instant::now() + READY_TIMEOUT;
     let mut buffer = vec![0; ORDER_BYTES_MAX];
     loop {
