@@ -61,13 +61,15 @@ const INACCESSIBLE_PATH_ADVICE: &str =
 
 /// The supervisor's handle to a keeper process.
 ///
-/// Dropping the handle orders the keeper to exit. [`Keeper::shut_down`] also waits for the exit.
+/// Dropping the handle orders the keeper to exit. [`Keeper::shut_down`] also waits for the exit. If the keeper is not a
+/// child of this process, dropping the handle waits for up to ten seconds.
 #[derive(Debug)]
 pub struct Keeper {
+    // The socket must be dropped before the process, which waits until the keeper has exited.
+    socket: OrderSocket,
     process: KeeperProcess,
     /// Program that was started as the keeper.
     program: PathBuf,
-    socket: OrderSocket,
     outbox: Outbox,
     buffer: Vec<u8>,
     /// Workers whose pidfd could not be received because this process had reached its file descriptor limit. These
@@ -162,9 +164,9 @@ impl Keeper {
 
     fn new(process: KeeperProcess, program: &Path, socket: OrderSocket) -> Self {
         Self {
+            socket,
             process,
             program: program.to_owned(),
-            socket,
             outbox: Outbox::default(),
             buffer: vec![0; REPORT_BYTES_MAX],
             without_pidfd: HashSet::new(),

@@ -803,18 +803,29 @@ fn forgets() {
 
 /// Checks that an embedded supervisor writes crash reports to files.
 fn backtrace() {
+    let (supervisor, client) = start_with_crash_dir();
+    crash_with_backtrace(&client);
+    drop(client);
+    supervisor.shutdown().unwrap();
+}
+
+/// Starts a supervisor that writes crash reports to the folder `crashes`.
+fn start_with_crash_dir() -> (Supervisor, Client) {
     let folder = std::env::current_dir().unwrap().join("crashes");
     let keys = format!("crash_dir = {folder:?}");
     let supervisor = Supervisor::start_blocking(settings(&keys, "")).unwrap();
     let client = supervisor.blocking_client().unwrap();
-    assert_eq!(outcome(&send(&client, "segv", "")), "crashed/signal");
+    (supervisor, client)
+}
+
+/// Crashes a worker, and waits until the report in the folder `crashes` has a backtrace.
+fn crash_with_backtrace(client: &Client) {
+    assert_eq!(outcome(&send(client, "segv", "")), "crashed/signal");
     wait_for("the report has a backtrace", || {
-        let texts =
-            std::fs::read_dir(&folder).ok()?.flatten().map(|file| std::fs::read_to_string(file.path()));
+        let files = std::fs::read_dir("crashes").ok()?.flatten();
+        let texts = files.map(|file| std::fs::read_to_string(file.path()));
         texts.flatten().any(|text| text.contains("\"function\": \"misbehave::misbehave\"")).then_some(())
     });
-    drop(client);
-    supervisor.shutdown().unwrap();
 }
 
 /// Checks that running jobs can finish after the supervisor has been dropped.
@@ -1039,11 +1050,18 @@ fn adopts() {
     rustix::process::set_child_subreaper(Some(rustix::process::Pid::INIT)).unwrap();
     let mut own =
         Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let (supervisor, client) = start("");
+    // The keeper's program or the folder for crash reports makes these starts fail.
+    let not_a_keeper =
+        Supervisor::builder(settings("", "")).keeper(KeeperProgram::Program("/bin/true".into()));
+    not_a_keeper.start_blocking().unwrap_err();
+    Supervisor::start_blocking(settings("crash_dir = \"/proc/crashes\"", "")).unwrap_err();
+    let (supervisor, client) = start_with_crash_dir();
     let line = line(&client);
     assert_eq!(parent(line[2]), std::process::id());
     kill_pid(line[1], Signal::SIGKILL);
     wait_for("another keeper serves jobs", || send(&client, "echo", "").ok());
+    // The symbolizer has a separate keeper.
+    crash_with_backtrace(&client);
     assert!(own.try_wait().unwrap().is_none());
     supervisor.shutdown().unwrap();
     own.kill().unwrap();
