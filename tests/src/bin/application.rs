@@ -61,6 +61,7 @@ fn main() {
         Some("local-is-killed") => on_this_thread(local_is_killed()),
         Some("adopts") => adopts(),
         Some("forks") => forks(),
+        Some("leaves-a-fork") => leaves_a_fork(),
         other => panic!("{other:?}"),
     }
     println!("done");
@@ -1090,4 +1091,28 @@ fn forks() {
     assert_eq!(self::line(&client), line);
     supervisor.shutdown().unwrap();
     assert_gone(&line);
+}
+
+/// Checks that a supervisor shuts down while a forked child holds copies of all descriptors. Another supervisor can then
+/// use the same folder for crash reports.
+fn leaves_a_fork() {
+    let (supervisor, client) = start_with_crash_dir();
+    let line = line(&client);
+    let child = ForkedChild(fork_and_sleep() as u32);
+    supervisor.shutdown().unwrap();
+    assert_gone(&line);
+    let (supervisor, client) = start_with_crash_dir();
+    assert_eq!(outcome(&send(&client, "echo", "")), "ok");
+    supervisor.shutdown().unwrap();
+    assert!(is_alive(child.0));
+}
+
+/// A forked child, which is killed when this value is dropped. Otherwise, its copies of the standard output and error
+/// would keep the test waiting after a failure.
+struct ForkedChild(u32);
+
+impl Drop for ForkedChild {
+    fn drop(&mut self) {
+        kill_pid(self.0, Signal::SIGKILL);
+    }
 }

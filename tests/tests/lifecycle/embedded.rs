@@ -150,6 +150,11 @@ fn dropping_supervisor_in_forked_child_has_no_effect() {
     runs("forks");
 }
 
+#[test]
+fn forked_child_does_not_keep_a_stopped_supervisor_locked() {
+    runs("leaves-a-fork");
+}
+
 /// The test also covers an application with a forked child that keeps all inherited descriptors open, so that no pipe
 /// or socket reports an end of file.
 #[test]
