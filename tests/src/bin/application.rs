@@ -45,6 +45,7 @@ fn main() {
         Some("backtrace") => backtrace(),
         Some("two") => two(),
         Some("refused") => refused(),
+        Some("relative-paths") => relative_paths(),
         Some("forgets") => forgets(),
         Some("drains") => drains(),
         Some("async") => run(in_a_runtime()),
@@ -789,6 +790,35 @@ fn refused() {
     drop(client);
     supervisor.shutdown().unwrap();
     assert_nothing_open(open);
+}
+
+/// Checks that relative paths of the keeper and of the host program refer to the current directory at the start. A
+/// keeper that is restarted later uses the same paths.
+fn relative_paths() {
+    let own = std::env::current_exe().unwrap();
+    std::os::unix::fs::symlink(&own, "keeper").unwrap();
+    std::os::unix::fs::symlink(own.with_file_name("bulkhead-worker"), "host").unwrap();
+    let text = "[defaults.sandbox]\nprofile = \"none\"\n[bulkhead.a]\nexec = [\"cat\"]\n";
+    let config = config::parse_embedded(text, Path::new("workers.toml")).unwrap();
+    let start = |host: &str| {
+        let keeper = KeeperProgram::Program("keeper".into());
+        Supervisor::builder(config.clone()).keeper(keeper).host(host).start_blocking()
+    };
+    let error = start("missing").unwrap_err().to_string();
+    let missing = std::env::current_dir().unwrap().join("missing");
+    assert!(error.contains(missing.to_str().unwrap()) && error.contains("bulkhead 'a'"), "{error}");
+    let supervisor = start("./host").unwrap();
+    let client = supervisor.blocking_client().unwrap();
+    let served = send(&client, "", "hello").unwrap();
+    assert_eq!(served.payload(), b"hello");
+    std::env::set_current_dir("/").unwrap();
+    kill_pid(parent(served.outcome().worker_pid.unwrap()), Signal::SIGKILL);
+    wait_for("another keeper serves jobs", || {
+        send(&client, "", "hello")
+            .ok()
+            .filter(|reply| reply.outcome().worker_pid != served.outcome().worker_pid)
+    });
+    supervisor.shutdown().unwrap();
 }
 
 /// Tries to start a supervisor without having called `keeper_main_if_asked`.

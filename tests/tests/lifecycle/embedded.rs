@@ -116,6 +116,11 @@ fn failed_start_leaves_no_descriptors() {
 }
 
 #[test]
+fn relative_program_paths_refer_to_the_directory_at_the_start() {
+    runs("relative-paths");
+}
+
+#[test]
 fn dropping_the_supervisor_finishes_running_jobs() {
     runs("drains");
 }
