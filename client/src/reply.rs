@@ -283,7 +283,11 @@ impl fmt::Display for JobError {
 }
 
 fn write_report(f: &mut fmt::Formatter<'_>, outcome: &Outcome) -> fmt::Result {
-    outcome.report.iter().try_for_each(|id| write!(f, "; see `bulkhead crashes {id}`"))
+    match &outcome.report {
+        Some(id) if outcome.is_embedded => write!(f, "; crash report {id}"),
+        Some(id) => write!(f, "; see `bulkhead crashes {id}`"),
+        None => Ok(()),
+    }
 }
 
 impl std::error::Error for JobError {}

@@ -527,6 +527,7 @@ def test_pool_reports_status_and_crashes(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(WorkerCrashed) as raised:
             pool.submit(jobs.segfault).result(LONG)
         assert raised.value.outcome.reason == "signal"
+        assert str(raised.value).endswith(f"; crash report {raised.value.outcome.report}")
         assert "in segfault" in str(raised.value.__cause__)
         assert pool.submit(jobs.double, 1).result(LONG) == 2
         status = pool.status()

@@ -57,7 +57,7 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
 ///
 /// Must be called before the process has started any other thread.
 pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
-    let host = program::require_host(config)?;
+    let host = program::require_host(config, None)?;
     let support = SandboxSupport::probe(config, IdUse::Check);
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;

@@ -57,7 +57,8 @@ pub enum KeeperProgram {
     #[default]
     ThisProgram,
     /// Another program: either `bulkhead-supervisor` or a program whose `main` calls [`keeper_main_if_asked`]. Must be
-    /// built from the same version of this library. `PATH` is not searched, even if the path contains no `/`.
+    /// built from the same version of this library. A relative path refers to the current directory at the start.
+    /// `PATH` is not searched, even if the path contains no `/`.
     Program(PathBuf),
 }
 
@@ -106,8 +107,9 @@ impl Builder {
         self
     }
 
-    /// Sets the path of the host program for bulkheads with `library` or `exec`. By default, `bulkhead-worker` is
-    /// searched for next to the current executable and in `PATH`.
+    /// Sets the path of the host program for bulkheads with `library` or `exec`. A relative path refers to the current
+    /// directory at the start. By default, `bulkhead-worker` is searched for next to the current executable and in
+    /// `PATH`.
     pub fn host(mut self, program: impl Into<PathBuf>) -> Self {
         self.host = Some(program.into());
         self
@@ -178,7 +180,10 @@ impl Builder {
                 Err(StartError::NotAKeeper)
             }
             KeeperProgram::ThisProgram => Ok("/proc/self/exe".into()),
-            KeeperProgram::Program(program) => Ok(program.clone()),
+            // Absolute, because the program is executed again if the keeper is lost.
+            KeeperProgram::Program(program) => {
+                Ok(std::path::absolute(program).map_err(system("start the keeper"))?)
+            }
         }
     }
 
@@ -191,10 +196,9 @@ impl Builder {
         // Ignores errors, because the supervisor also works without shorter slices, which old kernels do not support.
         let _ = set_time_slice(SLICE);
         let Self { config, host, .. } = self;
-        let host = match host {
-            Some(host) => Some(host),
-            None => program::require_host(&config)?,
-        };
+        // The keeper and the workers have other working directories.
+        let host = host.map(std::path::absolute).transpose().map_err(system("find the host program"))?;
+        let host = program::require_host(&config, host)?;
         let (keeper, found) = Keeper::start_detached(keeper).map_err(system("start the keeper"))?;
         let support = SandboxSupport::from_probe(&config, found);
         crate::inherited::warn_about_limits(&config);

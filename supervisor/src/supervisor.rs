@@ -128,7 +128,7 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
     let program = successor_program(while_open.is_some());
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     crate::inherited::require_open_files().map_err(system("open enough files"))?;
-    let host = program::require_host(&config)?;
+    let host = program::require_host(&config, None)?;
     let support = SandboxSupport::probe(&config, IdUse::Run);
     if let (Some(ids), Some((_, taken))) = (support.ids(), &taken) {
         ids.inherit(taken.permanent_ids.clone());

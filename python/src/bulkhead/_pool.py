@@ -64,6 +64,8 @@ _OWN_FRAME = re.compile(
 )
 #: A frame of the thread that watches the link.
 _WATCHER_FRAME = re.compile(_PACKAGE + r'_serve\.py", line \d+ in _watch$', re.MULTILINE)
+#: Refers to the report without a command, because the ``bulkhead`` command does not find a private supervisor.
+_REPORT_TEXT = "; crash report {}"
 
 
 class WorkerCrashed(Crashed, BrokenProcessPool):
@@ -72,12 +74,16 @@ class WorkerCrashed(Crashed, BrokenProcessPool):
     Only this call is lost; the executor remains usable.
     """
 
+    _report_text = _REPORT_TEXT
+
 
 class CallTimeout(DeadlineExceeded, concurrent.futures.TimeoutError):
     """The call's ``timeout`` or ``deadline`` passed. If the call was running, its process tree was killed.
 
     A note (``__notes__``) contains the call's Python stack at that time, for at most one call per second.
     """
+
+    _report_text = _REPORT_TEXT
 
 
 class PoolDisconnected(Disconnected, BrokenProcessPool):

@@ -155,13 +155,15 @@ class JobError(Exception):
 
     outcome: Outcome
     payload: bytes | bytearray
+    #: Part of the text that refers to the report.
+    _report_text = "; see `bulkhead crashes {}`"
 
     def __init__(self, outcome: Outcome | str, payload: bytes | bytearray = b"") -> None:
         if isinstance(outcome, str):
             # `args` contains only this text. Serialisers such as Celery's rebuild the exception from `args`.
             text, outcome = outcome, _outcome_by_text(type(self), outcome)
         else:
-            text = _sentence(outcome)
+            text = _sentence(outcome, self._report_text)
         super().__init__(text)
         self.outcome = outcome
         self.payload = payload
@@ -239,9 +241,9 @@ def _outcome_by_text(kind: type[JobError], text: str) -> Outcome:
     return Outcome(name, "", text, executed="no" if name == "rejected" else "unknown")
 
 
-def _sentence(outcome: Outcome) -> str:
+def _sentence(outcome: Outcome, report_text: str) -> str:
     text = str(outcome)
-    see = f"; see `bulkhead crashes {outcome.report}`" if outcome.report else ""
+    see = report_text.format(outcome.report) if outcome.report else ""
     if outcome.outcome == "rejected" and outcome.retryable and outcome.retry_after is not None:
         return f"{text}; try again after {outcome.retry_after:.3f} s"
     if outcome.outcome == "deadline_exceeded":

@@ -32,6 +32,10 @@ const KEEPER_START_MAX: Duration = Duration::from_secs(10);
 /// Delay before the second attempt to start a keeper. Doubles with each further attempt.
 const KEEPER_RETRY_PAUSE: Duration = Duration::from_millis(10);
 
+/// Maximum time to wait during shutdown for a keeper that is being started. Longer than sweeping the processes of the
+/// lost keeper and starting another one usually take together.
+const LAST_KEEPER_TIMEOUT: Duration = Duration::from_secs(120);
+
 enum Task {
     /// Kills all processes left behind by a lost keeper.
     SweepKeeper {
@@ -149,11 +153,15 @@ impl Background {
 
     /// Waits until the keeper that is being started is ready, and returns the keeper. Used during shutdown.
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
-        let keeper = self.done.iter().find_map(|done| match done {
-            Done::Keeper(keeper) => Some(keeper),
-            _ => None,
-        });
-        keeper.unwrap_or_else(|| Err(io::Error::other("the thread that starts the keeper has exited")))
+        let until = Instant::now() + LAST_KEEPER_TIMEOUT;
+        loop {
+            match self.done.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(Done::Keeper(keeper)) => return keeper,
+                Ok(_) => {}
+                // The time is over, or the threads have exited.
+                Err(_) => return Err(io::Error::other("no keeper has started in time")),
+            }
+        }
     }
 }
 

@@ -23,8 +23,7 @@ const LIFETIME_MIN: Duration = Duration::from_secs(10);
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
-    /// The keeper, or `None` while it is being replaced. There are no workers during that time.
-    keeper: Option<Box<Keeper>>,
+    state: State,
     since: Time,
     /// Number of consecutive keepers that have died early.
     early_deaths: u32,
@@ -34,6 +33,15 @@ pub(super) struct KeeperLink {
     deferred_reports: VecDeque<Report>,
     /// Workers to start for which the keeper has not received an order yet.
     worker_orders: VecDeque<WorkerOrder>,
+}
+
+/// There are workers only while a keeper is running.
+enum State {
+    Running(Box<Keeper>),
+    /// The background thread is starting another keeper.
+    Replacing,
+    /// No keeper could be started. The supervisor stops.
+    Failed,
 }
 
 /// A worker to start. The order is sent when a keeper is running and the current iteration has time left.
@@ -46,7 +54,7 @@ pub(super) struct WorkerOrder {
 impl KeeperLink {
     pub(super) fn new(keeper: Keeper) -> Self {
         Self {
-            keeper: Some(Box::new(keeper)),
+            state: State::Running(Box::new(keeper)),
             since: Time::ZERO,
             early_deaths: 0,
             pinged_at: None,
@@ -55,22 +63,32 @@ impl KeeperLink {
         }
     }
 
-    /// Returns the keeper, or an error while the keeper is being replaced.
+    /// Returns the keeper, or an error if no keeper is running.
     pub(super) fn serving(&mut self) -> io::Result<&mut Keeper> {
-        self.keeper.as_deref_mut().ok_or_else(|| io::ErrorKind::BrokenPipe.into())
+        match &mut self.state {
+            State::Running(keeper) => Ok(keeper),
+            State::Replacing | State::Failed => Err(io::ErrorKind::BrokenPipe.into()),
+        }
     }
 
-    pub(super) fn is_being_replaced(&self) -> bool {
-        self.keeper.is_none()
+    fn running(&self) -> Option<&Keeper> {
+        match &self.state {
+            State::Running(keeper) => Some(keeper),
+            State::Replacing | State::Failed => None,
+        }
     }
 
-    /// Returns the keeper's PID, or `None` while the keeper is being replaced.
+    pub(super) fn is_running(&self) -> bool {
+        self.running().is_some()
+    }
+
+    /// Returns the keeper's PID, or `None` if no keeper is running.
     pub(super) fn pid(&self) -> Option<u32> {
-        self.keeper.as_ref().map(|keeper| keeper.pid())
+        self.running().map(Keeper::pid)
     }
 
     pub(super) fn descriptor(&self) -> Option<RawFd> {
-        self.keeper.as_ref().map(|keeper| keeper.as_raw_fd())
+        self.running().map(Keeper::as_raw_fd)
     }
 
     // Orders.
@@ -88,12 +106,12 @@ impl KeeperLink {
 
     /// Returns the next worker to start, or `None` if the start queue is empty or there is no keeper.
     pub(super) fn next_worker_order(&mut self) -> Option<WorkerOrder> {
-        if self.is_being_replaced() { None } else { self.worker_orders.pop_front() }
+        if self.is_running() { self.worker_orders.pop_front() } else { None }
     }
 
     /// Returns true if a worker can be started now.
     pub(super) fn has_worker_orders(&self) -> bool {
-        !self.worker_orders.is_empty() && !self.is_being_replaced()
+        !self.worker_orders.is_empty() && self.is_running()
     }
 
     /// Removes a worker from the start queue. Returns true if the worker was in the queue.
@@ -162,25 +180,43 @@ impl KeeperLink {
     // Replacement.
 
     /// Starts replacing a lost keeper. The new keeper starts after a delay if several consecutive keepers died
-    /// early.
+    /// early. Does nothing if no keeper is running.
     pub(super) fn replace(&mut self, now: Time, background: &mut Background) {
+        let lost = match std::mem::replace(&mut self.state, State::Replacing) {
+            State::Running(lost) => lost,
+            other => return self.state = other,
+        };
         let is_again = now.since(self.since) < LIFETIME_MIN;
         self.early_deaths = if is_again { self.early_deaths + 1 } else { 0 };
         self.pinged_at = None;
-        let lost = self.keeper.take().expect("a keeper can be lost only once");
         background.replace_keeper(lost, pause_after(self.early_deaths));
     }
 
-    /// Installs a new keeper. The workers in the start queue can then be started.
-    pub(super) fn install(&mut self, keeper: Box<Keeper>, now: Time) {
+    /// Installs a new keeper and returns its descriptor. The workers in the start queue can then be started. If the
+    /// keeper could not be started, returns the error, and the supervisor must stop.
+    pub(super) fn install(&mut self, keeper: io::Result<Box<Keeper>>, now: Time) -> io::Result<RawFd> {
         self.since = now;
-        self.keeper = Some(keeper);
+        match keeper {
+            Ok(keeper) => {
+                let descriptor = keeper.as_raw_fd();
+                self.state = State::Running(keeper);
+                Ok(descriptor)
+            }
+            Err(error) => {
+                self.state = State::Failed;
+                Err(error)
+            }
+        }
     }
 
     /// Shuts down the keeper and all workers, and waits for the keeper to exit. If the keeper is still being started,
     /// waits until it has started before shutting it down.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
-        self.keeper.map_or_else(|| background.last_keeper(), Ok)?.shut_down()
+        match self.state {
+            State::Running(keeper) => keeper.shut_down(),
+            State::Replacing => background.last_keeper()?.shut_down(),
+            State::Failed => Ok(()),
+        }
     }
 }
 

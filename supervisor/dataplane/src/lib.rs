@@ -910,7 +910,7 @@ impl DataPlane {
                     self.update_templates(|it, _| it.keeper_lost());
                     self.keeper_reaped();
                 }
-                Done::Keeper(keeper) => self.keeper_replaced(keeper?)?,
+                Done::Keeper(keeper) => self.keeper_replaced(keeper)?,
                 Done::Looked { compartment, worker, is_starved } => {
                     self.apply(compartment, Event::CpuTimeChecked { worker, is_starved }, Incoming::None);
                 }
@@ -1112,7 +1112,7 @@ impl DataPlane {
 
     fn end_keeper(self) {
         if let Err(error) = self.keeper.end(&self.background) {
-            tracing::error!("the keeper exited with an error: {error}");
+            tracing::error!("failed to shut down the keeper: {error}");
         }
     }
 }

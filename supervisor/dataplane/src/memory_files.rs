@@ -13,7 +13,9 @@ use bulkhead_shared::codec;
 use bulkhead_shared::frame::{HEADER_BYTES, Header};
 use bulkhead_shared::memory_files::FILES_PER_LEASE;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::process::{Resource, getrlimit};
 
 /// UID that no process uses. If the supervisor can change file owners, this UID becomes the owner of the files.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
@@ -38,8 +40,13 @@ impl File {
     }
 }
 
-/// Creates a memory file of fixed size.
+/// Creates a memory file of fixed size. Fails with `EFBIG` if the size exceeds the file size limit (`RLIMIT_FSIZE`).
 pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd> {
+    // In an embedded supervisor, this can run on the application's own thread, which `ftruncate` would kill with
+    // SIGXFSZ.
+    if getrlimit(Resource::Fsize).current.is_some_and(|limit| bytes > limit) {
+        return Err(Errno::FBIG);
+    }
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not support `MFD_NOEXEC_SEAL`.
     let file = rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)

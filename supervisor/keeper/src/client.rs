@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Pid;
 
 use self::detached::{DetachedKeeper, ProbeMachine, ProbeResult};
-use crate::protocol::socket::{self, Outbox, Received};
+use crate::protocol::socket::{self, OrderSocket, Outbox, Received};
 use crate::protocol::{
     KEEPER_ARGUMENT, Order, REPORT_BYTES_MAX, Report, ReportMessage, SERVICE_MANAGER_VARIABLES, SpawnOrder,
 };
@@ -61,13 +61,15 @@ const INACCESSIBLE_PATH_ADVICE: &str =
 
 /// The supervisor's handle to a keeper process.
 ///
-/// Dropping the handle orders the keeper to exit. [`Keeper::shut_down`] also waits for the exit.
+/// Dropping the handle orders the keeper to exit. [`Keeper::shut_down`] also waits for the exit. If the keeper is not a
+/// child of this process, dropping the handle waits for up to ten seconds.
 #[derive(Debug)]
 pub struct Keeper {
+    // The socket must be dropped before the process, which waits until the keeper has exited.
+    socket: OrderSocket,
     process: KeeperProcess,
     /// Program that was started as the keeper.
     program: PathBuf,
-    socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
     /// Workers whose pidfd could not be received because this process had reached its file descriptor limit. These
@@ -142,7 +144,7 @@ impl Keeper {
     }
 
     fn launch_detached(program: &Path, probe: ProbeMachine) -> io::Result<(Self, ProbeResult)> {
-        let (socket, theirs) = socket::pair()?;
+        let (socket, theirs) = OrderSocket::pair()?;
         let (process, found) = DetachedKeeper::start(program, probe, &socket, theirs)?;
         Ok((Self::new(KeeperProcess::Detached(process), program, socket), found))
     }
@@ -151,7 +153,7 @@ impl Keeper {
     /// [`KEEPER_ARGUMENT`]. The usual program is `/proc/self/exe`. The keeper sends [`Report::Started`] when it is
     /// ready.
     pub fn start(program: &Path) -> io::Result<Self> {
-        let (socket, theirs) = socket::pair()?;
+        let (socket, theirs) = OrderSocket::pair()?;
         let mut command = Command::new(program);
         command.arg0("bulkhead-keeper").arg(KEEPER_ARGUMENT).stdin(theirs).stdout(Stdio::null());
         for name in SERVICE_MANAGER_VARIABLES {
@@ -160,11 +162,11 @@ impl Keeper {
         Ok(Self::new(KeeperProcess::Child(command.spawn()?), program, socket))
     }
 
-    fn new(process: KeeperProcess, program: &Path, socket: OwnedFd) -> Self {
+    fn new(process: KeeperProcess, program: &Path, socket: OrderSocket) -> Self {
         Self {
+            socket,
             process,
             program: program.to_owned(),
-            socket,
             outbox: Outbox::default(),
             buffer: vec![0; REPORT_BYTES_MAX],
             without_pidfd: HashSet::new(),
@@ -436,7 +438,7 @@ impl AsFd for Keeper {
 
 impl AsRawFd for Keeper {
     fn as_raw_fd(&self) -> RawFd {
-        self.socket.as_raw_fd()
+        self.socket.as_fd().as_raw_fd()
     }
 }
 

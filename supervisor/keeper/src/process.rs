@@ -312,6 +312,7 @@ impl EventLoop {
             .flat_map(WatchedProcesses::all)
             .try_for_each(|owner| register(&poll, owner, WATCHED))?;
         let samples = Samples::new(&poll)?;
+        let is_embedded = watched.is_some();
         let mut event_loop = Self {
             poll,
             socket,
@@ -326,7 +327,7 @@ impl EventLoop {
             own_status: observe::KeeperStatus::read(),
             filters: FilterCache::default(),
             folders: TemporaryFolders::default(),
-            groups: WorkerGroups::new(),
+            groups: WorkerGroups::new(is_embedded),
             reaper: DescendantReaper::new(scan_always),
             deferred_forks: VecDeque::new(),
             priority: PriorityBoost::new(original.nice),

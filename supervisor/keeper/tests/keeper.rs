@@ -28,7 +28,7 @@ const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
-const CASES: [(&str, fn()); 20] = [
+const CASES: [(&str, fn()); 21] = [
     ("worker_starts_as_ordered", starts_as_ordered),
     ("failed_start_names_its_step", failed_steps),
     ("worker_gets_ordered_resource_limits", resource_limits),
@@ -38,6 +38,7 @@ const CASES: [(&str, fn()); 20] = [
     ("keeper_ignores_signals", ignored_signals),
     ("dropped_keeper_kills_all_workers", dropped_keeper),
     ("shutdown_waits_until_all_workers_are_dead", shutdown),
+    ("copied_socket_does_not_keep_a_dropped_keeper_alive", copied_socket),
     ("killed_keeper_can_be_replaced", killed_keeper),
     ("killed_detached_keeper_leaves_foreign_children_alive", killed_detached_keeper),
     ("workers_die_with_killed_guard", killed_guard),
@@ -422,6 +423,19 @@ fn shutdown() {
     let (_workers, pids) = start_workers_with_orphans(&mut fixture, 20);
     fixture.keeper.shut_down().unwrap();
     assert_eq!(pids.iter().filter(|&&pid| is_alive(pid)).count(), 0);
+}
+
+/// A forked child of the application holds copies of all its descriptors.
+fn copied_socket() {
+    for start in [Fixture::start, Fixture::start_detached] {
+        let mut fixture = start();
+        let (_workers, mut pids) = start_workers_with_orphans(&mut fixture, 3);
+        pids.push(fixture.keeper.pid());
+        let copy = fixture.keeper.as_fd().try_clone_to_owned().unwrap();
+        drop(fixture);
+        wait_until("the keeper is gone", TIMEOUT, || !pids.iter().any(|&pid| is_alive(pid)));
+        drop(copy);
+    }
 }
 
 fn killed_keeper() {

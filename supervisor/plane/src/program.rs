@@ -1,5 +1,6 @@
 //! Translates a bulkhead's configured program into spawn orders for the keeper.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -261,26 +262,42 @@ const HOST: &str = "bulkhead-worker";
 /// Error returned if `exec` or `library` is configured but the host program cannot be found.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "failed to find bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
+    "failed to find {}, which runs `exec` and `library` for bulkhead '{bulkhead}': \
      install bulkhead-worker next to bulkhead-supervisor, or in PATH; in an application, set the path with \
-     `Builder::host`"
+     `Builder::host`",
+    host.display()
 )]
-pub struct HostNotFound(String);
+pub struct HostNotFound {
+    host: PathBuf,
+    bulkhead: String,
+}
 
-/// Looks for the host program next to the current executable and in `PATH`.
+/// Looks for the host program next to the current executable and in `PATH`. Returns an absolute path, because the
+/// keeper has another working directory.
 pub fn find_host() -> Option<PathBuf> {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(HOST)));
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let in_path = std::env::split_paths(&path).map(|folder| folder.join(HOST));
-    beside.into_iter().chain(in_path).find(|candidate| candidate.is_file())
+    beside.into_iter().chain(hosts_in(&path)).find(|candidate| candidate.is_file())
 }
 
-/// Looks for the host program. Fails if the host program cannot be found and a bulkhead needs it.
-pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, HostNotFound> {
-    let host = find_host();
+/// Returns the absolute paths that the host program can have in the folders of `PATH`.
+fn hosts_in(path: &OsStr) -> impl Iterator<Item = PathBuf> {
+    std::env::split_paths(path).filter_map(|folder| std::path::absolute(folder.join(HOST)).ok())
+}
+
+/// Returns the path of the host program, which is `path` if it is set. Fails if the host program cannot be found and a
+/// bulkhead needs it.
+pub fn require_host(config: &config::Config, path: Option<PathBuf>) -> Result<Option<PathBuf>, HostNotFound> {
+    let found = match &path {
+        Some(path) => Some(path.clone()).filter(|path| path.is_file()),
+        None => find_host(),
+    };
     match config.bulkheads.iter().find(|bulkhead| needs_host(bulkhead)) {
-        Some(bulkhead) if host.is_none() => Err(HostNotFound(bulkhead.name.clone())),
-        _ => Ok(host),
+        Some(bulkhead) if found.is_none() => {
+            let host = path.unwrap_or_else(|| HOST.into());
+            Err(HostNotFound { host, bulkhead: bulkhead.name.clone() })
+        }
+        _ => Ok(found),
     }
 }
 
@@ -329,5 +346,17 @@ fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
         max_queue: shares.and_then(|tenants| tenants.max_queue),
         overrides: own.map(|(name, numbers)| (name.clone(), numbers.of_share())).collect(),
         labelled: labels.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_program_is_found_by_absolute_path() {
+        let own = std::env::current_dir().unwrap();
+        let found: Vec<PathBuf> = hosts_in(OsStr::new("bin:/usr/bin:")).collect();
+        assert_eq!(found, [own.join("bin").join(HOST), Path::new("/usr/bin").join(HOST), own.join(HOST)]);
     }
 }

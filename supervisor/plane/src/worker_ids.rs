@@ -316,14 +316,7 @@ impl IdAllocator {
             state.lock_file = Some(open_lock_file(&self.lock_path).map_err(why)?);
         }
         let Some(file) = &state.lock_file else { return Ok(false) };
-        let byte = libc::flock {
-            l_type: kind as libc::c_short,
-            l_whence: libc::SEEK_SET as libc::c_short,
-            l_start: libc::off_t::from(id),
-            l_len: 1,
-            l_pid: 0,
-        };
-        match fcntl(file, FcntlArg::F_OFD_SETLK(&byte)) {
+        match fcntl(file, FcntlArg::F_OFD_SETLK(&byte_range(kind, libc::off_t::from(id), 1))) {
             Ok(_) => Ok(true),
             Err(nix::Error::EAGAIN | nix::Error::EACCES) => Ok(false),
             Err(error) => Err(why(error.into())),
@@ -334,6 +327,29 @@ impl IdAllocator {
         let has =
             |map: &Vec<IdRange>| map.iter().any(|(first, last)| (*first..=*last).contains(&u64::from(id)));
         self.maps.iter().all(has)
+    }
+}
+
+/// Unlocks all IDs. Closing the file would not be enough, because a forked child of the application that embeds the
+/// supervisor can hold a copy of the descriptor.
+impl Drop for IdAllocator {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = &state.lock_file {
+            // A length of 0 includes the end of the file. If this fails, the IDs stay locked until all copies of the
+            // descriptor are closed.
+            let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&byte_range(libc::F_UNLCK, 0, 0)));
+        }
+    }
+}
+
+fn byte_range(kind: libc::c_int, start: libc::off_t, bytes: libc::off_t) -> libc::flock {
+    libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: start,
+        l_len: bytes,
+        l_pid: 0,
     }
 }
 
@@ -541,6 +557,20 @@ mod tests {
             first
         };
         assert_eq!(keep(&ids(1_900_000_000, 1_900_000_999, folder.path()), "a"), first);
+    }
+
+    /// A forked child of an application holds copies of all descriptors.
+    #[test]
+    fn dropped_allocator_unlocks_ids_despite_copied_descriptor() {
+        let folder = tempfile::tempdir().unwrap();
+        let one = ids(1_900_000_000, 1_900_000_003, folder.path());
+        let taken = [one.allocate().unwrap(), one.permanent_id(Path::new(CONFIG), "a", &[]).unwrap()];
+        let copy = one.state.lock().unwrap().lock_file.as_ref().unwrap().try_clone().unwrap();
+        drop(one);
+        let other = ids(1_900_000_000, 1_900_000_003, folder.path());
+        let mut state = other.state.lock().unwrap();
+        assert!(taken.iter().all(|id| other.lock(&mut state, *id).unwrap()));
+        drop(copy);
     }
 
     #[test]

@@ -20,7 +20,7 @@ use bulkhead_tests::confined::Ended;
 use bulkhead_tests::{
     PATIENCE, descriptors, is_alive, kill_pid, name, outcome, refuses_descriptors, run, wait_for,
 };
-use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigHandler, Signal};
 
 fn main() {
@@ -39,16 +39,19 @@ fn main() {
         Some("keeps-its-own") => keeps_its_own(),
         Some("loses-its-keeper") => loses_its_keeper(),
         Some("loses-starting-keepers") => loses_starting_keepers(),
+        Some("loses-all-keepers") => on_this_thread(loses_all_keepers()),
         Some("holds") => holds(),
         Some("attempts") => attempts(&arguments[1]),
         Some("backtrace") => backtrace(),
         Some("two") => two(),
         Some("refused") => refused(),
+        Some("relative-paths") => relative_paths(),
         Some("forgets") => forgets(),
         Some("drains") => drains(),
         Some("async") => run(in_a_runtime()),
         Some("local") => on_this_thread(local()),
         Some("local-ends") => on_this_thread(local_ends()),
+        Some("local-limits-files") => on_this_thread(local_limits_files()),
         Some("local-holds") => on_this_thread(local_holds()),
         Some("local-goes-on") => local_goes_on(),
         Some("local-polled-once") => on_this_thread(local_polled_once()),
@@ -59,6 +62,7 @@ fn main() {
         Some("local-is-killed") => on_this_thread(local_is_killed()),
         Some("adopts") => adopts(),
         Some("forks") => forks(),
+        Some("leaves-a-fork") => leaves_a_fork(),
         other => panic!("{other:?}"),
     }
     println!("done");
@@ -123,7 +127,14 @@ fn jobs() {
     assert_eq!(outcome(&hangs), "deadline_exceeded/running");
     wait_for("the worker that hung is killed", || (!is_alive(first)).then_some(()));
     let [second, ..] = line(&client);
-    assert_eq!(outcome(&send(&client, "segv", "")), "crashed/signal");
+    let crashed = send(&client, "segv", "");
+    assert_eq!(outcome(&crashed), "crashed/signal");
+    // Names no command, because the `bulkhead` command cannot connect to this supervisor.
+    let (report, text) = {
+        let error = crashed.unwrap_err();
+        (error.outcome().unwrap().report.clone().unwrap(), error.to_string())
+    };
+    assert!(text.ends_with(&format!("; crash report {report}")), "{text}");
     let [third, same_keeper, _] = line(&client);
     assert!(first != second && second != third && keeper == same_keeper);
     assert_ne!(parent(guard), std::process::id());
@@ -407,6 +418,32 @@ fn loses_starting_keepers() {
     }
     wait_for("a worker serves jobs", || send(&client, "pid", "").ok());
     supervisor.shutdown().unwrap();
+}
+
+/// Removes the keeper's program and kills the keeper. Checks that the supervisor then fails, both with the data plane on
+/// a separate thread and with the data plane on this thread.
+async fn loses_all_keepers() {
+    let program = std::env::current_dir().unwrap().join("keeper");
+    std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &program).unwrap();
+    let builder = || Supervisor::builder(settings("", "")).keeper(KeeperProgram::Program(program.clone()));
+    let other = builder().start().await.unwrap();
+    let other_client = other.client();
+    let other_keeper = parent(pid_of(&other_client).await);
+    let mut local = builder().start_local().unwrap();
+    let client = local.client();
+    let keeper = parent(local.run_until(pid_of(&client)).await.unwrap());
+    std::fs::remove_file(&program).unwrap();
+    [keeper, other_keeper].into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
+    let disconnected = tokio::spawn(async move {
+        while !matches!(send_to(&other_client, "echo").await, Err(JobError::Disconnected { .. })) {}
+    });
+    let error = local.run_until(std::future::pending::<()>()).await.unwrap_err().to_string();
+    assert!(error.contains(program.to_str().unwrap()), "{error}");
+    assert_eq!(local.shutdown().await.unwrap_err().to_string(), error);
+    disconnected.await.unwrap();
+    let ended = tokio::task::spawn_blocking(|| other.shutdown()).await.unwrap();
+    let error = ended.unwrap_err().to_string();
+    assert!(error.contains(program.to_str().unwrap()), "{error}");
 }
 
 /// Runs all of the hostile worker's attacks on its sandbox, with the given profile. The file `workers.toml` configures
@@ -762,6 +799,35 @@ fn refused() {
     assert_nothing_open(open);
 }
 
+/// Checks that relative paths of the keeper and of the host program refer to the current directory at the start. A
+/// keeper that is restarted later uses the same paths.
+fn relative_paths() {
+    let own = std::env::current_exe().unwrap();
+    std::os::unix::fs::symlink(&own, "keeper").unwrap();
+    std::os::unix::fs::symlink(own.with_file_name("bulkhead-worker"), "host").unwrap();
+    let text = "[defaults.sandbox]\nprofile = \"none\"\n[bulkhead.a]\nexec = [\"cat\"]\n";
+    let config = config::parse_embedded(text, Path::new("workers.toml")).unwrap();
+    let start = |host: &str| {
+        let keeper = KeeperProgram::Program("keeper".into());
+        Supervisor::builder(config.clone()).keeper(keeper).host(host).start_blocking()
+    };
+    let error = start("missing").unwrap_err().to_string();
+    let missing = std::env::current_dir().unwrap().join("missing");
+    assert!(error.contains(missing.to_str().unwrap()) && error.contains("bulkhead 'a'"), "{error}");
+    let supervisor = start("./host").unwrap();
+    let client = supervisor.blocking_client().unwrap();
+    let served = send(&client, "", "hello").unwrap();
+    assert_eq!(served.payload(), b"hello");
+    std::env::set_current_dir("/").unwrap();
+    kill_pid(parent(served.outcome().worker_pid.unwrap()), Signal::SIGKILL);
+    wait_for("another keeper serves jobs", || {
+        send(&client, "", "hello")
+            .ok()
+            .filter(|reply| reply.outcome().worker_pid != served.outcome().worker_pid)
+    });
+    supervisor.shutdown().unwrap();
+}
+
 /// Tries to start a supervisor without having called `keeper_main_if_asked`.
 fn forgets() {
     let error = Supervisor::start_blocking(settings("", "")).unwrap_err();
@@ -775,18 +841,29 @@ fn forgets() {
 
 /// Checks that an embedded supervisor writes crash reports to files.
 fn backtrace() {
+    let (supervisor, client) = start_with_crash_dir();
+    crash_with_backtrace(&client);
+    drop(client);
+    supervisor.shutdown().unwrap();
+}
+
+/// Starts a supervisor that writes crash reports to the folder `crashes`.
+fn start_with_crash_dir() -> (Supervisor, Client) {
     let folder = std::env::current_dir().unwrap().join("crashes");
     let keys = format!("crash_dir = {folder:?}");
     let supervisor = Supervisor::start_blocking(settings(&keys, "")).unwrap();
     let client = supervisor.blocking_client().unwrap();
-    assert_eq!(outcome(&send(&client, "segv", "")), "crashed/signal");
+    (supervisor, client)
+}
+
+/// Crashes a worker, and waits until the report in the folder `crashes` has a backtrace.
+fn crash_with_backtrace(client: &Client) {
+    assert_eq!(outcome(&send(client, "segv", "")), "crashed/signal");
     wait_for("the report has a backtrace", || {
-        let texts =
-            std::fs::read_dir(&folder).ok()?.flatten().map(|file| std::fs::read_to_string(file.path()));
+        let files = std::fs::read_dir("crashes").ok()?.flatten();
+        let texts = files.map(|file| std::fs::read_to_string(file.path()));
         texts.flatten().any(|text| text.contains("\"function\": \"misbehave::misbehave\"")).then_some(())
     });
-    drop(client);
-    supervisor.shutdown().unwrap();
 }
 
 /// Checks that running jobs can finish after the supervisor has been dropped.
@@ -980,6 +1057,22 @@ async fn local_ends() {
     drop(start_local(""));
 }
 
+/// Checks that the data plane does not raise SIGXFSZ on this thread. A worker's journal and the file for the stacks of a
+/// hung worker are larger than the file size limit.
+async fn local_limits_files() {
+    let (_, hard) = getrlimit(Resource::RLIMIT_FSIZE).unwrap();
+    setrlimit(Resource::RLIMIT_FSIZE, 64 * 1024, hard).unwrap();
+    let (mut supervisor, client) = start_local("grace = \"100ms\"");
+    let jobs = async {
+        assert_eq!(send_to(&client, "echo").await.unwrap().payload(), b"hello");
+        let hangs = client.job("a", "").operation("hang").deadline(Duration::from_millis(200)).send().await;
+        assert_eq!(outcome(&hangs), "deadline_exceeded/running");
+        assert_eq!(outcome(&send_to(&client, "segv").await), "crashed/signal");
+    };
+    supervisor.run_until(jobs).await.unwrap();
+    supervisor.shutdown().await.unwrap();
+}
+
 /// Waits to be killed without driving the data plane. The keeper must detect on its own that the application has
 /// exited.
 async fn local_is_killed() {
@@ -995,11 +1088,18 @@ fn adopts() {
     rustix::process::set_child_subreaper(Some(rustix::process::Pid::INIT)).unwrap();
     let mut own =
         Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let (supervisor, client) = start("");
+    // The keeper's program or the folder for crash reports makes these starts fail.
+    let not_a_keeper =
+        Supervisor::builder(settings("", "")).keeper(KeeperProgram::Program("/bin/true".into()));
+    not_a_keeper.start_blocking().unwrap_err();
+    Supervisor::start_blocking(settings("crash_dir = \"/proc/crashes\"", "")).unwrap_err();
+    let (supervisor, client) = start_with_crash_dir();
     let line = line(&client);
     assert_eq!(parent(line[2]), std::process::id());
     kill_pid(line[1], Signal::SIGKILL);
     wait_for("another keeper serves jobs", || send(&client, "echo", "").ok());
+    // The symbolizer has a separate keeper.
+    crash_with_backtrace(&client);
     assert!(own.try_wait().unwrap().is_none());
     supervisor.shutdown().unwrap();
     own.kill().unwrap();
@@ -1028,4 +1128,28 @@ fn forks() {
     assert_eq!(self::line(&client), line);
     supervisor.shutdown().unwrap();
     assert_gone(&line);
+}
+
+/// Checks that a supervisor shuts down while a forked child holds copies of all descriptors. Another supervisor can then
+/// use the same folder for crash reports.
+fn leaves_a_fork() {
+    let (supervisor, client) = start_with_crash_dir();
+    let line = line(&client);
+    let child = ForkedChild(fork_and_sleep() as u32);
+    supervisor.shutdown().unwrap();
+    assert_gone(&line);
+    let (supervisor, client) = start_with_crash_dir();
+    assert_eq!(outcome(&send(&client, "echo", "")), "ok");
+    supervisor.shutdown().unwrap();
+    assert!(is_alive(child.0));
+}
+
+/// A forked child, which is killed when this value is dropped. Otherwise, its copies of the standard output and error
+/// would keep the test waiting after a failure.
+struct ForkedChild(u32);
+
+impl Drop for ForkedChild {
+    fn drop(&mut self) {
+        kill_pid(self.0, Signal::SIGKILL);
+    }
 }

@@ -65,6 +65,11 @@ fn keeper_killed_during_its_start_is_replaced() {
     runs("loses-starting-keepers");
 }
 
+#[test]
+fn supervisor_fails_if_the_keeper_cannot_be_replaced() {
+    runs("loses-all-keepers");
+}
+
 /// The test also checks that no job begins twice.
 #[test]
 fn each_job_has_one_outcome_despite_killed_processes() {
@@ -111,6 +116,11 @@ fn failed_start_leaves_no_descriptors() {
 }
 
 #[test]
+fn relative_program_paths_refer_to_the_directory_at_the_start() {
+    runs("relative-paths");
+}
+
+#[test]
 fn dropping_the_supervisor_finishes_running_jobs() {
     runs("drains");
 }
@@ -131,6 +141,11 @@ fn local_supervisor_shuts_down_cleanly() {
 }
 
 #[test]
+fn file_size_limit_does_not_kill_the_application() {
+    runs("local-limits-files");
+}
+
+#[test]
 fn subreaper_application_has_no_leftover_children() {
     runs("adopts");
 }
@@ -138,6 +153,11 @@ fn subreaper_application_has_no_leftover_children() {
 #[test]
 fn dropping_supervisor_in_forked_child_has_no_effect() {
     runs("forks");
+}
+
+#[test]
+fn forked_child_does_not_keep_a_stopped_supervisor_locked() {
+    runs("leaves-a-fork");
 }
 
 /// The test also covers an application with a forked child that keeps all inherited descriptors open, so that no pipe

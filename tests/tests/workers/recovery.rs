@@ -596,6 +596,7 @@ fn payload_that_kills_three_workers_is_quarantined_until_reset() {
         assert_eq!((error.executed(), error.is_retryable()), (Executed::No, false));
         assert_eq!(error.retry_after(), None);
         assert_eq!(error.outcome().unwrap().attempts, 0);
+        assert!(error.to_string().contains("the quarantine ends 72 h after the last crash"), "{error}");
         // Other payloads and other operations are not quarantined.
         assert_eq!(outcome(&dose(&client, "poison ").send().await), "ok");
         assert_eq!(outcome(&dose(&client, "").send().await), "ok");

@@ -14,7 +14,7 @@ use std::sync::mpsc as blocking;
 use std::time::Duration;
 
 use bulkhead_api::{Cause, CauseKind, CrashId, CrashReport, NativeCrash, Stage, Summary, Word};
-use rustix::fs::RenameFlags;
+use rustix::fs::{FlockOperation, RenameFlags, flock};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use bulkhead_config::SupervisorConfig;
@@ -129,8 +129,13 @@ impl Store {
     /// Creates a store for crash reports according to the configuration. `lock` is the lock inherited from the previous
     /// supervisor in an upgrade, which also writes reports until it exits.
     pub fn with_lock(config: &SupervisorConfig, lock: Option<OwnedFd>) -> Result<Self, OpenError> {
-        let store = Self::open_with(lock, config.crash_dir.as_deref(), config.crash_keep)?;
-        Ok(Self { drops_payloads: !config.crash_payloads, ..store })
+        let mut store = Self::open_with(lock, config.crash_dir.as_deref(), config.crash_keep)?;
+        store.drops_payloads = !config.crash_payloads;
+        if let Some(folder) = &mut store.folder {
+            // Only embedded supervisors have no jobs socket.
+            folder.is_embedded = config.socket.as_os_str().is_empty();
+        }
+        Ok(store)
     }
 
     /// Returns a duplicate of the lock on the folder, or `None` if reports are kept in memory.
@@ -346,6 +351,19 @@ struct CrashFolder {
     lock: File,
     /// True while the previous supervisor in an upgrade may still write to the folder.
     is_shared: bool,
+    is_embedded: bool,
+}
+
+impl Drop for CrashFolder {
+    /// Unlocks the folder of an embedded supervisor. Closing the file would not be enough, because a forked child of the
+    /// application can hold a copy of the descriptor. Otherwise, the successor in an upgrade can share the lock, and the
+    /// kernel unlocks the folder when the last of the two has exited.
+    fn drop(&mut self) {
+        if self.is_embedded {
+            // If this fails, the folder stays locked until all copies of the descriptor are closed.
+            let _ = flock(&self.lock, FlockOperation::Unlock);
+        }
+    }
 }
 
 impl CrashFolder {
@@ -375,7 +393,7 @@ impl CrashFolder {
             .map_err(|error| format!("the directory for crash reports cannot be read: {error}"))?;
         let is_shared = lock.is_some();
         let lock = lock.map_or_else(|| Self::lock(path), |lock| Ok(lock.into()))?;
-        Ok(Self { path: path.to_owned(), lock, is_shared })
+        Ok(Self { path: path.to_owned(), lock, is_shared, is_embedded: false })
     }
 
     /// Locks the folder. Without the lock, two supervisors would remove each other's reports.
@@ -520,11 +538,13 @@ impl NativeSender {
 pub struct CrashThread(blocking::Receiver<()>);
 
 /// Starts the thread that stores the reports.
-pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, CrashThread)> {
+pub fn start(store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, CrashThread)> {
     let (sender, mut requests) = mpsc::channel(REQUESTS_MAX);
     let (alive, ended) = blocking::channel::<()>();
     let run = move || {
         let _alive = alive;
+        // A local variable, so that the folder is unlocked before `CrashThread::finish` returns.
+        let mut store = store;
         store.load();
         while let Some(request) = requests.blocking_recv() {
             match request {

@@ -226,12 +226,12 @@ impl DataPlane {
         }
     }
 
-    /// Installs a new keeper. The workers in the start queue can then be started.
-    pub(crate) fn keeper_replaced(&mut self, keeper: Box<Keeper>) -> io::Result<()> {
+    /// Installs a new keeper. The workers in the start queue can then be started. If the keeper could not be started,
+    /// returns the error, and the supervisor must stop.
+    pub(crate) fn keeper_replaced(&mut self, keeper: io::Result<Box<Keeper>>) -> io::Result<()> {
+        let descriptor = self.keeper.install(keeper, self.now)?;
         let interest = Interest::READABLE | Interest::WRITABLE;
-        self.poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), crate::KEEPER, interest)?;
-        self.keeper.install(keeper, self.now);
-        Ok(())
+        self.poll.registry().register(&mut SourceFd(&descriptor), crate::KEEPER, interest)
     }
 
     pub(crate) fn check_keeper(&mut self) {

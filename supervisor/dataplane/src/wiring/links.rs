@@ -321,7 +321,7 @@ impl DataPlane {
         // The heartbeats might be waiting in a link that is not being read.
         let read = index.filter(|&index| !self.links[index].unsolicited.is_paused());
         match read.and_then(|index| self.links[index].take_watch()) {
-            Some(watch) if !self.keeper.is_being_replaced() => {
+            Some(watch) if self.keeper.is_running() => {
                 self.background.check_starvation(compartment, worker, watch);
             }
             // The worker is dead, its link is not being read, or it was not observed because too many checks are

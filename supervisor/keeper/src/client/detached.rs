@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
 
 use crate::SubordinateIds;
-use crate::protocol::socket::{self, Received};
+use crate::protocol::socket::{self, OrderSocket, Received};
 use crate::protocol::{
     GUARDED_ARGUMENT, GuardReady, KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, PROBE_ARGUMENT,
     SERVICE_MANAGER_VARIABLES, VERSION,
@@ -25,6 +25,10 @@ use crate::protocol::{
 /// Maximum time to wait until the keeper is running. This includes the time for probing the machine, which usually
 /// takes milliseconds, but can take seconds if a trial process hangs.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Maximum time to wait for the keeper and the guard when their handle is dropped, or when the start has failed. They
+/// usually exit within milliseconds.
+const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Lowest descriptor number above standard input, output and error.
 const DESCRIPTOR_MIN: i32 = 3;
@@ -45,7 +49,8 @@ pub(crate) enum ProbeMachine {
     No,
 }
 
-/// The processes of the keeper and its guard.
+/// The processes of the keeper and its guard. Dropping this value waits until both have exited, so that an application
+/// that adopts orphans is not left with zombies. The socket must have been dropped before.
 #[derive(Debug)]
 pub(crate) struct DetachedKeeper {
     guard: OwnedFd,
@@ -59,7 +64,7 @@ impl DetachedKeeper {
     pub(crate) fn start(
         program: &Path,
         probe: ProbeMachine,
-        socket: &OwnedFd,
+        socket: &OrderSocket,
         theirs: OwnedFd,
     ) -> io::Result<(Self, ProbeResult)> {
         let guard = start_guard(program, probe, theirs).map_err(|error| {
@@ -78,9 +83,13 @@ impl DetachedKeeper {
         match started {
             Ok((keeper, keeper_pid, found)) => Ok((Self { guard, keeper, keeper_pid }, found)),
             Err(error) => {
-                // The program might not be a keeper, so it is killed. If it has already started a keeper,
-                // that keeper exits when the socket is closed.
-                let _ = pidfd_send_signal(&guard, Signal::KILL);
+                // A guard waits for its keeper, which exits because the socket is disconnected. A program that is not
+                // a guard might not exit, so it is killed.
+                socket.shut_down();
+                if !matches!(reap_within(&guard, DROP_TIMEOUT), Ok(true)) {
+                    let _ = pidfd_send_signal(&guard, Signal::KILL);
+                    let _ = reap_within(&guard, DROP_TIMEOUT);
+                }
                 let is_silent = error.kind() == io::ErrorKind::UnexpectedEof;
                 Err(if is_silent { not_a_keeper(program) } else { error })
             }
@@ -103,11 +112,9 @@ impl DetachedKeeper {
     pub(crate) fn wait(&self, timeout: Duration) -> io::Result<bool> {
         let until = Instant::now() + timeout;
         for process in [&self.keeper, &self.guard] {
-            if !wait_until_readable(process, until.saturating_duration_since(Instant::now()))? {
+            if !reap_within(process, until.saturating_duration_since(Instant::now()))? {
                 return Ok(false);
             }
-            // Fails if orphans are reparented to another process, which then reaps the keeper and the guard.
-            let _ = waitid(WaitId::PidFd(process.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
         Ok(true)
     }
@@ -128,6 +135,24 @@ impl DetachedKeeper {
     }
 }
 
+impl Drop for DetachedKeeper {
+    fn drop(&mut self) {
+        // If this fails, the processes exit later, and the guard can remain as a zombie.
+        let _ = self.wait(DROP_TIMEOUT);
+    }
+}
+
+/// Waits until a process has exited, and reaps the process if it is a child of this process. Returns false if the
+/// process is still running after `timeout`.
+fn reap_within(process: &OwnedFd, timeout: Duration) -> io::Result<bool> {
+    if !wait_until_readable(process, timeout)? {
+        return Ok(false);
+    }
+    // Fails if orphans are reparented to another process, which then reaps this process.
+    let _ = waitid(WaitId::PidFd(process.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
+    Ok(true)
+}
+
 fn not_a_keeper(program: &Path) -> io::Error {
     io::Error::other(format!(
         "{} did not become a keeper: the program must use the same version of this library as the application, and \
@@ -138,7 +163,7 @@ fn not_a_keeper(program: &Path) -> io::Error {
 
 /// Waits for the guard's `GuardReady` message. Fails with [`io::ErrorKind::UnexpectedEof`] if the program is not a
 /// guard.
-fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+fn receive_ready(guard: &OwnedFd, socket: &OrderSocket) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let until = Instant::now() + READY_TIMEOUT;
     let mut buffer = vec![0; ORDER_BYTES_MAX];
     loop {

@@ -62,6 +62,9 @@ pub(crate) const CONTROLLER_ADVICE: &str =
 const KERNEL_ADVICE: &str = "run kernel 5.14 or later";
 const SEPARATE_GROUP_ADVICE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
+/// An application that embeds the supervisor has processes that the keeper must not move, such as the application itself.
+const APPLICATION_ADVICE: &str = "start the application in a child of a delegated cgroup: as a unit with Delegate=yes \
+     and DelegateSubgroup=bulkhead-main";
 const GROUP_LIMITS_ADVICE: &str =
     "raise cgroup.max.descendants and cgroup.max.depth of the cgroup, or of its parent cgroups";
 const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgroups keep the cgroup in use";
@@ -75,6 +78,17 @@ pub(crate) struct Failure {
     pub(crate) errno: Errno,
     /// Advice for the administrator on how to fix the failure.
     pub(crate) advice: &'static str,
+}
+
+impl Failure {
+    /// Replaces advice on how to start a standalone supervisor. Used if the supervisor is embedded in an application.
+    pub(crate) fn for_application(self) -> Self {
+        let advice = match self.advice {
+            DELEGATE_ADVICE | SEPARATE_GROUP_ADVICE => APPLICATION_ADVICE,
+            advice => advice,
+        };
+        Self { advice, ..self }
+    }
 }
 
 impl fmt::Display for Failure {

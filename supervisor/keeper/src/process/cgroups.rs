@@ -10,6 +10,8 @@ pub(super) struct WorkerGroups {
     /// PID of the keeper's parent when the keeper was started. If the supervisor dies, the keeper gets another parent,
     /// whose processes must not be moved.
     supervisor: u32,
+    /// True if the supervisor is embedded in an application. The keeper's parent is then the guard.
+    is_embedded: bool,
     root: Option<DelegatedGroup>,
     /// True if groups that were created by previous keepers might be left.
     may_have_stale: bool,
@@ -17,13 +19,15 @@ pub(super) struct WorkerGroups {
 }
 
 impl WorkerGroups {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(is_embedded: bool) -> Self {
         let supervisor = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get() as u32);
-        Self { supervisor, root: None, may_have_stale: false, to_remove: Vec::new() }
+        Self { supervisor, is_embedded, root: None, may_have_stale: false, to_remove: Vec::new() }
     }
 
     pub(super) fn create(&mut self, worker: u64, limits: &CgroupLimits) -> Result<Leaf, SpawnError> {
+        let is_embedded = self.is_embedded;
         let refused = |failure: Failure| {
+            let failure = if is_embedded { failure.for_application() } else { failure };
             let Failure { attempted, errno, advice } = failure;
             SpawnError::new(&format!("cgroup: {attempted} ({advice})"), errno)
         };

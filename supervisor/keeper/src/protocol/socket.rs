@@ -1,13 +1,44 @@
 //! The socket between supervisor and keeper.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bulkhead_linux::packets;
+use rustix::net::Shutdown;
 
 use super::ORDER_BYTES_MAX;
 
 pub(crate) use bulkhead_linux::packets::{Outbox, Received, receive};
+
+/// The supervisor's end of the socket. Dropping this value disconnects the keeper, which then exits.
+#[derive(Debug)]
+pub(crate) struct OrderSocket(OwnedFd);
+
+impl OrderSocket {
+    /// Creates a pair of connected sockets. The second is for the keeper.
+    pub(crate) fn pair() -> io::Result<(Self, OwnedFd)> {
+        pair().map(|(orders, reports)| (Self(orders), reports))
+    }
+
+    /// Disconnects the keeper. Closing the descriptor would not be enough, because a forked child of the application
+    /// can hold a copy.
+    pub(crate) fn shut_down(&self) {
+        // Fails only if the socket is not connected.
+        let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
+    }
+}
+
+impl Drop for OrderSocket {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+impl AsFd for OrderSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
 
 /// Creates a pair of connected sockets. The first sends orders, and the second sends reports, which are smaller.
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {

@@ -50,6 +50,15 @@ fn rejected_with(reason: RejectReason, message: String) -> Rejection {
     Verdict::Rejected { reason, message }.into()
 }
 
+/// Formats a duration in hours, minutes or seconds.
+fn rounded_up(duration: Duration) -> String {
+    match duration.as_secs_f64().ceil() as u64 {
+        seconds @ ..=120 => format!("{seconds} s"),
+        seconds @ ..=7200 => format!("{} min", seconds.div_ceil(60)),
+        seconds => format!("{} h", seconds.div_ceil(3600)),
+    }
+}
+
 impl<T> Bulkhead<T> {
     /// Returns the ID of the tenant with this name, for use in the next submission. Adds the tenant if necessary.
     pub fn tenant(&mut self, name: &str) -> TenantId {
@@ -111,12 +120,7 @@ impl<T> Bulkhead<T> {
             return Err(Verdict::DeadlineQueued.into());
         }
         if self.is_quarantined(now, submission.digest) {
-            let message = format!(
-                "this payload has crashed its worker or program at least {} times while no other job was \
-                 running there; `bulkhead reset` clears the quarantine",
-                self.limits.poison.as_ref().map_or(0, |poison| poison.crashes)
-            );
-            return Err(rejected_with(RejectReason::Quarantined, message));
+            return Err(rejected_with(RejectReason::Quarantined, self.quarantine_message()));
         }
         self.check_breaker(now)?;
         if !submission.is_fallback {
@@ -143,6 +147,17 @@ impl<T> Bulkhead<T> {
         self.check_next_start(now, limit)?;
         self.make_room(now, submission.priority)?;
         Ok(None)
+    }
+
+    /// Names no command, because an embedded supervisor has no admin API.
+    fn quarantine_message(&self) -> String {
+        let limits = self.limits.poison.as_ref();
+        let (crashes, within) = limits.map_or((0, Duration::ZERO), |poison| (poison.crashes, poison.within));
+        format!(
+            "this payload has crashed its worker or program at least {crashes} times while no other job was running \
+             there; the quarantine ends {} after the last crash, or when the bulkhead is reset",
+            rounded_up(within)
+        )
     }
 
     /// Checks the breaker without changing its state. Probes are assigned later, when the job is dispatched.

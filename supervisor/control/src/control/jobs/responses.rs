@@ -225,6 +225,7 @@ fn local_outcome(
         run_limit: None,
         status: None,
         report: None,
+        is_embedded: false,
         verdict,
     }
 }

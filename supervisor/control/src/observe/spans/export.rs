@@ -186,6 +186,7 @@ mod tests {
             run_limit: None,
             status: None,
             report: None,
+            is_embedded: false,
         };
         Box::new(JobSpan {
             parent,

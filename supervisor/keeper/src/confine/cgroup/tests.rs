@@ -14,8 +14,8 @@ use rustix::io::Errno;
 use super::folder::Folder;
 use super::owner::Owner;
 use super::{
-    CONTROLLER_ADVICE, DELEGATE_ADVICE, DelegatedGroup, Failure, Leaf, Limits, MAIN_GROUP, StaleLeaves,
-    fork_into, root_path,
+    APPLICATION_ADVICE, CONTROLLER_ADVICE, DELEGATE_ADVICE, DelegatedGroup, Failure, KERNEL_ADVICE, Leaf,
+    Limits, MAIN_GROUP, SEPARATE_GROUP_ADVICE, StaleLeaves, fork_into, root_path,
 };
 
 /// Maximum time to wait for a condition, far longer than any condition should take to become true.
@@ -516,4 +516,14 @@ fn folder_outside_cgroup_file_system_is_rejected() {
     }
     let elsewhere = Folder::open(Path::new("/")).unwrap_err();
     assert_eq!(elsewhere.errno, Errno::NODEV, "{elsewhere}");
+}
+
+#[test]
+fn advice_for_applications_names_no_standalone_supervisor() {
+    for advice in [DELEGATE_ADVICE, SEPARATE_GROUP_ADVICE] {
+        let failure = Failure { attempted: String::new(), errno: Errno::BUSY, advice };
+        assert_eq!(failure.for_application().advice, APPLICATION_ADVICE);
+    }
+    let failure = Failure { attempted: String::new(), errno: Errno::NOENT, advice: KERNEL_ADVICE };
+    assert_eq!(failure.clone().for_application(), failure);
 }
