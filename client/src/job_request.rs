@@ -333,7 +333,6 @@ impl JobRequest {
             run_limit: self.options.run_limit,
             status: None,
             report: None,
-            is_embedded: false,
             verdict,
         }
     }

@@ -283,11 +283,7 @@ impl fmt::Display for JobError {
 }
 
 fn write_report(f: &mut fmt::Formatter<'_>, outcome: &Outcome) -> fmt::Result {
-    match &outcome.report {
-        Some(id) if outcome.is_embedded => write!(f, "; crash report {id}"),
-        Some(id) => write!(f, "; see `bulkhead crashes {id}`"),
-        None => Ok(()),
-    }
+    outcome.report.iter().try_for_each(|id| write!(f, "; see `bulkhead crashes {id}`"))
 }
 
 impl std::error::Error for JobError {}

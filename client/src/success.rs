@@ -16,7 +16,6 @@ pub(crate) struct SuccessRecord {
     ran_us: u64,
     deadline_us: u64,
     run_limit: Option<Duration>,
-    is_embedded: bool,
     outcome: OnceLock<Box<Outcome>>,
 }
 
@@ -28,7 +27,6 @@ impl SuccessRecord {
         bulkhead: &mut String,
         job: Option<JobId>,
         run_limit: Option<Duration>,
-        is_embedded: bool,
     ) -> Option<Self> {
         let is_plain = message.outcome == outcome_code::OK
             && message.retryable | message.has_retry_after | message.has_status == 0;
@@ -41,7 +39,6 @@ impl SuccessRecord {
             ran_us: message.ran_us,
             deadline_us: message.deadline_us,
             run_limit,
-            is_embedded,
             outcome: OnceLock::new(),
         })
     }
@@ -62,7 +59,6 @@ impl SuccessRecord {
                 run_limit: self.run_limit,
                 status: None,
                 report: None,
-                is_embedded: self.is_embedded,
             })
         })
     }
@@ -91,13 +87,13 @@ mod tests {
         let (job, run_limit) = (Some(JobId(7)), Some(Duration::from_millis(9)));
         for worker_pid in [0, message.worker_pid] {
             let message = OutcomeMessage { worker_pid, ..message };
-            let mut bulkhead = "resize".to_owned();
-            let success = SuccessRecord::from_message(&message, &mut bulkhead, job, run_limit, true).unwrap();
-            let told = Outcome { job, run_limit, is_embedded: true, ..message.to_outcome().unwrap() };
+            let success =
+                SuccessRecord::from_message(&message, &mut "resize".to_owned(), job, run_limit).unwrap();
+            let told = Outcome { job, run_limit, ..message.to_outcome().unwrap() };
             assert_eq!(*success.outcome(), told);
             assert_eq!(*SuccessRecord::from(Box::new(told.clone())).outcome(), told);
         }
         let again = OutcomeMessage { retryable: 1, ..message };
-        assert!(SuccessRecord::from_message(&again, &mut String::new(), None, None, false).is_none());
+        assert!(SuccessRecord::from_message(&again, &mut String::new(), None, None).is_none());
     }
 }

@@ -19,10 +19,6 @@ pub(crate) enum Transport {
 }
 
 impl Transport {
-    pub(crate) fn is_in_process(&self) -> bool {
-        matches!(self, Self::InProcess(_))
-    }
-
     pub(crate) async fn readable(&self) -> io::Result<()> {
         match self {
             Self::Socket(socket) => socket.readable().await,

@@ -119,7 +119,6 @@ pub(crate) fn parse_outcome(text: &str) -> Result<Outcome, String> {
         run_limit: document.run_limit_ms.map(duration),
         status,
         report: document.report,
-        is_embedded: false,
     })
 }
 

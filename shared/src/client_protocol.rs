@@ -336,7 +336,6 @@ impl<'a> OutcomeMessage<'a> {
             run_limit: None,
             status: status.filter(|_| matches!(self.outcome, outcome_code::OK | outcome_code::FAILED)),
             report: None,
-            is_embedded: false,
         })
     }
 }
@@ -361,7 +360,6 @@ mod tests {
             deadline: Duration::from_secs(5),
             run_limit: None,
             report: None,
-            is_embedded: false,
         }
     }
 

@@ -317,8 +317,6 @@ pub struct Outcome {
     /// crashes ID` shows the report. `None` if there is no such report. If too many crashes happen at once, some are
     /// counted but not reported.
     pub report: Option<String>,
-    /// True if the outcome comes from a supervisor in the same process, to which the `bulkhead` command cannot connect.
-    pub is_embedded: bool,
 }
 
 impl fmt::Display for Outcome {

@@ -70,7 +70,7 @@ impl<'r> Frames<'r> {
             result => result,
         };
         if waiter.lease.is_none() && extensions.get(tag::LEASE).is_none() {
-            let result = self.requests.job_result(&message, bulkhead, &extensions, payload);
+            let result = job_result(&message, bulkhead, &extensions, payload);
             let result = state.waiters.finish(number, corrected(result));
             self.requests.notify_if_idle(state);
             if let Ok(waker) = result {
@@ -108,35 +108,30 @@ impl Drop for Frames<'_> {
     }
 }
 
-impl Requests {
-    fn job_result(
-        &self,
-        message: &OutcomeMessage<'_>,
-        bulkhead: String,
-        extensions: &Extensions<'_>,
-        payload: Vec<u8>,
-    ) -> JobResult {
-        // Reuses the string if possible, because the outcome usually names the requested bulkhead.
-        let mut bulkhead = if bulkhead == message.bulkhead { bulkhead } else { message.bulkhead.to_owned() };
-        let job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
-        let run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
-        let is_embedded = self.transport.is_in_process();
-        if let Some(success) =
-            SuccessRecord::from_message(message, &mut bulkhead, job, run_limit, is_embedded)
-        {
-            return Ok(Reply { payload, success, mapped: None });
-        }
-        match message.to_outcome_with_bulkhead(bulkhead) {
-            Some(outcome) => {
-                let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
-                let report = report.map(str::to_owned);
-                let outcome = Outcome { job, run_limit, report, is_embedded, ..outcome };
-                JobError::from_outcome(Box::new(outcome), payload)
-            }
-            None => Err(JobError::unknown_outcome(message)),
-        }
+fn job_result(
+    message: &OutcomeMessage<'_>,
+    bulkhead: String,
+    extensions: &Extensions<'_>,
+    payload: Vec<u8>,
+) -> JobResult {
+    // Reuses the string if possible, because the outcome usually names the requested bulkhead.
+    let mut bulkhead = if bulkhead == message.bulkhead { bulkhead } else { message.bulkhead.to_owned() };
+    let job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
+    let run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
+    if let Some(success) = SuccessRecord::from_message(message, &mut bulkhead, job, run_limit) {
+        return Ok(Reply { payload, success, mapped: None });
     }
+    match message.to_outcome_with_bulkhead(bulkhead) {
+        Some(outcome) => {
+            let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
+            let report = report.map(str::to_owned);
+            JobError::from_outcome(Box::new(Outcome { job, run_limit, report, ..outcome }), payload)
+        }
+        None => Err(JobError::unknown_outcome(message)),
+    }
+}
 
+impl Requests {
     /// Handles a frame that concerns a lease.
     fn lease_frame(&self, header: Header, metadata: &[u8]) -> Result<(), String> {
         let mut state = self.lock();
@@ -215,7 +210,7 @@ impl Requests {
             let is_answered = matches!(message.outcome, outcome_code::OK | outcome_code::FAILED);
             if is_answered { self.reuse_lease(*lease) } else { self.return_lease(*lease) }
         }
-        let mut result = self.job_result(message, bulkhead, extensions, payload);
+        let mut result = job_result(message, bulkhead, extensions, payload);
         if is_revoked && !matches!(result, Err(JobError::Disconnected { .. })) {
             result = Err(JobError::result_revoked());
         }

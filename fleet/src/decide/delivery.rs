@@ -123,7 +123,6 @@ pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome
         run_limit: None,
         status: None,
         report: None,
-        is_embedded: false,
     }
 }
 

@@ -126,7 +126,6 @@ impl Spans {
             run_limit: None,
             status: None,
             report: None,
-            is_embedded: false,
         };
         self.send(now, name.into(), &mut record, &outcome);
         Some(span)

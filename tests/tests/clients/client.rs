@@ -413,7 +413,6 @@ fn outcome_metadata(outcome: u8, reason: u8) -> Vec<u8> {
         run_limit: None,
         status: None,
         report: None,
-        is_embedded: false,
     };
     metadata(&OutcomeMessage { outcome, reason, ..OutcomeMessage::from_outcome(&told) })
 }

@@ -162,7 +162,6 @@ fn ended(number: u64, verdict: Verdict, retry_after: Option<Duration>) -> Vec<u8
         run_limit: None,
         status: None,
         report: None,
-        is_embedded: false,
     };
     frame(kind::OUTCOME, 0, number, &metadata(&OutcomeMessage::from_outcome(&told)), b"")
 }

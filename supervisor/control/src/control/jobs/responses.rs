@@ -225,7 +225,6 @@ fn local_outcome(
         run_limit: None,
         status: None,
         report: None,
-        is_embedded: false,
         verdict,
     }
 }

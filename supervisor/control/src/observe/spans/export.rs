@@ -186,7 +186,6 @@ mod tests {
             run_limit: None,
             status: None,
             report: None,
-            is_embedded: false,
         };
         Box::new(JobSpan {
             parent,

@@ -114,7 +114,6 @@ impl DataPlane {
             run_limit: answer.run_limit,
             status: exit_status(answer),
             report: self.report_of(answer).map(|id| id.to_string()),
-            is_embedded: false,
         }
     }
 }
