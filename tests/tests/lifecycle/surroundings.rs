@@ -177,6 +177,23 @@ fn ignored_sigchld_does_not_disable_sandbox_layers() {
 }
 
 #[test]
+fn exec_works_with_empty_or_relative_tmpdir() {
+    for variable in ["TMPDIR=", "TMPDIR=."] {
+        let folder = tempfile::tempdir().unwrap();
+        let bulkhead = "[bulkhead.b]\nexec = [\"/bin/cat\"]\n";
+        works(&Supervisor::launch_under(&["env", variable], folder, "", bulkhead).until_ready());
+    }
+}
+
+#[test]
+fn exec_works_if_the_umask_removes_all_permissions() {
+    let folder = tempfile::tempdir().unwrap();
+    let wrapper = ["sh", "-c", "umask 777; exec \"$@\"", "sh"];
+    let bulkhead = "[bulkhead.b]\nexec = [\"/bin/cat\"]\n";
+    works(&Supervisor::launch_under(&wrapper, folder, "", bulkhead).until_ready());
+}
+
+#[test]
 fn supervisor_rejects_descriptor_limit_below_128() {
     let start = |limit: &str| {
         let folder = tempfile::tempdir().unwrap();
