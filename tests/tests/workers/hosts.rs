@@ -821,6 +821,17 @@ fn log_explains_why_library_cannot_be_used() {
     assert_eq!(text(client.job("good", "well").send()), "well");
 }
 
+/// No user can raise the limit on open files to this value.
+#[test]
+fn rlimit_above_hard_limit_fails_the_start_of_exec() {
+    let keys = "rlimits = { nofile = 1099511627776 }\nrestart = { backoff = \"10ms\", max = 2 }\n";
+    let (supervisor, client) = shell("exit 0", keys);
+    wait_failed(&supervisor, "x");
+    let why = "rlimit nofile: 1099511627776 is above the hard limit";
+    wait_for("the log names the limit", || supervisor.log().contains(why).then_some(()));
+    assert_eq!(outcome(&client.job("x", "").send()), "rejected/unavailable");
+}
+
 /// If a start fails, the host first sends the reason in STATUS. Operators then need not search the output of a dead
 /// process.
 #[test]
