@@ -10,7 +10,7 @@ use bulkhead_client::blocking::Client;
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, NOBODY, STRICT_LAYERS, Setup, has_layers, has_program, is_root, status_field,
 };
-use bulkhead_tests::{PATIENCE, Supervisor, outcome, programs, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
 use nix::unistd::chown;
 use serde_json::json;
@@ -551,6 +551,32 @@ fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
     set_mode(&path, 0o755);
     let output = bulkhead_tests::output(&mut command);
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
+}
+
+/// The files are removed while the supervisor is running.
+#[test]
+fn failed_start_names_missing_host_program_or_working_directory() {
+    let home = home();
+    let path = home.path().to_owned();
+    // The supervisor looks for the host program in its own directory.
+    let (host, cwd) = (path.join("bin/bulkhead-worker"), path.join("data"));
+    let none = "sandbox.profile = \"none\"\nrestart = { backoff = \"10ms\", max = 2 }\n";
+    let config = format!(
+        "{SOCKETS}[bulkhead.host]\nexec = [\"/bin/cat\"]\n{none}\
+         [bulkhead.cwd]\ncommand = [\"bin/misbehave\"]\ncwd = \"data\"\n{none}"
+    );
+    let supervisor = start_in(home, &config);
+    std::fs::remove_file(&host).unwrap();
+    std::fs::remove_dir_all(&cwd).unwrap();
+    for (bulkhead, missing) in [("host", host), ("cwd", cwd)] {
+        let missing = missing.to_str().unwrap();
+        kill_pid(supervisor.worker_pids(bulkhead)[0], Signal::SIGKILL);
+        wait_for("the failed start is reported", || {
+            let events = supervisor.events("worker_not_started");
+            let mut of_bulkhead = events.iter().filter(|event| event["bulkhead"] == bulkhead);
+            of_bulkhead.any(|event| event.to_string().contains(missing)).then_some(())
+        });
+    }
 }
 
 #[test]

@@ -185,12 +185,16 @@ impl Host {
 
     fn run_program(&self, job: &Job, ctx: &Ctx<Self>) -> Reply {
         let failed = |error: io::Error| {
-            let message = format!("failed to start {}: {}", self.plan.program, launch::describe(&error));
+            let program = &self.plan.program;
+            let message = format!("failed to start {program}: {}", launch::describe(&error, program));
             Reply::Failed(HandlerError::new("spawn", message).retryable())
         };
         let folder = match self.folders.make() {
             Ok(folder) => folder,
-            Err(error) => return failed(error),
+            Err(error) => {
+                let message = format!("failed to create the program's temporary directory: {error}");
+                return Reply::Failed(HandlerError::new("spawn", message).retryable());
+            }
         };
         let reply = match self.write_input(folder.as_ref(), job) {
             Ok(()) => match self.start(folder.as_ref(), ctx) {
