@@ -323,6 +323,27 @@ fn unprivileged_supervisor_reports_shared_user() {
     assert!(line.contains("no") && line.contains("share"), "{doctor}");
 }
 
+/// The warning is in the log and in the output of `--check --start`.
+#[test]
+fn unusable_worker_uids_are_reported_with_reason() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let bulkheads = "[bulkhead.x]\ncommand = [\"HOSTILE\"]\ncwd = \"work\"\n";
+    let ids = "worker_uids = \"200000-200999\"";
+    let place = Setup { supervisor: ids, bulkheads, user: Some(NOBODY), ..Setup::default() }.start();
+    let mut command = Command::new(place.path().join("bin/bulkhead-supervisor"));
+    command.args(["--config", "workers.toml", "--check", "--start"]).current_dir(place.path());
+    std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
+    std::os::unix::process::CommandExt::gid(&mut command, NOBODY);
+    let checked = texts(&bulkhead_tests::output(&mut command)).0;
+    for told in [place.supervisor.log(), checked] {
+        assert!(told.contains("the sandbox lacks identity"), "{told}");
+        let reason = told.split_once("`worker_uids` has no effect: ").map_or("", |(_, reason)| reason);
+        assert!(!reason.lines().next().unwrap_or_default().trim().is_empty(), "{told}");
+    }
+}
+
 /// Workers of a bulkhead with `write` folders keep their user ID across restarts, because files in these folders
 /// persist.
 #[test]
