@@ -1,5 +1,5 @@
-//! Repairs inherited process state that would impair a supervisor: replaces the signal mask, raises low resource limits as far
-//! as possible, and logs a warning about limits that remain too low. Workers keep the original limits.
+//! Repairs inherited process state that would impair a supervisor. Replaces the signal mask, raises low resource limits
+//! as far as possible, and logs a warning about limits that remain too low. Workers keep the original limits.
 
 use std::io;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(crate) fn unblock_signals() -> io::Result<()> {
     Ok(SigSet::empty().thread_set_mask()?)
 }
 
-/// Replaces the inherited signal mask as [`defer_signals`] does, and handles SIGXFSZ so that a write beyond the file size
+/// Replaces the inherited signal mask as [`defer_signals`] does. Handles SIGXFSZ so that a write beyond the file size
 /// limit fails with an error instead of killing the process.
 pub(crate) fn reset_signals() -> io::Result<()> {
     defer_signals()?;
