@@ -1,11 +1,13 @@
-//! Repairs inherited process state that would impair a supervisor: unblocks signals, raises low resource limits as far
-//! as possible, and logs a warning about limits that remain too low. Workers keep the original limits.
+//! Repairs inherited process state that would impair a supervisor. Replaces the signal mask, raises low resource limits
+//! as far as possible, and logs a warning about limits that remain too low. Workers keep the original limits.
 
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use bulkhead_config::Config;
+use bulkhead_control::control::HANDLED_SIGNALS;
+use nix::sys::signal::{SigSet, Signal as NixSignal};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 /// Address space that the supervisor needs for threads, tables and the program itself, in bytes. Does not
@@ -15,10 +17,24 @@ const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
 /// Minimum value of `RLIMIT_FSIZE`, in bytes. Large enough for the log and for a crash report with payloads.
 const FILE_BYTES: u64 = 64 << 20;
 
-/// Unblocks all signals, and handles SIGXFSZ so that a write beyond the file size limit fails with an error instead of
-/// killing the process. Must be called before other threads are started, because threads inherit the signal mask.
+/// Blocks the signals that the control plane handles, until [`unblock_signals`] is called. A signal that arrives during
+/// the start would otherwise kill the process, or be lost if this is process 1. Unblocks all other signals.
+///
+/// Must be called before other threads are started, because threads inherit the signal mask.
+pub(crate) fn defer_signals() -> io::Result<()> {
+    let handled = HANDLED_SIGNALS.into_iter().filter_map(|number| NixSignal::try_from(number).ok());
+    Ok(handled.collect::<SigSet>().thread_set_mask()?)
+}
+
+/// Unblocks all signals for this thread. Signals that arrived during the start then take effect.
+pub(crate) fn unblock_signals() -> io::Result<()> {
+    Ok(SigSet::empty().thread_set_mask()?)
+}
+
+/// Replaces the inherited signal mask as [`defer_signals`] does. Handles SIGXFSZ so that a write beyond the file size
+/// limit fails with an error instead of killing the process.
 pub(crate) fn reset_signals() -> io::Result<()> {
-    nix::sys::signal::SigSet::empty().thread_set_mask()?;
+    defer_signals()?;
     // With a handler for SIGXFSZ, a write over the limit fails with EFBIG instead of killing the process. Workers do
     // not inherit the handler.
     signal_hook::flag::register(Signal::XFSZ.as_raw(), Arc::new(AtomicBool::new(false)))?;

@@ -113,6 +113,14 @@ fn check_and_start(config: &config::Config) -> ExitCode {
 }
 
 fn run(args: &Args, config: &Path) -> ExitCode {
+    if !args.check
+        && let Err(error) = supervisor::defer_signals()
+    {
+        return fail_with(FAILED, &error);
+    }
+    if let Err(error) = logging::check_level(&args.log_level) {
+        return fail_with(USAGE, &error);
+    }
     let while_open = match args.while_open.map(LivenessDescriptor::inherit).transpose() {
         Ok(while_open) => while_open,
         Err(error) => return fail_with(USAGE, &format!("--while-open: {error}")),

@@ -78,9 +78,15 @@ pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError 
     move |error| RunError::System(what, error)
 }
 
+/// Defers the signals that a supervisor handles until [`run`] has started the supervisor. Must be called before the
+/// process has started any other thread.
+pub fn defer_signals() -> Result<(), RunError> {
+    crate::inherited::defer_signals().map_err(system("block signals"))
+}
+
 /// Runs a supervisor until a signal stops it. If `while_open` is set, the supervisor also stops, immediately, when the
 /// peer of that descriptor is gone. This function affects the whole process: the process becomes a child subreaper and
-/// handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
+/// handles SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2.
 ///
 /// Must be called before the process has started any other thread.
 ///
@@ -99,6 +105,8 @@ pub fn run(
         }
     })?;
     drop(failure_link);
+    // Now the control plane handles signals.
+    crate::inherited::unblock_signals().map_err(system("unblock signals"))?;
     if let Some(while_open) = while_open {
         let commands = ready.commands.clone();
         let stop = move || {

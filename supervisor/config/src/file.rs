@@ -51,18 +51,6 @@ impl<K> Deref for Raw<K> {
     }
 }
 
-/// Keys that select the program of a bulkhead. Not allowed in `[defaults]`, because all bulkheads would then run the
-/// same program.
-const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
-
-/// Names of the tables that contain per-tenant settings. Not allowed in `[defaults]`.
-const TENANT_KEYS: &[&str] = &["tenant"];
-
-/// Returns true for bulkhead keys that are not allowed in `[defaults]`.
-pub(crate) fn is_not_allowed_in_defaults(name: &str) -> bool {
-    PROGRAM_KEYS.contains(&name) || TENANT_KEYS.contains(&name)
-}
-
 /// Reads a complete configuration file.
 pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     let mut top =
@@ -82,8 +70,8 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
 
     let (table, title) = (key::BULKHEAD, "defaults".to_owned());
     let mut shared = TableReader::open(schema::keys(), table, title, Origin::Defaults, shared, problems);
-    shared.report_not_allowed(PROGRAM_KEYS, "set the program in each [bulkhead.NAME] instead");
-    shared.report_not_allowed(TENANT_KEYS, "set the tenants in each [bulkhead.NAME] instead");
+    shared.report_not_allowed(key::PROGRAM_KEYS, "set the program in each [bulkhead.NAME] instead");
+    shared.report_not_allowed(key::TENANT_KEYS, "set the tenants in each [bulkhead.NAME] instead");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
     // These keys are rejected in `[defaults]`, so bulkheads must not inherit them.
     (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);

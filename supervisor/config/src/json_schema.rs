@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::key::{self, DefaultValue, Key, Kind};
 use super::rlimits::{Measure, UNLIMITED, meaning};
-use super::{defaults, file, schema, units};
+use super::{defaults, schema, units};
 
 /// Name of the definition that describes the `[defaults]` table.
 const DEFAULTS: &str = "defaults";
@@ -29,7 +29,7 @@ pub fn json_schema() -> Value {
     for table in tables.into_iter().filter(|table| *table != key::TOP_LEVEL) {
         definitions.insert(table.to_owned(), table_of(&key::heading(table), table, |_| true));
     }
-    let shared = |key: &Key| !file::is_not_allowed_in_defaults(key.name);
+    let shared = |key: &Key| !key::is_not_allowed_in_defaults(key.name);
     definitions.insert(DEFAULTS.to_owned(), table_of("[defaults]", key::BULKHEAD, shared));
     let mut whole = table_of("Configuration for bulkhead-supervisor", key::TOP_LEVEL, |_| true);
     whole["$schema"] = json!("http://json-schema.org/draft-07/schema#");

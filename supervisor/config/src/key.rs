@@ -166,6 +166,18 @@ pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("start", "mode", true),
 ];
 
+/// Keys that select the program of a bulkhead. Not allowed in `[defaults]`, because all bulkheads would then run the
+/// same program.
+pub(super) const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
+
+/// Names of the tables that contain per-tenant settings. Not allowed in `[defaults]`.
+pub(super) const TENANT_KEYS: &[&str] = &["tenant"];
+
+/// Returns true for bulkhead keys that are not allowed in `[defaults]`.
+pub(super) fn is_not_allowed_in_defaults(name: &str) -> bool {
+    PROGRAM_KEYS.contains(&name) || TENANT_KEYS.contains(&name)
+}
+
 /// Returns the key `name` of the table `table`, if `keys` contains it.
 pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
     keys.iter().find(|key| key.table == table && key.name == name).copied()

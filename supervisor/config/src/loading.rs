@@ -231,10 +231,17 @@ fn moved_span(span: Range<usize>, by: usize) -> Range<usize> {
 }
 
 /// Returns the paths of the configuration files in a folder: those ending in `.toml`, except for hidden files, which
-/// editors leave behind. Returns an empty list if the folder does not exist.
+/// editors leave behind. Returns an empty list if the folder does not exist. A symbolic link without a target is an
+/// error, because the folder's bulkheads would be removed if the link were replaced during a reload.
 fn names_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(folder) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => match folder.symlink_metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(error),
+            Ok(_) => {
+                return Err(io::Error::new(error.kind(), "the target of the symbolic link does not exist"));
+            }
+        },
         entries => entries?,
     };
     let mut names = Vec::new();

@@ -148,7 +148,9 @@ impl<'t, 'p> TableReader<'t, 'p> {
 
     fn key_names(&self) -> impl Iterator<Item = &'static str> + use<> {
         let schema = self.schema;
-        self.keys.iter().filter(move |key| key.table == schema).map(|key| key.name)
+        let is_defaults = self.origin == Origin::Defaults && schema == key::BULKHEAD;
+        let is_allowed = move |name: &str| !(is_defaults && key::is_not_allowed_in_defaults(name));
+        self.keys.iter().filter(move |key| key.table == schema && is_allowed(key.name)).map(|key| key.name)
     }
 
     /// Returns the field for a key that the table does not contain. If the key appears to be misspelled, the field is

@@ -86,6 +86,9 @@ use handover::{Handover, HandoverOptions};
 pub use reload::ActiveConfig;
 use reload::Reloads;
 
+/// Signals with which operators control a standalone supervisor.
+pub const HANDLED_SIGNALS: [i32; 5] = [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2];
+
 /// Interval between memory checks of workers for which `recycle.rss` is set.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -284,12 +287,8 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         let _within = runtime.enter();
         let listener = admin.map(tokio::net::UnixListener::from_std).transpose()?;
         let tcp = http.map(|(socket, token)| tcp::register(socket, token)).transpose()?;
-        let signals = (!is_embedded).then(|| {
-            Ok::<_, io::Error>((
-                Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2])?,
-                Signals::new([SIGCHLD])?,
-            ))
-        });
+        let signals = (!is_embedded)
+            .then(|| Ok::<_, io::Error>((Signals::new(HANDLED_SIGNALS)?, Signals::new([SIGCHLD])?)));
         (listener.map(|listener| (listener, own_uid)), tcp, signals.transpose()?)
     };
     let (serving, reader_queues) = serving(local, tcp, &control.shutdown);

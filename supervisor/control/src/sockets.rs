@@ -7,10 +7,11 @@ use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 
@@ -265,7 +266,7 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     let first = if is_short { &temporary } else { path };
     if is_short {
         // A supervisor that was killed while binding a socket may have left a file.
-        let _ = std::fs::remove_file(first);
+        remove_stale_socket(first).map_err(|problem| format!("{}: {problem}", first.display()))?;
     }
     let listener = bind_without_permissions(first).map_err(|error| error.to_string())?;
     set_refusal(&listener)?;
@@ -332,8 +333,10 @@ fn lock(path: &Path) -> Result<File, String> {
     })
 }
 
+/// Removes the socket of a dead process. Fails if the path leads to another kind of file, or if a process is listening
+/// on the socket.
 fn remove_stale_socket(path: &Path) -> Result<(), String> {
-    match std::fs::symlink_metadata(path) {
+    let mode = match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error.to_string()),
         Ok(found) if !found.file_type().is_socket() => {
@@ -341,18 +344,34 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
                 "the path exists and is not a socket; remove the file, or configure another path".into()
             );
         }
-        Ok(_) => {}
-    }
-    let connect = || match UnixStream::connect(path) {
-        Ok(_) => Err(()),
-        Err(error) => Ok(error),
+        Ok(found) => found.permissions().mode() & 0o777,
+    };
+    // The connection stays open, so that a program that accepts no connections gets only one from here.
+    let mut connection = None;
+    let connect = || {
+        if connection.as_ref().is_some_and(is_connected) {
+            return Err(());
+        }
+        match connect_without_waiting(path) {
+            Ok(connected) => {
+                connection = Some(connected);
+                Err(())
+            }
+            // The listener's backlog is full.
+            Err(Errno::AGAIN) => Err(()),
+            Err(errno) => Ok(errno),
+        }
     };
     match lock::retry_while_taken(connect, |()| true) {
-        Ok(error) if error.kind() == ErrorKind::ConnectionRefused => {
+        // Only root can connect to a socket without permissions, which a supervisor leaves if it is killed while
+        // binding the socket.
+        Ok(errno) if errno == Errno::CONNREFUSED || errno == Errno::ACCESS && mode == 0 => {
             std::fs::remove_file(path).map_err(|error| format!("a stale socket cannot be removed: {error}"))
         }
-        Ok(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        Ok(error) => Err(format!("failed to check whether the existing socket is in use: {error}")),
+        Ok(Errno::NOENT) => Ok(()),
+        Ok(errno) => {
+            Err(format!("failed to check whether the existing socket is in use: {}", io::Error::from(errno)))
+        }
         Err(()) => {
             Err("another program is already listening on this socket; stop that program, or configure \
                         another path"
@@ -361,8 +380,26 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
     }
 }
 
+/// Connects to a socket. A blocking `connect(2)` would wait as long as the listener's backlog is full.
+fn connect_without_waiting(path: &Path) -> Result<OwnedFd, Errno> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+/// Returns false if the listener, or the process that accepted the connection, has closed the connection.
+fn is_connected(connection: &OwnedFd) -> bool {
+    let mut polled = [PollFd::new(connection, PollFlags::empty())];
+    let is_ready = poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0);
+    !(is_ready && polled[0].revents().contains(PollFlags::HUP))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     #[test]
@@ -395,6 +432,25 @@ mod tests {
     }
 
     #[test]
+    fn temporary_path_is_freed_only_of_stale_sockets() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, temporary) = (folder.path().join("jobs.sock"), folder.path().join("jobs.sock.new"));
+        drop(bind_without_permissions(&temporary).unwrap());
+        drop(BoundSocket::bind(&path, 0o600, 0o700).unwrap());
+        assert!(!temporary.exists());
+
+        let _other = UnixListener::bind(&temporary).unwrap();
+        let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
+        assert!(error.contains("jobs.sock.new: another program is already listening"), "{error}");
+
+        std::fs::remove_file(&temporary).unwrap();
+        std::fs::write(&temporary, "precious").unwrap();
+        let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
+        assert!(error.contains("jobs.sock.new: the path exists and is not a socket"), "{error}");
+        assert_eq!(std::fs::read_to_string(&temporary).unwrap(), "precious");
+    }
+
+    #[test]
     fn missing_socket_folders_are_created_with_given_mode() {
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
@@ -409,6 +465,23 @@ mod tests {
         for socket in [&jobs, &admin] {
             assert_eq!(mode(&with_suffix(socket, ".lock")), 0o600);
         }
+    }
+
+    /// The other program's backlog is full, so a blocking connect would never return.
+    #[test]
+    fn bind_fails_if_other_program_accepts_no_connections() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("jobs.sock");
+        let other = bind_without_permissions(&path).unwrap();
+        rustix::net::listen(&other, 1).unwrap();
+        let mut connections = Vec::new();
+        for _ in 0..2 {
+            let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
+            assert!(error.contains("is already listening on this socket"), "{error}");
+            connections.extend(std::iter::from_fn(|| connect_without_waiting(&path).ok()));
+            assert_eq!(connect_without_waiting(&path).unwrap_err(), Errno::AGAIN);
+        }
+        assert!(path.exists());
     }
 
     /// The test also checks that a second supervisor cannot use the path of a recreated socket.

@@ -271,11 +271,14 @@ fn starts_as_ordered() {
 fn failed_steps() {
     let mut fixture = Fixture::start();
     let order = SpawnOrder { program: "/no/such/program", ..shell("") };
-    assert_eq!(fixture.failed_step_of(order), ("exec".to_owned(), Some(libc::ENOENT)));
+    assert_eq!(fixture.failed_step_of(order), ("exec /no/such/program".to_owned(), Some(libc::ENOENT)));
     let order = SpawnOrder { program: "/etc/passwd", ..shell("") };
     assert_eq!(fixture.failed_step_of(order), ("exec".to_owned(), Some(libc::EACCES)));
     let order = SpawnOrder { directory: "/no/such/folder", ..shell("") };
-    assert_eq!(fixture.failed_step_of(order), ("working directory".to_owned(), Some(libc::ENOENT)));
+    assert_eq!(
+        fixture.failed_step_of(order),
+        ("working directory /no/such/folder".to_owned(), Some(libc::ENOENT))
+    );
     let upside_down = Rlimit { resource: RLIMIT_AS, soft: 2, hard: 1 };
     let order = SpawnOrder { rlimits: vec![upside_down], ..shell("") };
     assert_eq!(fixture.failed_step_of(order), ("rlimit as".to_owned(), Some(libc::EINVAL)));

@@ -412,6 +412,12 @@ fn warnings(
     if !missing.is_empty() {
         warnings.push(format!("the sandbox lacks {}", missing.join(", ")));
     }
+    if let IdSource::Shared(why) = &support.ids
+        && support.has_worker_uids
+        && missing.contains(&Layer::Identity.name())
+    {
+        warnings.push(format!("`worker_uids` has no effect: {why}"));
+    }
     if identity == WorkerIdentity::Own && rustix::process::geteuid().is_root() {
         warnings.push(
             "workers run as root, without capabilities, and can change root's files where the sandbox \
@@ -592,12 +598,12 @@ impl LayerResolver<'_> {
                 }
             },
             IdSource::Shared(why) => {
-                // The layer counts as missing only if the configuration file sets `user`, or if the profile is
-                // `strict`.
+                // The layer counts as missing only if the configuration file sets `user` or `worker_uids`, or if the
+                // profile is `strict`.
                 let is_strict = sandbox.profile == Profile::Strict;
                 if is_strict && self.support.has_worker_uids {
                     self.record_missing(Layer::Identity, why.clone());
-                } else if is_strict || sandbox.user.is_some() {
+                } else if is_strict || sandbox.user.is_some() || self.support.has_worker_uids {
                     self.missing.push(Layer::Identity);
                 }
                 WorkerIdentity::Own

@@ -148,7 +148,13 @@ pub fn changes(before: &Config, after: &Config) -> Changes {
     // `folder_mode` is not a key in the file, but is derived from other keys.
     let is_changed = |key: &&String| *key != "folder_mode" && old.get(*key) != new.get(*key);
     let keys = old.keys().filter(is_changed).cloned();
-    let (supervisor, ignored) = keys.partition(|key| !config::needs_restart(key));
+    let (supervisor, mut ignored): (Vec<_>, Vec<_>) = keys.partition(|key| !config::needs_restart(key));
+    // The key's value is the path of the file, but the file's contents matter too.
+    if let (Some(old), Some(new)) = (&before.supervisor.http, &after.supervisor.http)
+        && old.token != new.token
+    {
+        ignored.push("http_token_file".to_owned());
+    }
     Changes {
         bulkheads: removed_bulkheads.chain(others).collect(),
         supervisor,
@@ -425,6 +431,27 @@ mod tests {
         assert_eq!(BTreeSet::from_iter(changes.ignored), names(waiting));
         let after_it = super::changes(&effective_config(&before.supervisor, after.clone()), &after);
         assert_eq!(after_it.supervisor, [""; 0]);
+    }
+
+    #[test]
+    fn new_contents_of_http_token_file_need_a_restart() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let text = format!(
+            "[supervisor]\nsocket = '/run/x/jobs.sock'\nhttp = '127.0.0.1:9464'\nhttp_token_file = 'token'\n{PLAIN}"
+        );
+        let with = |token: &str| {
+            let file = folder.path().join("token");
+            std::fs::write(&file, token).unwrap();
+            std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).unwrap();
+            config::parse(&text, &folder.path().join("workers.toml")).unwrap()
+        };
+        let (before, after) = (with("an-earlier-secret"), with("another-new-secret"));
+        let now = effective_config(&before.supervisor, after.clone());
+        for active in [before, now] {
+            assert_eq!(changes(&active, &after).ignored, ["http_token_file"]);
+            assert_eq!(changes(&active, &active).ignored, [""; 0]);
+        }
     }
 
     #[test]

@@ -945,6 +945,7 @@ fn invalid_command_line_exits_with_status_2() {
         &["--config", config, "--log-format", "xml"],
         &["--config", config, "--log-level", "loud"],
         &["--config", config, "--log-level", "info,b=loud"],
+        &["--config", config, "--check", "--log-level", "loud"],
     ];
     for arguments in wrong {
         let output = program(arguments);

@@ -10,7 +10,7 @@ use bulkhead_client::blocking::Client;
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, NOBODY, STRICT_LAYERS, Setup, has_layers, has_program, is_root, status_field,
 };
-use bulkhead_tests::{PATIENCE, Supervisor, outcome, programs, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
 use nix::unistd::chown;
 use serde_json::json;
@@ -323,6 +323,27 @@ fn unprivileged_supervisor_reports_shared_user() {
     assert!(line.contains("no") && line.contains("share"), "{doctor}");
 }
 
+/// The warning is in the log and in the output of `--check --start`.
+#[test]
+fn unusable_worker_uids_are_reported_with_reason() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let bulkheads = "[bulkhead.x]\ncommand = [\"HOSTILE\"]\ncwd = \"work\"\n";
+    let ids = "worker_uids = \"200000-200999\"";
+    let place = Setup { supervisor: ids, bulkheads, user: Some(NOBODY), ..Setup::default() }.start();
+    let mut command = Command::new(place.path().join("bin/bulkhead-supervisor"));
+    command.args(["--config", "workers.toml", "--check", "--start"]).current_dir(place.path());
+    std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
+    std::os::unix::process::CommandExt::gid(&mut command, NOBODY);
+    let checked = texts(&bulkhead_tests::output(&mut command)).0;
+    for told in [place.supervisor.log(), checked] {
+        assert!(told.contains("the sandbox lacks identity"), "{told}");
+        let reason = told.split_once("`worker_uids` has no effect: ").map_or("", |(_, reason)| reason);
+        assert!(!reason.lines().next().unwrap_or_default().trim().is_empty(), "{told}");
+    }
+}
+
 /// Workers of a bulkhead with `write` folders keep their user ID across restarts, because files in these folders
 /// persist.
 #[test]
@@ -551,6 +572,32 @@ fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
     set_mode(&path, 0o755);
     let output = bulkhead_tests::output(&mut command);
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
+}
+
+/// The files are removed while the supervisor is running.
+#[test]
+fn failed_start_names_missing_host_program_or_working_directory() {
+    let home = home();
+    let path = home.path().to_owned();
+    // The supervisor looks for the host program in its own directory.
+    let (host, cwd) = (path.join("bin/bulkhead-worker"), path.join("data"));
+    let none = "sandbox.profile = \"none\"\nrestart = { backoff = \"10ms\", max = 2 }\n";
+    let config = format!(
+        "{SOCKETS}[bulkhead.host]\nexec = [\"/bin/cat\"]\n{none}\
+         [bulkhead.cwd]\ncommand = [\"bin/misbehave\"]\ncwd = \"data\"\n{none}"
+    );
+    let supervisor = start_in(home, &config);
+    std::fs::remove_file(&host).unwrap();
+    std::fs::remove_dir_all(&cwd).unwrap();
+    for (bulkhead, missing) in [("host", host), ("cwd", cwd)] {
+        let missing = missing.to_str().unwrap();
+        kill_pid(supervisor.worker_pids(bulkhead)[0], Signal::SIGKILL);
+        wait_for("the failed start is reported", || {
+            let events = supervisor.events("worker_not_started");
+            let mut of_bulkhead = events.iter().filter(|event| event["bulkhead"] == bulkhead);
+            of_bulkhead.any(|event| event.to_string().contains(missing)).then_some(())
+        });
+    }
 }
 
 #[test]

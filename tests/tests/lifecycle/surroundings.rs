@@ -142,6 +142,38 @@ fn supervisor_works_with_blocked_signals_and_file_size_limit() {
     assert!(supervisor.wait().success());
 }
 
+/// The signal is pending when the supervisor's program begins.
+#[test]
+fn signal_during_start_takes_effect_after_the_start() {
+    let launch = |signal: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let script = format!("kill -{signal} $$; exec \"$@\"");
+        let wrapper = ["env", &format!("--block-signal={signal}"), "sh", "-c", &script, "sh"];
+        Supervisor::launch_under(&wrapper, folder, "", B)
+    };
+    for signal in ["TERM", "INT"] {
+        let mut supervisor = launch(signal);
+        assert!(supervisor.wait().success(), "{signal}: {}", supervisor.log());
+        for socket in ["jobs.sock", "admin.sock"] {
+            assert!(!supervisor.file(socket).exists(), "{signal}: {socket} is left");
+        }
+    }
+    let reloaded = launch("HUP").until_ready();
+    reloaded.wait_events("config_reloaded", 1);
+    works(&reloaded);
+    for signal in ["USR1", "USR2"] {
+        let mut supervisor = launch(signal).until_ready();
+        works(&supervisor);
+        let worker = supervisor.worker_pids("b")[0];
+        for pid in [supervisor.pid(), worker] {
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+            assert!(status.contains("SigBlk:\t0000000000000000"), "{status}");
+        }
+        supervisor.signal(Signal::SIGTERM);
+        assert!(supervisor.wait().success());
+    }
+}
+
 #[test]
 fn workers_do_not_inherit_blocked_signals() {
     let folder = tempfile::tempdir().unwrap();
@@ -174,6 +206,23 @@ fn ignored_sigchld_does_not_disable_sandbox_layers() {
     for layer in ["landlock", "seccomp", "no_new_privs", "namespaces"] {
         assert_eq!(found[layer], wanted[layer], "{layer}");
     }
+}
+
+#[test]
+fn exec_works_with_empty_or_relative_tmpdir() {
+    for variable in ["TMPDIR=", "TMPDIR=."] {
+        let folder = tempfile::tempdir().unwrap();
+        let bulkhead = "[bulkhead.b]\nexec = [\"/bin/cat\"]\n";
+        works(&Supervisor::launch_under(&["env", variable], folder, "", bulkhead).until_ready());
+    }
+}
+
+#[test]
+fn exec_works_if_the_umask_removes_all_permissions() {
+    let folder = tempfile::tempdir().unwrap();
+    let wrapper = ["sh", "-c", "umask 777; exec \"$@\"", "sh"];
+    let bulkhead = "[bulkhead.b]\nexec = [\"/bin/cat\"]\n";
+    works(&Supervisor::launch_under(&wrapper, folder, "", bulkhead).until_ready());
 }
 
 #[test]

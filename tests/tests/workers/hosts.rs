@@ -360,6 +360,23 @@ fn missing_program_fails_only_its_job() {
     assert_eq!(supervisor.number("x", "restarts"), 0);
 }
 
+/// The kernel's error for a missing interpreter is the error for a missing file.
+#[test]
+fn error_for_missing_interpreter_names_the_cause() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("script");
+    std::fs::write(&script, "#!/bin/sh\r\necho\r\n").unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let (supervisor, client) = start(&format!(
+        "[bulkhead.program]\nexec = [{script:?}]\n\
+         [bulkhead.worker]\ncommand = [{script:?}]\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"
+    ));
+    let failed = failure(client.job("program", "").send());
+    assert!(failed.message.contains("check for CRLF line ends"), "{}", failed.message);
+    let told = &supervisor.wait_events("worker_not_started", 1)[0];
+    assert!(told.to_string().contains("exec: the interpreter in the first line"), "{told}");
+}
+
 #[test]
 fn result_over_max_result_fails_the_job() {
     let script = "case $BULKHEAD_OPERATION in \
@@ -819,6 +836,17 @@ fn log_explains_why_library_cannot_be_used() {
         assert_eq!(outcome(&client.job(format!("b{i}"), "").send()), "rejected/unavailable");
     }
     assert_eq!(text(client.job("good", "well").send()), "well");
+}
+
+/// No user can raise the limit on open files to this value.
+#[test]
+fn rlimit_above_hard_limit_fails_the_start_of_exec() {
+    let keys = "rlimits = { nofile = 1099511627776 }\nrestart = { backoff = \"10ms\", max = 2 }\n";
+    let (supervisor, client) = shell("exit 0", keys);
+    wait_failed(&supervisor, "x");
+    let why = "rlimit nofile: 1099511627776 is above the hard limit";
+    wait_for("the log names the limit", || supervisor.log().contains(why).then_some(()));
+    assert_eq!(outcome(&client.job("x", "").send()), "rejected/unavailable");
 }
 
 /// If a start fails, the host first sends the reason in STATUS. Operators then need not search the output of a dead

@@ -92,6 +92,25 @@ fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     Some((resource, Rlimit { current, maximum }))
 }
 
+/// Returns an error if a program cannot be given this limit. Otherwise, every job would fail.
+fn check_limit(resource: Resource, limit: Rlimit) -> Result<(), HandlerError> {
+    let own = getrlimit(resource);
+    let Some(most) = own.maximum.filter(|most| limit.maximum.is_none_or(|wanted| wanted > *most)) else {
+        return Ok(());
+    };
+    // A privileged host can raise the limit. The attempt is undone, because the limit is for programs only.
+    let raised = Rlimit { current: own.current, maximum: limit.maximum };
+    setrlimit(resource, raised).and_then(|()| setrlimit(resource, own)).map_err(|_| {
+        let name = rlimits::Resource::from_number(resource as u32).map_or("", rlimits::Resource::name);
+        let wanted = limit.current.map_or_else(|| "unlimited".to_owned(), |wanted| wanted.to_string());
+        let message = format!(
+            "rlimit {name}: {wanted} is above the hard limit of {most} (a limit above the supervisor's own requires \
+             CAP_SYS_RESOURCE)"
+        );
+        HandlerError::new("rlimits", message)
+    })
+}
+
 /// Serves jobs until the supervisor stops the host.
 pub(super) fn run(plan: Plan) -> ExitCode {
     if let Err(error) = rustix::process::set_child_subreaper(Some(rustix::process::getpid())) {
@@ -133,6 +152,7 @@ impl Host {
         let failed = |attempted: &str, error: io::Error| {
             HandlerError::new("confinement", format!("failed to {attempted}: {error}"))
         };
+        plan.rlimits.iter().try_for_each(|(resource, limit)| check_limit(*resource, *limit))?;
         // Raises the limit on open descriptors, because the host needs several descriptors for each program.
         // Programs get the original limit.
         let open_files = getrlimit(Resource::Nofile);
@@ -165,12 +185,16 @@ impl Host {
 
     fn run_program(&self, job: &Job, ctx: &Ctx<Self>) -> Reply {
         let failed = |error: io::Error| {
-            let message = format!("failed to start {}: {}", self.plan.program, launch::describe(&error));
+            let program = &self.plan.program;
+            let message = format!("failed to start {program}: {}", launch::describe(&error, program));
             Reply::Failed(HandlerError::new("spawn", message).retryable())
         };
         let folder = match self.folders.make() {
             Ok(folder) => folder,
-            Err(error) => return failed(error),
+            Err(error) => {
+                let message = format!("failed to create the program's temporary directory: {error}");
+                return Reply::Failed(HandlerError::new("spawn", message).retryable());
+            }
         };
         let reply = match self.write_input(folder.as_ref(), job) {
             Ok(()) => match self.start(folder.as_ref(), ctx) {

@@ -224,8 +224,12 @@ impl Program {
 }
 
 /// Returns a human-readable reason why a program failed to start.
-pub(super) fn describe(error: &io::Error) -> String {
+pub(super) fn describe(error: &io::Error, program: &str) -> String {
     match error.raw_os_error() {
+        Some(libc::ENOENT) if Path::new(program).exists() => format!(
+            "{error}: the file exists, but the interpreter in its first line (check for CRLF line ends), or its \
+             loader, does not"
+        ),
         Some(libc::ENOEXEC) => {
             format!(
                 "{error}: the file is neither a program for this machine nor a script that names an \

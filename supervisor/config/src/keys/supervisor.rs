@@ -13,6 +13,7 @@ use crate::ids::UidRange;
 use crate::key::{Kind, SUPERVISOR};
 use crate::reader::Arguments;
 use crate::table::section;
+use crate::token::Token;
 
 section! {
     /// Keys of `[supervisor]`.
@@ -145,4 +146,7 @@ pub struct HttpConfig {
     pub address: SocketAddr,
     /// Absolute path of the file that contains the token. The token was valid when the configuration was read.
     pub token_file: PathBuf,
+    /// Token that the file contained when the configuration was read.
+    #[serde(skip)]
+    pub token: Token,
 }

@@ -33,7 +33,8 @@ impl Checker<'_> {
             ),
             _ => {}
         }
-        Some(HttpConfig { address: address?, token_file: token_file?.path })
+        let TokenFile { path: token_file, token } = token_file?;
+        Some(HttpConfig { address: address?, token_file, token })
     }
 
     /// Returns the address of the jobs listener. Reports an error if it is the same as the address of the admin API.

@@ -105,7 +105,9 @@ fn configuration_file_can_set_every_key() {
     assert_eq!(config.supervisor.socket, folder.path("s/jobs.sock"));
     assert_eq!(config.supervisor.admin, PathBuf::from("/run/other/admin.sock"));
     assert_eq!(config.supervisor.socket_mode, 0o660);
-    let http = HttpConfig { address: "[::1]:9465".parse().unwrap(), token_file: folder.path("token") };
+    let token_file = folder.path("token");
+    let token = Token::read(&token_file).unwrap();
+    let http = HttpConfig { address: "[::1]:9465".parse().unwrap(), token_file, token };
     assert_eq!(config.supervisor.http, Some(http));
     assert_eq!((config.supervisor.max_clients, config.supervisor.max_payload), (7, 32 << 20));
     let names: Vec<_> = config.bulkheads.iter().map(|bulkhead| bulkhead.name.as_str()).collect();

@@ -290,6 +290,19 @@ fn defaults_cannot_set_a_program() {
 }
 
 #[test]
+fn unknown_key_in_defaults_gets_only_allowed_suggestions() {
+    let folder = Folder::new();
+    for key in ["colour", "comand"] {
+        let problems = folder.reject(&format!("[defaults]\n{key} = 1\n{}", bulkhead("")));
+        let help = problems[0].help.as_deref().unwrap();
+        let keys: Vec<_> = help.strip_prefix("valid keys: ").unwrap().split(", ").collect();
+        assert!(keys.contains(&"env") && keys.contains(&"tenants"), "{help}");
+        let not_allowed = ["command", "exec", "library", "entry", "tenant"];
+        assert!(not_allowed.iter().all(|key| !keys.contains(key)), "{help}");
+    }
+}
+
+#[test]
 fn invalid_default_is_reported_once() {
     let folder = Folder::new();
     let text = format!(

@@ -224,6 +224,19 @@ fn unreadable_fragments_are_errors() {
     assert!(errors.to_string().contains("conf.d: Not a directory"), "{errors}");
 }
 
+/// Otherwise, a reload would remove all bulkheads that are defined in the folder.
+#[test]
+fn fragments_folder_without_link_target_is_an_error() {
+    let folder = Folder::new();
+    let path = folder.configured(MAIN, &[("b.toml", &named("b"))]);
+    fs::rename(folder.path("conf.d"), folder.path("real")).unwrap();
+    std::os::unix::fs::symlink("real", folder.path("conf.d")).unwrap();
+    assert_eq!(load(&path).unwrap().bulkheads.len(), 2);
+    fs::rename(folder.path("real"), folder.path("other")).unwrap();
+    let errors = load(&path).unwrap_err().to_string();
+    assert!(errors.contains("conf.d: the target of the symbolic link does not exist"), "{errors}");
+}
+
 #[test]
 fn number_of_fragments_is_limited() {
     let folder = Folder::new();

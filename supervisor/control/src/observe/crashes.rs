@@ -251,8 +251,15 @@ impl Store {
 
     /// Writes a report to a file. Returns false if there is no folder or the write fails.
     fn write(&mut self, report: &CrashReport, is_new: bool) -> bool {
-        let Some(folder) = &self.folder else { return false };
-        match folder.write(report, is_new) {
+        let Some(folder) = &mut self.folder else { return false };
+        let written = folder.write(report, is_new).or_else(|error| {
+            if error.kind() != io::ErrorKind::NotFound || folder.path.exists() {
+                return Err(error);
+            }
+            folder.recreate()?;
+            folder.write(report, is_new)
+        });
+        match written {
             Ok(()) => {
                 if std::mem::take(&mut self.is_failing) {
                     tracing::info!("crash reports can be written again");
@@ -394,6 +401,17 @@ impl CrashFolder {
         let is_shared = lock.is_some();
         let lock = lock.map_or_else(|| Self::lock(path), |lock| Ok(lock.into()))?;
         Ok(Self { path: path.to_owned(), lock, is_shared, is_embedded: false })
+    }
+
+    /// Creates and locks the folder again after another program has removed it.
+    fn recreate(&mut self) -> io::Result<()> {
+        let path = self.path.clone();
+        *self = Self::open(&path, None).map_err(io::Error::other)?;
+        tracing::warn!(
+            "created the directory {} for crash reports again, because it was removed",
+            path.display()
+        );
+        Ok(())
     }
 
     /// Locks the folder. Without the lock, two supervisors would remove each other's reports.
@@ -675,6 +693,20 @@ mod tests {
         assert_eq!((numbers(&store), path.join(format!("{id}.json")).exists()), (vec!["0002".into()], false));
     }
 
+    #[test]
+    fn removed_crash_folder_is_created_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crashes");
+        let mut store = Store::open(Some(&path), 5).unwrap();
+        store.add(boxed(1));
+        std::fs::remove_dir_all(&path).unwrap();
+        store.add(boxed(2));
+        assert!(path.join(format!("{}.json", boxed(2).id)).exists());
+        assert_eq!(mode(&path), 0o700);
+        let error = Store::open(Some(&path), 5).unwrap_err().to_string();
+        assert!(error.contains("another supervisor"), "{error}");
+    }
+
     fn start_failure(number: u32, count: u32) -> Box<CrashReport> {
         let mut report = boxed(number);
         (report.stage, report.count) = (Stage::Starting.into(), count);
@@ -757,9 +789,11 @@ mod tests {
         let mut store = Store::open(Some(&path), 10).unwrap();
         store.add(boxed(1));
         std::fs::remove_dir_all(&path).unwrap();
+        std::fs::write(&path, "").unwrap();
         store.add(boxed(2));
         assert_eq!(store.get(boxed(2).id).unwrap().jobs[0].payload.as_deref(), Some(&b"payload"[..]));
         assert!(store.memory_bytes > 0);
+        std::fs::remove_file(&path).unwrap();
         std::fs::create_dir(&path).unwrap();
         store.add(boxed(3));
         assert_eq!(numbers(&store), ["0001", "0002", "0003"]);

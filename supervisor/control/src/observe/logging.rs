@@ -83,6 +83,11 @@ pub fn init(format: LogFormat, log_filter: LogFilter<'_>) -> Result<(), String> 
     Ok(())
 }
 
+/// Returns an error if the text is neither a log level nor a filter.
+pub fn check_level(level: &str) -> Result<(), String> {
+    filter(level).map(drop)
+}
+
 /// Returns true if each line is a JSON object.
 pub(crate) fn is_json() -> bool {
     JSON_LINES.get().is_some()

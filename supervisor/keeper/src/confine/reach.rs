@@ -98,18 +98,35 @@ pub(crate) struct UnusablePath {
     /// True if the worker's user ID is a subordinate ID. The supervisor's user cannot change a file's owner to such
     /// an ID.
     pub(crate) is_subordinate: bool,
+    /// True if the path belongs to the operating system or contains the supervisor's files, so that its owner must not
+    /// be changed.
+    has_other_use: bool,
+}
+
+impl UnusablePath {
+    /// Records that workers must not access the paths in `withheld`, which are the supervisor's files.
+    pub(crate) fn record_withheld(&mut self, withheld: &[&Path]) {
+        self.has_other_use |= withheld.iter().any(|file| file.starts_with(&self.path));
+    }
 }
 
 impl fmt::Display for UnusablePath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { path, wanted, identity: Identity { uid, gid }, is_subordinate } = self;
+        let Self { path, wanted, identity: Identity { uid, gid }, is_subordinate, has_other_use } = self;
         let path = path.display();
         let remedy = match *wanted {
+            "write" if *has_other_use => {
+                return write!(
+                    f,
+                    "user {uid} cannot write {path}: grant a directory of its own, as in \
+                     `write = [\"/srv/NAME\"]`"
+                );
+            }
             "write" if *is_subordinate => format!(
-                "`unshare --map-root-user --map-users={uid},{uid},1 --map-groups={gid},{gid},1 chown -R {uid}:{gid} \
+                "`unshare --map-root-user --map-users={uid},{uid},1 --map-groups={gid},{gid},1 chown {uid}:{gid} \
                  {path}`"
             ),
-            "write" => format!("`chown -R {uid}:{gid} {path}`"),
+            "write" => format!("`chown {uid}:{gid} {path}`"),
             "execute" => format!("`chmod go+rx {path}`"),
             _ => format!("`chmod go+r {path}`"),
         };
@@ -127,8 +144,13 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
     let mut unreachable = Unreachable::default();
     let mut folders = BTreeSet::new();
     let mut known_folders = BTreeMap::new();
-    let unusable =
-        |path: &Path, wanted| UnusablePath { path: path.to_owned(), wanted, identity, is_subordinate: false };
+    let unusable = |path: &Path, wanted| UnusablePath {
+        path: path.to_owned(),
+        wanted,
+        identity,
+        is_subordinate: false,
+        has_other_use: std::fs::canonicalize(path).is_ok_and(|real| is_system_path(&real)),
+    };
     for (path, purpose) in all_paths(granted) {
         let Ok(real) = std::fs::canonicalize(&path) else { continue };
         let Ok(found) = std::fs::metadata(&real) else { continue };
@@ -163,6 +185,17 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
     let is_inner = |folder: &&PathBuf| !folder.ancestors().skip(1).any(|above| folders.contains(above));
     unreachable.folders = folders.iter().filter(is_inner).cloned().collect();
     Ok(unreachable)
+}
+
+/// Returns true if the operating system uses this path, or if many users do. `path` must not contain links.
+fn is_system_path(path: &Path) -> bool {
+    const WITH_CONTENTS: [&str; 11] =
+        ["bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "proc", "sbin", "sys", "usr"];
+    const WITHOUT_CONTENTS: [&str; 8] = ["dev", "home", "opt", "root", "run", "srv", "tmp", "var"];
+    let mut names = path.components().skip(1);
+    let Some(first) = names.next() else { return true };
+    let is_in = |names: &[&str]| names.iter().any(|name| first.as_os_str() == *name);
+    is_in(&WITH_CONTENTS) || names.next().is_none() && is_in(&WITHOUT_CONTENTS)
 }
 
 /// Returns all granted paths as given, each with its purpose.
@@ -323,8 +356,30 @@ mod tests {
         let read = why(&[&secret], &[]);
         assert!(read.contains("let user 61184 read") && read.contains("/secret") && read.contains("`user`"));
         let write = why(&[], &[&place]);
-        assert!(write.contains("chown -R 61184:61184") && write.contains("`user`"), "{write}");
+        assert!(write.contains("`chown 61184:61184") && write.contains("`user`"), "{write}");
         file(&outer.path().join("home/checkout/program"), 0o700);
         assert!(why(&[], &[]).contains("execute"));
+    }
+
+    /// A different owner of such a folder would damage the system or the supervisor.
+    #[test]
+    fn owner_of_shared_folder_is_not_to_be_changed() {
+        for path in ["/", "/etc", "/etc/ssl/certs", "/usr/lib", "/proc/1", "/var", "/tmp"] {
+            assert!(is_system_path(Path::new(path)), "{path}");
+        }
+        for path in ["/srv/data", "/var/lib/data", "/dev/kvm", "/data", "/library"] {
+            assert!(!is_system_path(Path::new(path)), "{path}");
+        }
+        let outer = home(0o755);
+        let place = outer.path().join("place");
+        folder(&place, 0o755);
+        let mut unusable = look_at(outer.path(), &[], &[&place]).unwrap_err();
+        unusable.record_withheld(&[&outer.path().join("workers.toml")]);
+        assert!(unusable.to_string().contains("chown"), "{unusable}");
+        unusable.record_withheld(&[&place.join("jobs.sock")]);
+        for unusable in [unusable, look_at(outer.path(), &[], &[Path::new("/")]).unwrap_err()] {
+            let text = unusable.to_string();
+            assert!(text.contains("`write = [\"/srv/NAME\"]`") && !text.contains("chown"), "{text}");
+        }
     }
 }

@@ -60,6 +60,9 @@ pub(super) fn set_up(
     duplicate_to(&null, libc::STDIN_FILENO)?;
     duplicate_to(&null, libc::STDOUT_FILENO)?;
     rustix::process::chdir("/")?;
+    // Otherwise, the keeper and the workers might be unable to use the folders that the keeper creates.
+    let umask = rustix::process::umask(Mode::empty());
+    rustix::process::umask(umask.difference(Mode::RWXU));
     // `setsid` fails only for the leader of a process group. A spawned process is a leader only on request.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;

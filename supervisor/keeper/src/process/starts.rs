@@ -11,6 +11,7 @@ use rustix::process::{Pid, PidfdFlags};
 
 use super::templates::Template;
 use super::templates::namespaces::TemplateNamespace;
+use super::temporary::parent_folder;
 use super::{Child, EXIT, EventLoop, LISTENER, Stage, deregister, id_maps, observe, register, register_each};
 use crate::confine::cgroup::Leaf;
 use crate::protocol::confinement::{
@@ -110,7 +111,7 @@ impl EventLoop {
 
     fn create_folder(&mut self, worker: u64, identity: Option<Identity>) -> Result<PathBuf, SpawnError> {
         self.folders.create(worker, identity).map_err(|error| {
-            SpawnError::from_io(&format!("temporary directory in {}", std::env::temp_dir().display()), &error)
+            SpawnError::from_io(&format!("temporary directory in {}", parent_folder().display()), &error)
         })
     }
 

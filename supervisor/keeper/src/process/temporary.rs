@@ -54,13 +54,23 @@ struct Base {
     removals: SyncSender<PathBuf>,
 }
 
+/// Returns the folder that contains the base folders: `TMPDIR`, or `/tmp` if `TMPDIR` is not an absolute path. The
+/// supervisor, the keeper and the workers have different working directories.
+pub(super) fn parent_folder() -> PathBuf {
+    absolute_or_tmp(std::env::temp_dir())
+}
+
+fn absolute_or_tmp(folder: PathBuf) -> PathBuf {
+    if folder.is_absolute() { folder } else { "/tmp".into() }
+}
+
 impl TemporaryFolders {
     pub(super) fn create(&mut self, worker: u64, identity: Option<Identity>) -> io::Result<PathBuf> {
         // Programs that clean up `/tmp` can remove the base folder. Another user can then create a folder of the same
         // name, in which the keeper must not create anything.
         if !self.base.as_ref().is_some_and(Base::is_in_place) {
             let parent = self.base.as_ref().and_then(|base| base.path.parent()).map(Path::to_owned);
-            self.base = Some(Base::create(&parent.unwrap_or_else(std::env::temp_dir))?);
+            self.base = Some(Base::create(&parent.unwrap_or_else(parent_folder))?);
         }
         let Some(base) = &self.base else { return Err(Errno::NOENT.into()) };
         // Restores the mode of the base folder, which workers that run as the keeper's user can change.
@@ -89,8 +99,8 @@ impl TemporaryFolders {
 /// `keeper` is the keeper's PID.
 pub fn temporary_folders(keeper: u32) -> Vec<(u64, PathBuf)> {
     let own = rustix::process::geteuid().as_raw();
-    let paths = (0..NAME_ATTEMPTS_MAX)
-        .map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));
+    let paths =
+        (0..NAME_ATTEMPTS_MAX).map(|number| parent_folder().join(format!("{}{keeper}-{number}", prefix())));
     let is_ours =
         |path: &PathBuf| path.symlink_metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
     // Workers that run as the keeper's user may have changed the mode.
@@ -375,6 +385,14 @@ mod tests {
         assert_eq!(std::fs::metadata(&all).unwrap().permissions().mode() & 0o7777, BASE_MODE);
         drop(folders);
         assert!(!all.exists());
+    }
+
+    #[test]
+    fn relative_temporary_folder_is_replaced_by_tmp() {
+        let cases = [("/var/tmp", "/var/tmp"), ("", "/tmp"), (".", "/tmp"), ("tmp", "/tmp")];
+        for (given, expected) in cases {
+            assert_eq!(absolute_or_tmp(given.into()), Path::new(expected), "{given}");
+        }
     }
 
     /// Moving the base folder away has the same effect as the removal by a program that cleans up `/tmp`.

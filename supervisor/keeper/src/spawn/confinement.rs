@@ -92,7 +92,7 @@ impl PreparedConfinement {
             temporary,
             temporary_is_mounted: matches!(layers.temporary, TemporaryFiles::MountedTmpfs(_)),
         };
-        let unreachable = find_unreachable(&granted, &layers)?;
+        let unreachable = find_unreachable(&granted, &withheld, &layers)?;
         let (executable, hosted_file) = match unreachable.folders.first() {
             Some(folder) if !may_mount => {
                 // In a private root folder, the opened program and the working directory would not be accessible.
@@ -198,10 +198,15 @@ fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
 
 /// Finds the granted paths that the worker's user cannot reach. Finds nothing if the worker does not have its own
 /// user.
-fn find_unreachable(granted: &GrantedPaths<'_>, layers: &Layers) -> Result<Unreachable, SpawnError> {
+fn find_unreachable(
+    granted: &GrantedPaths<'_>,
+    withheld: &[&Path],
+    layers: &Layers,
+) -> Result<Unreachable, SpawnError> {
     let Some(identity) = layers.identity else { return Ok(Unreachable::default()) };
     reach::check(granted, identity).map_err(|mut unusable| {
         unusable.is_subordinate = layers.subordinate_ids;
+        unusable.record_withheld(withheld);
         SpawnError::new(&unusable.to_string(), Errno::ACCESS)
     })
 }

@@ -3,7 +3,7 @@
 use std::ffi::CString;
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bulkhead_linux::secret_file::{self, SecretFileError};
@@ -88,6 +88,8 @@ pub(crate) struct ChildConnections {
     /// The private root folder, used to find the path of a mount that failed.
     pub(super) root: Option<Arc<PrivateRoot>>,
     pub(super) covers: Option<Arc<Covers>>,
+    pub(super) program: PathBuf,
+    pub(super) directory: PathBuf,
     /// Number of descriptors that the child has in addition to the progress socket and those that every worker has.
     pub(crate) extra_descriptors: u32,
 }
@@ -165,6 +167,8 @@ impl Prepared {
             init_socket: init_socket_ours,
             root: confinement.root(),
             covers: confinement.covers(),
+            program: order.program.into(),
+            directory: order.directory.into(),
             extra_descriptors: u32::from(confinement.executable.is_some())
                 + u32::from(confinement.hosted_file.is_some()),
             progress: ours,

@@ -76,20 +76,22 @@ pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("temporary file system", private_temporary),
     (RLIMIT_STEP, rlimits),
     ("bounding set", bounding_set),
-    ("working directory", working_directory_before_identity),
+    (DIRECTORY_STEP, working_directory_before_identity),
     ("identity", identity),
     ("capabilities", capabilities),
     ("parent-death signal", parent_death_signal),
-    ("working directory", working_directory),
+    (DIRECTORY_STEP, working_directory),
     ("no_new_privs", no_new_privs),
     (LANDLOCK_STEP, landlock),
     (SECCOMP_STEP, seccomp),
     (RLIMIT_STEP, open_files),
-    ("exec", exec),
+    (EXEC_STEP, exec),
 ];
 
 const COVERS_STEP: &str = "paths that the worker's user cannot reach";
 const RLIMIT_STEP: &str = "rlimit";
+const DIRECTORY_STEP: &str = "working directory";
+const EXEC_STEP: &str = "exec";
 
 /// Value of `detail` if the Landlock step failed because the kernel accepted the rules but does not enforce them.
 const LANDLOCK_NOT_ENFORCED: u32 = 1;
@@ -105,7 +107,20 @@ impl ChildConnections {
     /// Describes the step at which a child failed.
     pub(crate) fn describe(&self, failure: &StepFailure) -> SpawnError {
         let step = describe(failure, self.root.as_deref(), self.covers.as_deref());
-        SpawnError { step, errno: Errno::from_raw_os_error(failure.errno) }
+        let errno = Errno::from_raw_os_error(failure.errno);
+        SpawnError { step: if errno == Errno::NOENT { self.with_missing_path(step) } else { step }, errno }
+    }
+
+    /// Adds the path that does not exist, because messages otherwise name only the configured program.
+    fn with_missing_path(&self, step: String) -> String {
+        match step.as_str() {
+            EXEC_STEP if self.program.exists() => format!(
+                "{EXEC_STEP}: the interpreter in the first line (check for CRLF line ends), or the loader, does not exist"
+            ),
+            EXEC_STEP => format!("{EXEC_STEP} {}", self.program.display()),
+            DIRECTORY_STEP => format!("{DIRECTORY_STEP} {}", self.directory.display()),
+            _ => step,
+        }
     }
 }
 
