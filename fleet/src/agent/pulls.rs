@@ -41,6 +41,9 @@ const BATCH_MAX: usize = 256;
 const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
 const IDLE: u16 = 100;
+/// Status codes that the server sends if the consumer has been deleted or does not exist. A consumer whose leader has
+/// changed has the same status codes.
+const CONSUMER_GONE: [u16; 2] = [409, 503];
 
 /// One lane of a bulkhead: a JetStream consumer, and the state that is needed to pull from it.
 struct Lane {
@@ -156,6 +159,9 @@ impl Lane {
                 Some(IDLE) => {}
                 Some(TIMED_OUT) => return true,
                 Some(status) => {
+                    if CONSUMER_GONE.contains(&status) {
+                        self.shared.pull_failed.notify_one();
+                    }
                     tracing::debug!(status, "a pull from {} ended: {:?}", self.consumer, message.description);
                     tokio::time::sleep(PAUSE).await;
                     return true;

@@ -10,7 +10,7 @@ use bulkhead_shared::Verdict;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of, streams};
 use bulkhead_tests::{PATIENCE, run, tally, wait_for};
 
-use super::jobs::{BULKHEADS, settings};
+use super::jobs::{BULKHEADS, settings, start};
 
 /// Submits jobs from 32 tasks to a fleet without agents. Returns the IDs of the accepted jobs, and the reason for each
 /// rejection.
@@ -187,6 +187,15 @@ fn lanes_can_change_only_while_no_jobs_are_waiting() {
     let refused = change_lanes(&fleet, "2");
     assert_eq!(refused.status.code(), Some(69));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("1 jobs are waiting"), "{refused:?}");
+}
+
+#[test]
+fn running_agent_warns_after_a_change_of_lanes() {
+    let Some(fleet) = start() else { return };
+    assert!(change_lanes(&fleet, "4").status.success());
+    wait_for("the agent warns", || {
+        fleet.hosts[0].log().contains("was created for a different number of lanes").then_some(())
+    });
 }
 
 #[test]
