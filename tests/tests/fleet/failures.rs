@@ -14,6 +14,7 @@ use bulkhead_tests::{PATIENCE, SAME_NUMBERS, Supervisor, run, wait_for};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 
+use super::commands::get;
 use super::jobs::{BULKHEADS, settings};
 
 /// Starts a fleet with one server and two hosts.
@@ -209,6 +210,7 @@ pub(crate) fn clock_library(folder: &Path) -> PathBuf {
     let compile = Command::new("cc")
         .args(["-shared", "-fPIC", "-o"])
         .arg(&library)
+        .arg(format!("-DSTEP_FILE=\"{}/step\"", folder.display()))
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fleet/clock.c"))
         .status();
     assert!(compile.expect("a C compiler").success());
@@ -240,6 +242,26 @@ fn host_clock_that_is_ahead_does_not_shorten_deadlines() {
             }
         }
     });
+}
+
+#[test]
+fn step_of_the_host_clock_ends_no_jobs() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let library = clock_library(fleet.folder.path());
+    let host = fleet.prepare_host("host-a", Supervisor::start(BULKHEADS));
+    fleet.hosts[host].start_agent_under(&library);
+    fleet.wait_agent("host-a");
+    run(async {
+        let client = fleet.connect().await;
+        std::fs::write(fleet.folder.path().join("step"), "").unwrap();
+        for _ in 0..5 {
+            let job = client.job("b", "").deadline(Duration::from_secs(3600));
+            result_of(job.submit().await.unwrap()).await.unwrap();
+        }
+    });
+    let port = fleet.hosts[host].http;
+    let page = get(port, "/metrics").1;
+    assert!(page.contains("bulkhead_fleet_clock_offset_seconds -720"), "{page}");
 }
 
 #[test]
