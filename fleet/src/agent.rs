@@ -169,15 +169,19 @@ async fn drain(shared: &Shared) {
     let _ = tokio::time::timeout(Duration::from_secs(1), shared.client.flush()).await;
 }
 
+/// Returns the maximum size of a result, in bytes. The server can change its limit whenever the client reconnects.
+fn result_bytes_max(client: &async_nats::Client) -> usize {
+    client.max_payload().saturating_sub(HEADER_BYTES_RESERVED)
+}
+
 impl Shared {
     fn new(client: async_nats::Client, settings: Settings, faults: Faults) -> Self {
-        let payload_max = client.max_payload();
         let bulkheads = settings.bulkhead.iter().map(|(name, of)| {
             let rules = Rules {
                 ack_wait: settings.streams.ack_wait(),
                 host_lost_after: settings.streams.host_lost_after,
                 attempts_max: of.attempts,
-                result_bytes_max: payload_max.saturating_sub(HEADER_BYTES_RESERVED),
+                result_bytes_max: result_bytes_max(&client),
                 is_rate_limit_shared: true,
                 faults,
             };

@@ -48,7 +48,7 @@ pub struct Rules {
     pub host_lost_after: Duration,
     /// Maximum number of attempts to run an idempotent job.
     pub attempts_max: u32,
-    /// Maximum size of a result, in bytes. The server rejects larger messages.
+    /// Maximum size of a result, in bytes. The server rejects larger messages. Changes when the server's limit changes.
     pub result_bytes_max: usize,
     /// True if the bulkhead has a single rate limit for all tenants, so that a job that exceeds the limit delays others.
     pub is_rate_limit_shared: bool,

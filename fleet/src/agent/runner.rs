@@ -13,7 +13,7 @@ use serde_json::json;
 
 use super::metrics::count;
 use super::permits::Permit;
-use super::{Served, Shared};
+use super::{Served, Shared, result_bytes_max};
 use crate::decide::delivery::outcome as local_outcome;
 use crate::decide::outcome::AttemptEnd;
 use crate::decide::{self, Action, Conclusion, Event, Handling, Rules, Step, Terms};
@@ -98,6 +98,7 @@ impl Run {
                 tokio::time::sleep(delay).await;
             }
             let event = self.perform(action).await;
+            handling.set_result_bytes_max(result_bytes_max(&self.shared.client));
             step = handling.apply(event, self.shared.clock.now());
         }
     }

@@ -91,6 +91,8 @@ pub enum WriteResult {
     Conflict(u64),
     /// Another write to the same record is pending (error 10164).
     Pending,
+    /// The record exceeds one of the server's size limits and was not stored.
+    TooLarge,
     /// The server did not respond, or returned another error. The record may have been stored.
     Unknown,
 }
@@ -190,6 +192,11 @@ impl Handling {
         matches!(self.state, State::Running { .. })
     }
 
+    /// Sets the maximum size of a result, in bytes, which can change while a job is running.
+    pub fn set_result_bytes_max(&mut self, bytes: usize) {
+        self.rules.result_bytes_max = bytes;
+    }
+
     /// Applies the result of the current action and returns the next step.
     pub fn apply(&mut self, event: Event, now: Timestamp) -> Step {
         match (std::mem::replace(&mut self.state, State::Over), event) {
@@ -278,12 +285,27 @@ impl Handling {
             WriteResult::Pending if self.rules.faults.mistakes_pending_write_for_refusal => {
                 Step::Done(refused(is_own))
             }
-            WriteResult::Pending | WriteResult::Unknown => {
-                let step = Step::Do(Action::Write(write.clone()), self.repeat_delay());
-                self.state = State::Writing { write, purpose, is_own };
-                step
-            }
+            WriteResult::TooLarge => self.too_large(write, purpose, is_own),
+            WriteResult::Pending | WriteResult::Unknown => self.repeat(write, purpose, is_own),
         }
+    }
+
+    /// Replaces a result that the server does not accept with an error.
+    fn too_large(&mut self, write: Write, purpose: Purpose, is_own: bool) -> Step {
+        match purpose {
+            Purpose::Decide(ending) if !ending.payload.is_empty() => {
+                let ending = outcome::too_large(&self.terms, &self.rules, ending);
+                let phase = Phase::Decided(ending.clone());
+                self.write(write.expects, write.record.attempts, phase, Purpose::Decide(ending), is_own)
+            }
+            purpose => self.repeat(write, purpose, is_own),
+        }
+    }
+
+    fn repeat(&mut self, write: Write, purpose: Purpose, is_own: bool) -> Step {
+        let step = Step::Do(Action::Write(write.clone()), self.repeat_delay());
+        self.state = State::Writing { write, purpose, is_own };
+        step
     }
 
     /// Determines who wrote the record that caused a conflict. Ignores records that are older than the conflict,

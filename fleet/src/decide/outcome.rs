@@ -155,11 +155,16 @@ fn not_sent(terms: &Terms) -> Outcome {
 
 /// Replaces a result with an error if the result is too large for the server.
 fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
+    if ending.payload.len() > rules.result_bytes_max { too_large(terms, rules, ending) } else { ending }
+}
+
+/// Replaces a result with an error, because the server does not accept the result.
+pub(super) fn too_large(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     let (bytes, max) = (ending.payload.len(), rules.result_bytes_max);
-    if bytes <= max {
-        return ending;
-    }
-    let message = format!("the result has {bytes} bytes; the fleet's server accepts at most {max}");
+    let message = match bytes > max {
+        true => format!("the result has {bytes} bytes; the fleet's server accepts at most {max}"),
+        false => format!("the result has {bytes} bytes, which is too large for the fleet's server"),
+    };
     let failure = HandlerFailure {
         code: RESULT_TOO_LARGE.to_owned(),
         message,

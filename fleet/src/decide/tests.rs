@@ -322,6 +322,52 @@ fn write_without_a_response_is_repeated_unchanged() {
     }
 }
 
+/// Returns a handling whose job has returned a result of 100 bytes, and the write that contains the result.
+fn result_write() -> (Handling, Write) {
+    let mut handling = submitted();
+    let end = Ending { outcome: verdict(Verdict::Ok), payload: vec![0; 100].into() };
+    let step = handling.apply(Event::Ended(AttemptEnd::Reported(end)), IN_TIME);
+    let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
+    (handling, write)
+}
+
+/// Returns the reason of the outcome in a write. Panics if the outcome has a payload.
+fn reason_without_payload(write: &Write) -> Option<&str> {
+    let Phase::Decided(ending) = &write.record.phase else { panic!("{write:?}") };
+    assert!(ending.payload.is_empty());
+    ending.outcome.verdict.reason()
+}
+
+#[test]
+fn result_refused_by_the_server_is_replaced() {
+    let (mut handling, first) = result_write();
+    let step = handling.apply(Event::Written(WriteResult::TooLarge), IN_TIME);
+    let Step::Do(Action::Write(second), Duration::ZERO) = step else { panic!("{step:?}") };
+    assert_eq!(reason_without_payload(&second), Some("result_too_large"));
+    assert_eq!(second.expects, first.expects);
+    assert_ne!(second.record.nonce, first.record.nonce, "the server may have stored the first write");
+    let step = handling.apply(Event::Written(WriteResult::Stored(2)), IN_TIME);
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
+}
+
+#[test]
+fn refused_record_without_a_result_is_written_again() {
+    let mut handling = submitted();
+    let write = outcome_write(&mut handling);
+    let step = handling.apply(Event::Written(WriteResult::TooLarge), IN_TIME);
+    assert!(matches!(&step, Step::Do(Action::Write(again), _) if *again == write), "{step:?}");
+}
+
+#[test]
+fn current_size_limit_applies_to_the_result() {
+    let mut handling = submitted();
+    handling.set_result_bytes_max(99);
+    let end = Ending { outcome: verdict(Verdict::Ok), payload: vec![0; 100].into() };
+    let step = handling.apply(Event::Ended(AttemptEnd::Reported(end)), IN_TIME);
+    let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
+    assert_eq!(reason_without_payload(&write), Some("result_too_large"));
+}
+
 #[test]
 fn conflict_with_own_record_counts_as_success() {
     let mut handling = submitted();

@@ -433,7 +433,7 @@ impl World {
                     Conclusion::Decided => coverage.count("decided"),
                     Conclusion::Repeated => coverage.count("decided again announced"),
                     Conclusion::Fenced => coverage.count("fenced"),
-                    Conclusion::Returned { delay, .. } => {
+                    Conclusion::Returned { delay, pause } => {
                         coverage.count("returned");
                         self.request(to, sequence, Request::Negative(delay.as_millis() as Ms));
                     }
@@ -519,7 +519,9 @@ impl World {
             _ => Verdict::Ok,
         };
         self.jobs[job].completed += u32::from(verdict == Verdict::Ok);
-        let end = reported(self.outcome(job, verdict));
+        let has_payload = verdict == Verdict::Ok && self.random.chance(30);
+        let payload = Bytes::from_static(if has_payload { b"result" } else { b"" });
+        let end = AttemptEnd::Reported(Ending { outcome: self.outcome(job, verdict), payload });
         self.after(1, Happening::Answer { to, sequence, event: Event::Ended(end) });
     }
 

@@ -1,6 +1,7 @@
 //! Limits: backlogs, sizes, full streams, lanes, and messages that are not jobs.
 
 use std::process::Output;
+use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -90,6 +91,29 @@ fn oversized_payload_and_result_are_refused_with_a_reason() {
         let error = result_of(job.submit().await.unwrap()).await.unwrap_err();
         assert!(error.to_string().contains("result_too_large"), "{error}");
     });
+}
+
+#[test]
+fn size_of_a_result_is_checked_against_the_current_limit() {
+    let Some(mut fleet) = start() else { return };
+    let [begun, go] = ["begun", "go"].map(|name| fleet.hosts[0].supervisor.file(name));
+    run(async {
+        fleet.servers[0].restart_with_max_payload(8 << 20);
+        let client = fleet.connect().await;
+        let submitted = client.job("b", "2000000").operation("big").submit().await.unwrap();
+        assert_eq!(result_of(submitted).await.unwrap().payload().len(), 2_000_000);
+
+        let operation = format!("steps:trace {};wait {};echo", begun.display(), go.display());
+        let job = client.job("b", vec![7; 2_000_000]).operation(operation).id("large");
+        job.submit().await.unwrap();
+        wait_for("the job has begun", || begun.exists().then_some(()));
+        fleet.servers[0].restart_with_max_payload(1 << 20);
+        std::fs::write(&go, "").unwrap();
+        let client = fleet.connect().await;
+        let error = client.result("", "large", PATIENCE).await.unwrap_err();
+        assert!(error.to_string().contains("result_too_large"), "{error}");
+    });
+    fleet.wait_drained("b");
 }
 
 #[test]
