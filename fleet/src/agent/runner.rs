@@ -185,7 +185,15 @@ impl Run {
                     }
                 }
                 // Without the payload, the dead letter is usually small enough.
-                Published::TooLarge if !payload.is_empty() => payload = Bytes::new(),
+                Published::TooLarge if !payload.is_empty() => {
+                    tracing::warn!(
+                        "the dead letter {subject} is stored without its payload of {} bytes, which is too large for \
+                         the server",
+                        payload.len()
+                    );
+                    headers.insert(format::PAYLOAD_DROPPED, payload.len().to_string());
+                    payload = Bytes::new();
+                }
                 Published::TooLarge => {
                     tracing::error!("{subject} is too large for the server; the dead letter is not stored");
                     return true;

@@ -117,6 +117,23 @@ fn size_of_a_result_is_checked_against_the_current_limit() {
 }
 
 #[test]
+fn dead_letter_without_its_payload_cannot_be_requeued() {
+    let Some(fleet) = start() else { return };
+    let head = "NATS/1.0\r\nBulkhead-Id: large\r\nBulkhead-Operation: fail\r\n\r\n";
+    // The largest message that the server accepts. The dead letter has more headers.
+    let payload = vec![b'x'; (1 << 20) - head.len()];
+    let answer = fleet.request(b"bh.job.b.n.3.=", head.as_bytes(), &payload);
+    assert!(answer.contains("\"seq\""), "{answer}");
+    fleet.wait_drained("b");
+    let (_, letters) = fleet.json(&["dead", "list"]);
+    let sizes = [&letters[0]["payload_bytes"], &letters[0]["dropped_payload_bytes"]];
+    assert_eq!(sizes, [0, payload.len()], "{letters:?}");
+    assert_eq!(fleet.json(&["dead", "requeue", "large"]).0, 65);
+    assert_eq!(fleet.command(&["dead", "show", "large", "--output", "-"]).status.code(), Some(66));
+    assert_eq!(fleet.json(&["dead", "list"]).1, letters);
+}
+
+#[test]
 fn invalid_options_never_reach_the_servers() {
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     run(async {
@@ -162,6 +179,9 @@ fn message_that_is_not_a_valid_job_becomes_a_dead_letter() {
     for id in ["message-1", "late", "twice"] {
         assert!(letters.iter().any(|letter| letter["id"] == id), "{id}: {letters:?}");
     }
+    // The letters do not contain the options of the jobs.
+    assert_eq!(fleet.json(&["dead", "requeue", "--all"]), (65, Vec::new()));
+    assert_eq!(fleet.json(&["dead", "list"]).1, letters);
     // The agent still works.
     run(async {
         let client = fleet.connect().await;
