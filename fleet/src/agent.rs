@@ -48,6 +48,8 @@ struct Served {
     rules: Rules,
     /// Value for [`Rules::is_rate_limit_shared`], which can change while the agent runs.
     is_rate_limit_shared: AtomicBool,
+    /// Value for [`Rules::is_isolated`], which can change while the agent runs.
+    is_isolated: AtomicBool,
     permits: Permits,
     gate: Gate,
 }
@@ -183,6 +185,7 @@ impl Shared {
                 attempts_max: of.attempts,
                 result_bytes_max: result_bytes_max(&client),
                 is_rate_limit_shared: true,
+                is_isolated: false,
                 faults,
             };
             let served = Served {
@@ -190,6 +193,7 @@ impl Shared {
                 settings: of.clone(),
                 rules,
                 is_rate_limit_shared: AtomicBool::new(true),
+                is_isolated: AtomicBool::new(false),
                 permits: Permits::new(),
                 gate: Gate::new(),
             };

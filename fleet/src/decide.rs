@@ -52,6 +52,8 @@ pub struct Rules {
     pub result_bytes_max: usize,
     /// True if the bulkhead has a single rate limit for all tenants, so that a job that exceeds the limit delays others.
     pub is_rate_limit_shared: bool,
+    /// True if each tenant has its own workers, so that a rejection says nothing about other tenants.
+    pub is_isolated: bool,
     /// Injected faults, for tests.
     #[doc(hidden)]
     pub faults: Faults,

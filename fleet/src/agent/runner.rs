@@ -15,8 +15,8 @@ use super::metrics::count;
 use super::permits::Permit;
 use super::{Served, Shared, result_bytes_max};
 use crate::decide::delivery::outcome as local_outcome;
-use crate::decide::outcome::AttemptEnd;
-use crate::decide::{self, Action, Conclusion, Event, Handling, Rules, Step, Terms};
+use crate::decide::outcome::{AttemptEnd, Pause};
+use crate::decide::{self, Action, Conclusion, Event, Handling, RETURN_DELAY_MIN, Rules, Step, Terms};
 use crate::format;
 use crate::job::JobOptions;
 use crate::names::{DEAD, dead_subject, ledger_subject, notice_subject};
@@ -51,18 +51,23 @@ pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Del
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
     let held = shared.clone();
-    let _guard = held.held.guard(sequence);
+    let guard = held.held.guard(sequence);
     let (options, invalid) = JobOptions::parse(names, content.headers.as_ref(), sequence);
     let terms = terms(&served, &options);
     let nonce = format!("{}.{}", shared.instance, random::text());
     let jitter = random::number() as f64 / u64::MAX as f64;
     let is_rate_limit_shared = served.is_rate_limit_shared.load(Ordering::Relaxed);
-    let rules = Rules { is_rate_limit_shared, ..served.rules.clone() };
-    let (handling, step) = Handling::begin(message, terms, rules, shared.host.clone(), nonce, jitter);
+    let is_isolated = served.is_isolated.load(Ordering::Relaxed);
+    let rules = Rules { is_rate_limit_shared, is_isolated, ..served.rules.clone() };
+    let begin = if permit.is_some() { Handling::begin } else { Handling::begin_without_permit };
+    let (handling, step) = begin(message, terms, rules, shared.host.clone(), nonce, jitter);
     let ledger = ledger_subject(&options.tenant, &options.id);
     let run = Run { shared, served, options, invalid, sequence, ledger, content };
     let conclusion = run.perform_all(handling, step).await;
-    run.conclude(conclusion).await;
+    let pause = run.conclude(conclusion).await;
+    drop(guard);
+    drop(run);
+    tokio::time::sleep(pause).await;
     drop(permit);
 }
 
@@ -228,7 +233,8 @@ impl Run {
         }
     }
 
-    async fn conclude(&self, conclusion: Conclusion) {
+    /// Reports the conclusion to the server. Returns the time for which the job's permit stays in use.
+    async fn conclude(&self, conclusion: Conclusion) -> Duration {
         let counters = self.shared.metrics.of(&self.served.name);
         let add = |counter: fn(&super::metrics::Counters) -> &std::sync::atomic::AtomicU64| {
             if let Some(counters) = counters {
@@ -240,8 +246,13 @@ impl Run {
             Conclusion::Repeated => {}
             Conclusion::Returned { delay, pause } => {
                 add(|of| &of.returned);
-                self.served.gate.pause(pause);
+                if let Pause::Pulls(time) = pause {
+                    self.served.gate.pause(time);
+                }
                 negative(&self.shared, self.sequence, delay).await;
+                if let Pause::Permit(time) = pause {
+                    return time;
+                }
             }
             Conclusion::Left(Some(delay)) => negative(&self.shared, self.sequence, delay).await,
             Conclusion::Left(None) => {}
@@ -250,6 +261,7 @@ impl Run {
                 tracing::warn!("an outcome was dropped because another agent has taken over {}", self.ledger);
             }
         }
+        Duration::ZERO
     }
 }
 

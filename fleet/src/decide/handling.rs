@@ -5,8 +5,8 @@ use std::time::Duration;
 use bulkhead_shared::{Executed, Verdict};
 
 use super::delivery::{self, Next};
-use super::outcome::{self, AttemptEnd, Claim, Consequence};
-use super::{Message, Rules, Terms, Timestamp};
+use super::outcome::{self, AttemptEnd, Claim, Consequence, Pause};
+use super::{Message, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
 use crate::record::{Ending, Phase, Record, Stored};
 
 /// Delay before the first retry of a failed request to the server.
@@ -73,8 +73,8 @@ pub enum Conclusion {
     Returned {
         /// Delay before the next delivery.
         delay: Duration,
-        /// Time for which the agent must not pull jobs for the bulkhead.
-        pause: Duration,
+        /// Pause before the agent replaces the job with another one.
+        pause: Pause,
     },
     /// Another agent holds the job. If a delay is given, redelivery of the message after this delay has been requested.
     Left(Option<Duration>),
@@ -117,7 +117,7 @@ pub enum Event {
 enum Purpose {
     Claim(Claim),
     Decide(Ending),
-    Return { delay: Duration, pause: Duration },
+    Return { delay: Duration, pause: Pause },
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -6,7 +6,7 @@ use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, Outcome, Rej
 use bytes::Bytes;
 
 use super::delivery::{self, Next, host_lost, too_late};
-use super::outcome::{self, AttemptEnd, Claim, Consequence};
+use super::outcome::{self, AttemptEnd, Claim, Consequence, Pause};
 use super::*;
 use crate::record::{Ending, Phase, Record, Stored};
 
@@ -26,6 +26,7 @@ fn rules() -> Rules {
         attempts_max: 3,
         result_bytes_max: 100,
         is_rate_limit_shared: false,
+        is_isolated: false,
         faults: Faults::default(),
     }
 }
@@ -191,33 +192,62 @@ fn return_delay_follows_retry_after() {
     assert_eq!(delay, Duration::from_millis(3600));
 }
 
-/// Returns the delay and the pause after the supervisor has rejected a job, which it asked to retry in 20 s.
-fn delays(reason: RejectReason, delivery: u64, is_rate_limit_shared: bool) -> [u64; 2] {
+/// Returns the delay in seconds and the pause after the supervisor has rejected a job and asked to retry in 20 s.
+fn delays(reason: RejectReason, delivery: u64, is_rate_limit_shared: bool) -> (u64, Pause) {
     let outcome = Outcome { retry_after: Some(Duration::from_secs(20)), ..rejected(reason) };
     let claim = Claim { attempts: 1, previous: None };
     let rules = Rules { is_rate_limit_shared, ..rules() };
     let end = AttemptEnd::Reported(ending(outcome));
     let consequence = outcome::decide(&message(delivery), &terms(false), &rules, &claim, end, IN_TIME, 0.0);
     let Consequence::Return { delay, pause, .. } = consequence else { panic!("{consequence:?}") };
-    [delay.as_secs(), pause.as_secs()]
+    (delay.as_secs(), pause)
 }
 
 #[test]
-fn only_rejections_that_concern_all_tenants_pause_pulls() {
+fn only_rejections_of_all_jobs_pause_pulls() {
+    use RejectReason::{CircuitOpen, Draining, RateLimited, TenantQuota, Unavailable};
+    let asked = Duration::from_secs(20);
     for reason in RejectReason::ALL.into_iter().filter(|reason| reason.is_retryable()) {
-        let is_own_share = matches!(reason, RejectReason::RateLimited | RejectReason::TenantQuota);
-        assert_eq!(delays(reason, 1, false), [20, if is_own_share { 0 } else { 20 }], "{reason}");
+        let pause = match reason {
+            RateLimited | TenantQuota => Pause::None,
+            CircuitOpen | Draining | Unavailable => Pause::Pulls(asked),
+            _ => Pause::Permit(asked),
+        };
+        assert_eq!(delays(reason, 1, false), (20, pause), "{reason}");
     }
-    assert_eq!(delays(RejectReason::RateLimited, 1, true), [20, 1]);
-    assert_eq!(delays(RejectReason::TenantQuota, 1, true), [20, 0]);
+    assert_eq!(delays(RateLimited, 1, true), (20, Pause::Pulls(Duration::from_secs(1))));
+    assert_eq!(delays(TenantQuota, 1, true), (20, Pause::None));
+}
+
+#[test]
+fn rejection_of_an_isolated_tenant_pauses_nothing() {
+    let rules = Rules { is_isolated: true, ..rules() };
+    let decide = |delivery, end| {
+        let claim = Claim { attempts: 1, previous: None };
+        let decided = outcome::decide(&message(delivery), &terms(false), &rules, &claim, end, IN_TIME, 0.0);
+        let Consequence::Return { delay, pause, .. } = decided else { panic!("{decided:?}") };
+        (delay.as_secs(), pause)
+    };
+    let queued = verdict(Verdict::DeadlineQueued);
+    let retryable = RejectReason::ALL.into_iter().filter(|reason| reason.is_retryable());
+    let concerns_tenant = retryable.filter(|reason| *reason != RejectReason::Draining).map(rejected);
+    for outcome in concerns_tenant.chain([queued]) {
+        let end = AttemptEnd::Reported(ending(outcome.clone()));
+        assert_eq!(decide(8, end), (32, Pause::None), "{outcome}");
+    }
+    for outcome in [rejected(RejectReason::Draining), rejected(RejectReason::NotFound)] {
+        let end = AttemptEnd::Reported(ending(outcome));
+        assert_eq!(decide(8, end), (0, Pause::Pulls(RETURN_DELAY_MIN)));
+    }
+    assert_eq!(decide(8, AttemptEnd::NOT_SENT), (0, Pause::Pulls(RETURN_DELAY_MIN)));
 }
 
 #[test]
 fn retry_delay_grows_for_jobs_above_their_tenants_share() {
     for (delivery, delay) in [(1, 20), (7, 20), (8, 32), (9, 60), (1000, 60)] {
-        assert_eq!(delays(RejectReason::RateLimited, delivery, false), [delay, 0], "{delivery}");
+        assert_eq!(delays(RejectReason::RateLimited, delivery, false), (delay, Pause::None), "{delivery}");
     }
-    assert_eq!(delays(RejectReason::RateLimited, 1000, true), [20, 1]);
+    assert_eq!(delays(RejectReason::RateLimited, 1000, true).0, 20);
 }
 
 #[test]
@@ -233,7 +263,7 @@ fn only_idempotent_jobs_run_again() {
     for outcome in [failed(true), crashed(), verdict(Verdict::DeadlineRunning)] {
         let again = after(true, 1, outcome.clone(), IN_TIME);
         let Consequence::Return { attempts: 1, previous, delay, pause } = again else { panic!("{again:?}") };
-        assert_eq!((previous, delay, pause), (outcome.clone(), Duration::from_secs(1), Duration::ZERO));
+        assert_eq!((previous, delay, pause), (outcome.clone(), Duration::from_secs(1), Pause::None));
         let is_final = Consequence::Decide(ending(outcome.clone()));
         assert_eq!(after(false, 1, outcome.clone(), IN_TIME), is_final);
         assert_eq!(after(true, 3, outcome.clone(), IN_TIME), is_final, "no attempts left");
@@ -248,7 +278,7 @@ fn disconnect_before_sending_is_not_counted_as_attempt() {
     let end = AttemptEnd::NOT_SENT;
     let consequence = outcome::decide(&message(1), &terms(false), &rules(), &claim, end, IN_TIME, 0.0);
     let Consequence::Return { attempts: 0, pause, .. } = consequence else { panic!("{consequence:?}") };
-    assert_eq!(pause, RETURN_DELAY_MIN);
+    assert_eq!(pause, Pause::Pulls(RETURN_DELAY_MIN));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
 use bulkhead_fleet::decide::delivery::host_lost;
-use bulkhead_fleet::decide::outcome::AttemptEnd;
+use bulkhead_fleet::decide::outcome::{AttemptEnd, Pause};
 use bulkhead_fleet::decide::{
     Action, Conclusion, Event, Faults, Handling, Message, Rules, Step, Terms, Write,
 };
@@ -132,6 +132,8 @@ pub(crate) struct Agent {
     pub(crate) held: BTreeMap<u64, Held>,
     clock_error: i64,
     permits: usize,
+    /// For each permit that stays in use after a rejection, the time at which it becomes free.
+    pub(crate) kept_until: Vec<Ms>,
 }
 
 #[derive(Clone, Debug)]
@@ -209,6 +211,7 @@ impl World {
             held: BTreeMap::new(),
             clock_error,
             permits,
+            kept_until: Vec::new(),
         });
         let (first, heartbeat) = (self.random.below(200), self.random.below(HEARTBEAT));
         self.after(first, Happening::Poll { agent });
@@ -435,6 +438,11 @@ impl World {
                     Conclusion::Fenced => coverage.count("fenced"),
                     Conclusion::Returned { delay, pause } => {
                         coverage.count("returned");
+                        if let Pause::Permit(time) = pause {
+                            coverage.count("permit kept");
+                            let until = self.now + time.as_millis() as Ms;
+                            self.agents[to.agent].kept_until.push(until);
+                        }
                         self.request(to, sequence, Request::Negative(delay.as_millis() as Ms));
                     }
                     Conclusion::Left(delay) => {
@@ -548,6 +556,7 @@ fn rules(faults: Faults) -> Rules {
         attempts_max: 3,
         result_bytes_max: 1 << 20,
         is_rate_limit_shared: false,
+        is_isolated: false,
         faults,
     }
 }
