@@ -46,8 +46,8 @@ struct Run {
     content: Message,
 }
 
-/// Processes a delivered message to completion.
-pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Permit) {
+/// Processes a delivered message to completion. Without a permit, the job is not run.
+async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Option<Permit>) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
     let held = shared.clone();
@@ -77,10 +77,20 @@ fn terms(served: &Served, options: &JobOptions) -> Terms {
     Terms { bulkhead: served.name.clone(), deadline, is_idempotent: options.is_idempotent }
 }
 
-/// Sends a negative acknowledgement. After `delay`, the server redelivers the message to any agent.
-pub(crate) async fn give_back(shared: &Shared, delivered: &Delivered, delay: Duration) {
+/// Starts a task that processes a delivered message to completion.
+pub(crate) fn spawn(shared: &Arc<Shared>, served: &Arc<Served>, delivered: Delivered, permit: Permit) {
+    tokio::spawn(run(shared.clone(), served.clone(), delivered, Some(permit)));
+}
+
+/// Returns a message whose job this agent cannot run. The server soon redelivers the message to any agent.
+pub(crate) async fn give_back(shared: &Arc<Shared>, served: &Arc<Served>, delivered: Delivered) {
     let sequence = delivered.message.stream_sequence;
-    negative(shared, sequence, delay).await;
+    if delivered.message.delivery > 1 {
+        // Another agent might hold the job, so the ledger must be checked.
+        tokio::spawn(run(shared.clone(), served.clone(), delivered, None));
+        return;
+    }
+    negative(shared, sequence, RETURN_DELAY_MIN).await;
     shared.held.release(sequence);
 }
 

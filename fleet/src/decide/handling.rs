@@ -163,6 +163,8 @@ pub struct Handling {
     rules: Rules,
     agent: String,
     nonce: String,
+    /// False if the agent cannot run the job.
+    has_permit: bool,
     /// Number of writes so far. Makes the nonce of each write unique.
     writes: u32,
     /// Number of consecutive failures of the current request.
@@ -182,9 +184,26 @@ impl Handling {
         nonce: String,
         jitter: f64,
     ) -> (Self, Step) {
-        let state = State::Reading;
-        let own = Self { message, terms, rules, agent, nonce, writes: 0, failures: 0, jitter, state };
+        let (has_permit, state) = (true, State::Reading);
+        let own =
+            Self { message, terms, rules, agent, nonce, has_permit, writes: 0, failures: 0, jitter, state };
         (own, Step::Do(Action::Read, Duration::ZERO))
+    }
+
+    /// Starts handling a message whose job the agent cannot run. If no other agent holds the job, the job is returned.
+    ///
+    /// The record must show that the job was returned, unless this is the first delivery. Otherwise, the early
+    /// redelivery would look like the loss of another agent, whose claim might not have been visible yet.
+    pub fn begin_without_permit(
+        message: Message,
+        terms: Terms,
+        rules: Rules,
+        agent: String,
+        nonce: String,
+        jitter: f64,
+    ) -> (Self, Step) {
+        let (own, step) = Self::begin(message, terms, rules, agent, nonce, jitter);
+        (Self { has_permit: false, ..own }, step)
     }
 
     /// Returns true if the supervisor may be running the job at the moment.
@@ -231,6 +250,11 @@ impl Handling {
     fn delivered(&mut self, stored: Option<&Stored>, now: Timestamp) -> Step {
         self.failures = 0;
         match delivery::decide(&self.message, &self.terms, &self.rules, stored, now) {
+            Next::Claim { expects, attempts, previous } if !self.has_permit => {
+                let previous = previous.unwrap_or_else(|| delivery::too_late(&self.terms));
+                let purpose = Purpose::Return { delay: RETURN_DELAY_MIN, pause: Pause::None };
+                self.write(Some(expects), attempts - 1, Phase::Returned { previous }, purpose, false)
+            }
             Next::Claim { expects, attempts, previous } => {
                 let phase = Phase::Claimed {
                     stream_sequence: self.message.stream_sequence,

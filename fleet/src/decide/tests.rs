@@ -440,6 +440,29 @@ fn refused_claim_leaves_the_job_to_its_holder() {
 }
 
 #[test]
+fn job_without_a_permit_is_returned_unless_claimed() {
+    let begin = || {
+        let (message, terms) = (message(2), terms(false));
+        Handling::begin_without_permit(message, terms, rules(), "a".into(), "nonce".into(), 0.0).0
+    };
+    let mut handling = begin();
+    let step = handling.apply(Event::Read(Ok(None)), IN_TIME);
+    let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
+    assert_eq!((write.expects, write.record.attempts), (Some(0), 0));
+    assert_eq!(write.record.phase, Phase::Returned { previous: too_late(&terms(false)) });
+    let refused = {
+        let mut handling = handling.clone();
+        handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);
+        handling.apply(Event::Read(Ok(Some(claimed(7, 1)))), IN_TIME)
+    };
+    assert_eq!(refused, Step::Done(Conclusion::Left(None)));
+    let returned = handling.apply(Event::Written(WriteResult::Stored(1)), IN_TIME);
+    assert_eq!(returned, Step::Done(Conclusion::Returned { delay: RETURN_DELAY_MIN, pause: Pause::None }));
+    let step = begin().apply(Event::Read(Ok(Some(claimed(7, 1)))), IN_TIME);
+    assert_eq!(step, Step::Done(Conclusion::Left(Some(ACK_WAIT))));
+}
+
+#[test]
 fn dead_letter_is_stored_before_the_acknowledgement() {
     let mut handling = submitted();
     let end = AttemptEnd::Reported(ending(crashed()));

@@ -80,6 +80,30 @@ fn non_idempotent_job_on_a_lost_host_ends_as_host_lost() {
 }
 
 #[test]
+fn job_does_not_wait_behind_a_long_job_while_a_host_is_idle() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
+    for name in ["host-a", "host-b"] {
+        fleet.add_host(name, &format!("{bulkheads}{SAME_NUMBERS}"));
+    }
+    run(async {
+        let client = fleet.connect().await;
+        begin(&fleet, &client, "long", false).await;
+        // The busy host pulls one of these jobs.
+        let mut short = Vec::new();
+        for _ in 0..6 {
+            let job = client.job("b", "").deadline(Duration::from_secs(20));
+            short.push(job.submit().await.unwrap());
+        }
+        for submitted in short {
+            result_of(submitted).await.unwrap();
+        }
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        assert_eq!(outcome(&client, "long").await, "ok");
+    });
+}
+
+#[test]
 fn outcome_from_a_frozen_agent_is_discarded() {
     let Some(fleet) = two_hosts() else { return };
     run(async {
