@@ -83,6 +83,6 @@ pub const RETURN_DELAY_MAX: Duration = Duration::from_secs(60);
 impl Terms {
     /// Returns the time left until the job's deadline, or zero if the deadline has passed.
     pub fn time_left(&self, message: &Message, now: Timestamp) -> Duration {
-        (message.published + self.deadline).saturating_sub(now)
+        message.published.saturating_add(self.deadline).saturating_sub(now)
     }
 }

@@ -257,17 +257,27 @@ fn interrupted_change_of_lanes_can_be_repeated() {
     }
 }
 
+/// Returns the headers of a waiting job.
+fn stored_headers(fleet: &TestFleet, sequence: u64) -> String {
+    let request = format!("{{\"seq\": {sequence}}}");
+    let stored = fleet.request(b"$JS.API.STREAM.MSG.GET.BH_JOBS", b"", request.as_bytes());
+    let stored: serde_json::Value = serde_json::from_str(&stored).unwrap();
+    let headers = STANDARD.decode(stored["message"]["hdrs"].as_str().unwrap()).unwrap();
+    String::from_utf8(headers).unwrap()
+}
+
 #[test]
 fn library_always_sends_a_deadline() {
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     run(async {
-        fleet.connect().await.job("b", "").submit().await.unwrap();
+        let client = fleet.connect().await;
+        client.job("b", "").submit().await.unwrap();
+        client.job("b", "").deadline(Duration::MAX).submit().await.unwrap();
     });
-    let stored = fleet.request(b"$JS.API.STREAM.MSG.GET.BH_JOBS", b"", b"{\"seq\": 1}");
-    let stored: serde_json::Value = serde_json::from_str(&stored).unwrap();
-    let headers = STANDARD.decode(stored["message"]["hdrs"].as_str().unwrap()).unwrap();
-    let headers = String::from_utf8(headers).unwrap();
-    assert!(headers.contains("Bulkhead-Deadline-Ms: 3600000\r\n"), "{headers}");
+    for (sequence, millis) in [(1, 3_600_000), (2, u64::MAX)] {
+        let headers = stored_headers(&fleet, sequence);
+        assert!(headers.contains(&format!("Bulkhead-Deadline-Ms: {millis}\r\n")), "{headers}");
+    }
 }
 
 #[test]
