@@ -20,6 +20,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use serde_json::Value;
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 use crate::decide::{Faults, Rules};
@@ -27,7 +28,8 @@ use crate::job::HEADER_BYTES_RESERVED;
 use crate::names::JOBS;
 use crate::random;
 use crate::server::connection;
-use crate::server::messages::api;
+use crate::server::messages::{ApiError, api};
+use crate::server::streams;
 use crate::settings::{Bulkhead, Settings};
 use clock::Clock;
 use gate::Gate;
@@ -46,6 +48,8 @@ struct Served {
     rules: Rules,
     /// Value for [`Rules::is_rate_limit_shared`], which can change while the agent runs.
     is_rate_limit_shared: AtomicBool,
+    /// Value for [`Rules::is_isolated`], which can change while the agent runs.
+    is_isolated: AtomicBool,
     permits: Permits,
     gate: Gate,
 }
@@ -62,6 +66,8 @@ struct Shared {
     held: Held,
     clock: Clock,
     metrics: Metrics,
+    /// Notified when a pull has failed, because the consumer might have been replaced.
+    pull_failed: Notify,
 }
 
 /// Error that stops an agent.
@@ -70,7 +76,7 @@ pub enum AgentError {
     /// The connection to the NATS servers failed.
     #[error(transparent)]
     Connect(#[from] connection::ConnectError),
-    /// The fleet's streams have not been created.
+    /// The fleet's streams or consumers have not been created, or do not match the configuration.
     #[error("{0}")]
     NotPrepared(String),
     /// The metrics address cannot be bound.
@@ -92,7 +98,7 @@ pub async fn run(
         connection::connect(&settings.nats, &format!("bulkhead-fleet {}", settings.host()), true).await?;
     let mut stop = std::pin::pin!(stop);
     tokio::select! {
-        ready = wait_until_prepared(&client) => ready?,
+        ready = wait_until_prepared(&client, &settings) => ready?,
         () = &mut stop => return Ok(()),
     }
     let shared = Arc::new(Shared::new(client, settings, faults));
@@ -105,6 +111,7 @@ pub async fn run(
     tasks.spawn(supervisor::poll(shared.clone()));
     tasks.spawn(presence::announce(shared.clone()));
     tasks.spawn(watch::run(shared.clone()));
+    tasks.spawn(watch::check_consumers(shared.clone()));
     tasks.spawn(held::keep(shared.clone()));
     for served in shared.bulkheads.values() {
         for lane in 0..served.settings.lanes {
@@ -123,20 +130,31 @@ pub async fn run(
     Ok(())
 }
 
-/// Waits until the servers respond. Fails if the fleet's streams do not exist.
-async fn wait_until_prepared(client: &async_nats::Client) -> Result<(), AgentError> {
-    const STREAM_NOT_FOUND: u64 = 10059;
+/// Waits until the servers respond. Fails if the fleet's streams do not exist, or if a consumer does not match the
+/// configuration.
+async fn wait_until_prepared(client: &async_nats::Client, settings: &Settings) -> Result<(), AgentError> {
     loop {
-        match api::<Value>(client, &format!("STREAM.INFO.{JOBS}"), Value::Null).await {
-            Ok(_) => return Ok(()),
-            Err(error) if error.err_code == STREAM_NOT_FOUND => {
-                let message = format!("the fleet has no {JOBS} stream; run: bulkhead fleet init");
-                return Err(AgentError::NotPrepared(message));
-            }
+        match problem(client, settings).await {
+            Ok(None) => return Ok(()),
+            Ok(Some(problem)) => return Err(AgentError::NotPrepared(problem)),
             Err(error) => tracing::warn!("the servers are not ready: {}; trying again", error.description),
         }
         tokio::time::sleep(START_RETRY).await;
     }
+}
+
+/// Returns the reason why the agent cannot use the fleet's streams and consumers, if there is one.
+async fn problem(client: &async_nats::Client, settings: &Settings) -> Result<Option<String>, ApiError> {
+    const STREAM_NOT_FOUND: u64 = 10059;
+    match api::<Value>(client, &format!("STREAM.INFO.{JOBS}"), Value::Null).await {
+        Ok(_) => {}
+        Err(error) if error.err_code == STREAM_NOT_FOUND => {
+            return Ok(Some(format!("the fleet has no {JOBS} stream; run: bulkhead fleet init")));
+        }
+        Err(error) => return Err(error),
+    }
+    let mismatches: Vec<_> = streams::mismatches(client, settings).await?.into_values().collect();
+    Ok((!mismatches.is_empty()).then(|| mismatches.join("\n")))
 }
 
 async fn drain(shared: &Shared) {
@@ -153,16 +171,21 @@ async fn drain(shared: &Shared) {
     let _ = tokio::time::timeout(Duration::from_secs(1), shared.client.flush()).await;
 }
 
+/// Returns the maximum size of a result, in bytes. The server can change its limit whenever the client reconnects.
+fn result_bytes_max(client: &async_nats::Client) -> usize {
+    client.max_payload().saturating_sub(HEADER_BYTES_RESERVED)
+}
+
 impl Shared {
     fn new(client: async_nats::Client, settings: Settings, faults: Faults) -> Self {
-        let payload_max = client.max_payload();
         let bulkheads = settings.bulkhead.iter().map(|(name, of)| {
             let rules = Rules {
                 ack_wait: settings.streams.ack_wait(),
                 host_lost_after: settings.streams.host_lost_after,
                 attempts_max: of.attempts,
-                result_bytes_max: payload_max.saturating_sub(HEADER_BYTES_RESERVED),
+                result_bytes_max: result_bytes_max(&client),
                 is_rate_limit_shared: true,
+                is_isolated: false,
                 faults,
             };
             let served = Served {
@@ -170,6 +193,7 @@ impl Shared {
                 settings: of.clone(),
                 rules,
                 is_rate_limit_shared: AtomicBool::new(true),
+                is_isolated: AtomicBool::new(false),
                 permits: Permits::new(),
                 gate: Gate::new(),
             };
@@ -183,6 +207,7 @@ impl Shared {
             held: Held::default(),
             clock: Clock::default(),
             metrics: Metrics::new(settings.bulkhead.keys()),
+            pull_failed: Notify::new(),
             client,
             settings,
         }

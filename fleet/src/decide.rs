@@ -48,10 +48,12 @@ pub struct Rules {
     pub host_lost_after: Duration,
     /// Maximum number of attempts to run an idempotent job.
     pub attempts_max: u32,
-    /// Maximum size of a result, in bytes. The server rejects larger messages.
+    /// Maximum size of a result, in bytes. The server rejects larger messages. Changes when the server's limit changes.
     pub result_bytes_max: usize,
     /// True if the bulkhead has a single rate limit for all tenants, so that a job that exceeds the limit delays others.
     pub is_rate_limit_shared: bool,
+    /// True if each tenant has its own workers, so that a rejection says nothing about other tenants.
+    pub is_isolated: bool,
     /// Injected faults, for tests.
     #[doc(hidden)]
     pub faults: Faults,
@@ -81,6 +83,6 @@ pub const RETURN_DELAY_MAX: Duration = Duration::from_secs(60);
 impl Terms {
     /// Returns the time left until the job's deadline, or zero if the deadline has passed.
     pub fn time_left(&self, message: &Message, now: Timestamp) -> Duration {
-        (message.published + self.deadline).saturating_sub(now)
+        message.published.saturating_add(self.deadline).saturating_sub(now)
     }
 }

@@ -254,7 +254,7 @@ impl FleetJob {
         let notices = notices.map_err(|error| self.unreachable(error.to_string()))?;
         let began = Instant::now();
         self.publish(began).await?;
-        let wait = options.deadline.unwrap_or(DEADLINE_DEFAULT) + fleet.host_lost_after;
+        let wait = options.deadline.unwrap_or(DEADLINE_DEFAULT).saturating_add(fleet.host_lost_after);
         let (id, ledger) = (options.id.clone(), ledger_subject(&options.tenant, &options.id));
         Ok(Submitted { fleet: fleet.clone(), id, ledger, notices, began, wait })
     }

@@ -24,6 +24,10 @@ pub(crate) const OUTCOME: &str = "Bulkhead-Outcome";
 /// Name of a dead letter's header that contains the sequence number of the job's ledger record.
 pub(crate) const LEDGER_SEQUENCE: &str = "Bulkhead-Ledger-Sequence";
 
+/// Name of a dead letter's header that contains the size of the job's payload in bytes, if the letter was stored without
+/// the payload.
+pub(crate) const PAYLOAD_DROPPED: &str = "Bulkhead-Payload-Dropped";
+
 /// Maximum length of a message in JSON, in bytes. The headers of a record or dead letter must fit into
 /// [`HEADER_BYTES_RESERVED`](crate::job::HEADER_BYTES_RESERVED).
 const MESSAGE_JSON_BYTES_MAX: usize = 2 * MESSAGE_BYTES_MAX;

@@ -110,7 +110,7 @@ impl JobOptions {
     pub fn to_headers(&self) -> HeaderMap {
         let mut headers = HeaderMap::new();
         headers.insert(ID, self.id.as_str());
-        let millis = |limit: Duration| limit.as_millis().to_string();
+        let millis = |limit: Duration| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX).to_string();
         let optional = [
             (OPERATION, Some(self.operation.clone()).filter(|name| !name.is_empty())),
             (DEADLINE, self.deadline.map(millis)),
@@ -200,6 +200,14 @@ mod tests {
         };
         let (read, error) = JobOptions::parse(("b".into(), "t".into()), Some(&options.to_headers()), 1);
         assert_eq!((read, error), (options, None));
+    }
+
+    #[test]
+    fn longest_durations_are_valid_headers() {
+        let (deadline, run_limit) = (Some(Duration::MAX), Some(Duration::MAX));
+        let options = JobOptions { deadline, run_limit, ..JobOptions::new("b".into(), "id".into()) };
+        let (read, error) = JobOptions::parse(("b".into(), String::new()), Some(&options.to_headers()), 1);
+        assert_eq!((read.deadline, error), (Some(Duration::from_millis(u64::MAX)), None));
     }
 
     #[test]

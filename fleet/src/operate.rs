@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use async_nats::Client;
-use bulkhead_shared::Outcome;
 use bulkhead_shared::limits::truncate;
+use bulkhead_shared::{Outcome, RejectReason, Verdict};
 use futures_util::StreamExt;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -97,9 +97,32 @@ pub struct DeadLetter {
     pub outcome: Outcome,
     /// Time at which the dead letter was stored, in RFC 3339.
     pub at: String,
-    /// Payload of the job.
+    /// Payload of the job. Empty if the payload was dropped.
     pub payload: bytes::Bytes,
+    /// Size of the payload in bytes, if the letter was stored without the payload because the server did not accept the
+    /// letter's full size.
+    pub dropped_payload_bytes: Option<u64>,
     sequence: u64,
+}
+
+impl DeadLetter {
+    /// Returns an error if the letter does not contain the whole job, so that the job cannot be submitted again.
+    pub fn check_requeue(&self) -> Result<(), OperateError> {
+        let id = &self.options.id;
+        if let Some(bytes) = self.dropped_payload_bytes {
+            return Err(OperateError(format!(
+                "the dead letter {id} does not contain the job's payload of {bytes} bytes, which was too large for the \
+                 server: submit the job again with its payload, and then drop the letter"
+            )));
+        }
+        if let Verdict::Rejected { reason: RejectReason::Invalid, message } = &self.outcome.verdict {
+            return Err(OperateError(format!(
+                "the dead letter {id} belongs to an invalid job ({message}), and does not contain the job's options: \
+                 submit the job again with valid options, and then drop the letter"
+            )));
+        }
+        Ok(())
+    }
 }
 
 /// Filter for dead letters. A field that is `None` matches all values.
@@ -233,8 +256,10 @@ impl Operator {
     }
 
     /// Resubmits the job from a dead letter and removes the letter. Returns the new ID, which is derived from the
-    /// letter so that repeating the request does not run the job twice.
+    /// letter so that repeating the request does not run the job twice. Returns an error and keeps the letter if
+    /// [`DeadLetter::check_requeue`] fails.
     pub async fn requeue(&self, letter: &DeadLetter) -> Result<String, OperateError> {
+        letter.check_requeue()?;
         let mut options = letter.options.clone();
         options.id = requeued_id(&options.id, letter.sequence);
         let subject = job_subject(&options.bulkhead, &options.tenant);
@@ -281,11 +306,13 @@ fn letter(message: StoredMessage) -> Result<DeadLetter, String> {
     options.id = id;
     let outcome = message.headers.get(format::OUTCOME).map(|value| value.as_str()).unwrap_or_default();
     let outcome = format::parse_outcome(outcome)?;
+    let dropped = message.headers.get(format::PAYLOAD_DROPPED);
     Ok(DeadLetter {
         options,
         outcome,
         at: message.stored_at,
         payload: message.body,
+        dropped_payload_bytes: dropped.map(|bytes| bytes.as_str().parse().unwrap_or_default()),
         sequence: message.sequence,
     })
 }

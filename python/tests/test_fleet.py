@@ -19,7 +19,7 @@ from bulkhead import errors
 
 nats = pytest.importorskip("nats", reason="NOT RUN: nats-py is not installed")
 
-from bulkhead.fleet import AsyncFleet, escape, job_subject  # noqa: E402
+from bulkhead.fleet import AsyncFleet, _millis, escape, job_subject  # noqa: E402
 
 PATIENCE = 60.0
 T = TypeVar("T")
@@ -110,6 +110,11 @@ def wait_for(condition: Callable[[], T]) -> T:
 def test_names_are_escaped_as_in_the_agent() -> None:
     assert (escape(""), escape("a.b"), escape("ö")) == ("=", "a=2Eb", "=C3=B6")
     assert job_subject("b", "acme") == "bh.job.b.n.2.acme"
+
+
+def test_endless_time_limit_is_a_valid_header() -> None:
+    assert [_millis(seconds) for seconds in (0.0, 1.5)] == ["1", "1500"]
+    assert {_millis(seconds) for seconds in (1e300, float("inf"))} == {"31536000000"}
 
 
 def test_job_returns_its_result_and_runs_once(servers: str) -> None:

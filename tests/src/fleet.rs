@@ -81,6 +81,17 @@ impl NatsServer {
         self.child.wait().expect("our own child");
     }
 
+    /// Restarts the server with another maximum size of messages.
+    pub fn restart_with_max_payload(&mut self, bytes: usize) {
+        self.kill();
+        let text = std::fs::read_to_string(&self.config).expect("the server's configuration");
+        let kept: Vec<_> = text.lines().filter(|line| !line.starts_with("max_payload")).collect();
+        let text = format!("{}\nmax_payload: {bytes}\n", kept.join("\n"));
+        std::fs::write(&self.config, text).expect("a writable folder");
+        self.restart();
+        wait_for("the server is listening", || self.is_listening().then_some(()));
+    }
+
     /// Starts the server again with the files from its previous run.
     pub fn restart(&mut self) {
         self.child = Self::spawn(&self.program, &self.config);

@@ -1,15 +1,18 @@
-//! Estimates the time on the NATS server's clock. Deadlines count from the time when the server stored the job, so the
-//! agent corrects the local clock by the measured offset.
+//! Estimates the time on the NATS server's clock. Deadlines count from the time when the server stored the job. The
+//! agent measures the server's time relative to the time since the host was booted, so that a step of the host's clock
+//! has no effect on deadlines.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use rustix::time::{ClockId, clock_gettime};
+
 use crate::decide::Timestamp;
 
-/// The local clock and its offset from the server's clock.
+/// The server's clock, relative to the time since the host was booted.
 #[derive(Debug, Default)]
 pub(crate) struct Clock {
-    /// Offset of the server's clock from the local clock, in microseconds. Positive if the server's clock is ahead.
+    /// Server's time minus the time since boot, in microseconds.
     offset_micros: AtomicI64,
     is_measured: AtomicBool,
 }
@@ -18,17 +21,17 @@ impl Clock {
     /// Returns the current time according to the server's clock.
     pub(crate) fn now(&self) -> Timestamp {
         let offset = self.offset_micros.load(Ordering::Relaxed);
-        let own = own_time();
+        let since_boot = time_since_boot();
         match offset >= 0 {
-            true => own + Duration::from_micros(offset.unsigned_abs()),
-            false => own.saturating_sub(Duration::from_micros(offset.unsigned_abs())),
+            true => since_boot + Duration::from_micros(offset.unsigned_abs()),
+            false => since_boot.saturating_sub(Duration::from_micros(offset.unsigned_abs())),
         }
     }
 
-    /// Measures the offset of the server's clock. The server stored a message at `stored`, which was between the
-    /// local times `before` and `after`.
-    pub(crate) fn measure(&self, before: Timestamp, stored: Timestamp, after: Timestamp) {
-        let micros = |time: Timestamp| i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
+    /// Measures the offset of the server's clock. The server stored a message at `stored`. `before` and `after` are
+    /// earlier and later values of [`time_since_boot`].
+    pub(crate) fn measure(&self, before: Duration, stored: Timestamp, after: Duration) {
+        let micros = |time: Duration| i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
         let own = micros(before) / 2 + micros(after) / 2;
         self.offset_micros.store(micros(stored) - own, Ordering::Relaxed);
         self.is_measured.store(true, Ordering::Release);
@@ -39,15 +42,21 @@ impl Clock {
         self.is_measured.load(Ordering::Acquire)
     }
 
-    /// Returns the offset of the server's clock in seconds.
+    /// Returns the time on the server's clock minus the time on the host's clock, in seconds. Returns 0 until the
+    /// server's clock has been measured.
     pub(crate) fn offset_seconds(&self) -> f64 {
-        self.offset_micros.load(Ordering::Relaxed) as f64 / 1e6
+        if !self.is_measured() {
+            return 0.0;
+        }
+        let host = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.now().as_secs_f64() - host.as_secs_f64()
     }
 }
 
-/// Returns the current time according to the local clock.
-pub(crate) fn own_time() -> Timestamp {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+/// Returns the time since the host was booted, including the time for which the host was suspended.
+pub(crate) fn time_since_boot() -> Duration {
+    // The kernel never returns a negative time.
+    clock_gettime(ClockId::Boottime).try_into().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -55,16 +64,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn measured_offset_corrects_the_clock() {
+    fn measured_clock_follows_the_time_since_boot() {
         let clock = Clock::default();
-        let own = own_time();
-        for ahead in [5, -5] {
-            let stored = Duration::from_secs(own.as_secs().saturating_add_signed(ahead));
-            clock.measure(own, stored, own);
-            // Any time can pass between two readings of the local clock.
-            let [before, now, after] = [own_time(), clock.now(), own_time()].map(|time| time.as_secs_f64());
-            let ahead = ahead as f64;
-            assert!((before + ahead - 1.5..after + ahead + 1.5).contains(&now), "{before} {now} {after}");
+        assert_eq!((clock.is_measured(), clock.offset_seconds()), (false, 0.0));
+        let measured = time_since_boot();
+        for server in [Duration::from_secs(1_800_000_000), Duration::ZERO] {
+            clock.measure(measured, server, measured);
+            // Any time can pass between two readings of the clock.
+            let [before, now, after] = [time_since_boot(), clock.now(), time_since_boot()];
+            let expected = |time: Duration| time - measured + server;
+            let rounding = Duration::from_micros(2);
+            assert!((expected(before)..=expected(after) + rounding).contains(&now), "{now:?}");
+        }
+    }
+
+    #[test]
+    fn offset_is_relative_to_the_host_clock() {
+        let clock = Clock::default();
+        for ahead in [60.0, -60.0] {
+            let (host, measured) = (SystemTime::now().duration_since(UNIX_EPOCH).unwrap(), time_since_boot());
+            clock.measure(measured, Duration::from_secs_f64(host.as_secs_f64() + ahead), measured);
+            assert!((clock.offset_seconds() - ahead).abs() < 30.0, "{}", clock.offset_seconds());
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Permits for one bulkhead's jobs. The number of permits follows that of the supervisor, and lanes receive permits in
 //! the order in which they request them.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
@@ -11,8 +11,16 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 pub(crate) struct Permits {
     semaphore: Arc<Semaphore>,
     state: Arc<Mutex<State>>,
-    in_use: Arc<AtomicUsize>,
-    freed: Arc<Notify>,
+    usage: Arc<Usage>,
+}
+
+/// Use of a set's permits.
+#[derive(Debug, Default)]
+struct Usage {
+    in_use: AtomicUsize,
+    /// Number of times that a permit was acquired or returned.
+    moves: AtomicU64,
+    moved: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -27,15 +35,21 @@ struct State {
 pub(crate) struct Permit {
     permit: Option<OwnedSemaphorePermit>,
     state: Arc<Mutex<State>>,
-    in_use: Arc<AtomicUsize>,
-    freed: Arc<Notify>,
+    usage: Arc<Usage>,
+}
+
+impl Usage {
+    fn moved(&self) {
+        self.moves.fetch_add(1, Ordering::Relaxed);
+        self.moved.notify_waiters();
+    }
 }
 
 impl Permits {
     /// Creates a set with no permits.
     pub(crate) fn new() -> Self {
         let semaphore = Arc::new(Semaphore::new(0));
-        Self { semaphore, state: Arc::default(), in_use: Arc::default(), freed: Arc::default() }
+        Self { semaphore, state: Arc::default(), usage: Arc::default() }
     }
 
     /// Sets the number of permits. Surplus permits that are in use are removed when they are returned.
@@ -61,30 +75,35 @@ impl Permits {
     /// Returns the total number of permits and the number in use.
     pub(crate) fn numbers(&self) -> (usize, usize) {
         let limit = self.state.lock().unwrap_or_else(PoisonError::into_inner).limit;
-        (limit, self.in_use.load(Ordering::Relaxed))
+        (limit, self.usage.in_use.load(Ordering::Relaxed))
+    }
+
+    /// Returns the number of times that a permit was acquired or returned.
+    pub(crate) fn moves(&self) -> u64 {
+        self.usage.moves.load(Ordering::Relaxed)
     }
 
     /// Waits for a permit. Callers receive permits in the order in which they called.
     pub(crate) async fn acquire(&self) -> Permit {
         // The semaphore is never closed.
         let permit = self.semaphore.clone().acquire_owned().await.ok();
-        self.in_use.fetch_add(1, Ordering::Relaxed);
-        self.freed.notify_waiters();
-        Permit { permit, state: self.state.clone(), in_use: self.in_use.clone(), freed: self.freed.clone() }
+        self.usage.in_use.fetch_add(1, Ordering::Relaxed);
+        self.usage.moved();
+        Permit { permit, state: self.state.clone(), usage: self.usage.clone() }
     }
 
     /// Waits until a permit is returned or acquired.
     pub(crate) async fn until_moved(&self) {
-        self.freed.notified().await;
+        self.usage.moved.notified().await;
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.in_use.fetch_sub(1, Ordering::Relaxed);
+        self.usage.in_use.fetch_sub(1, Ordering::Relaxed);
         // The semaphore gets the permit back only at the end of this function. A waiter that runs earlier finds no
         // permit and tries again after a pause.
-        self.freed.notify_waiters();
+        self.usage.moved();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.surplus > 0 {
             state.surplus -= 1;
@@ -105,8 +124,9 @@ mod tests {
         permits.resize(3);
         let (a, b) = (permits.acquire().await, permits.acquire().await);
         permits.resize(1);
-        assert_eq!((permits.free(), permits.numbers()), (0, (1, 2)));
+        assert_eq!((permits.free(), permits.numbers(), permits.moves()), (0, (1, 2), 2));
         drop(a);
+        assert_eq!(permits.moves(), 3);
         assert_eq!(permits.free(), 0);
         permits.resize(2);
         assert_eq!(permits.free(), 1);

@@ -8,7 +8,7 @@ use async_nats::HeaderMap;
 use serde_json::{Map, Value, json};
 
 use super::Shared;
-use super::clock::own_time;
+use super::clock::time_since_boot;
 use crate::decide::Timestamp;
 use crate::names::{AGENTS, escape};
 use crate::server::messages::{Published, publish, read_last};
@@ -38,13 +38,13 @@ pub(crate) async fn announce(shared: Arc<Shared>) {
     }
 }
 
-/// Renews this agent's presence record. Returns the local time before the request, the server's time, and the local
-/// time after the request.
-async fn write(shared: &Shared, key: &str) -> Option<(Timestamp, Timestamp, Timestamp)> {
-    let before = own_time();
+/// Renews this agent's presence record. Returns the time since boot before the request, the server's time, and the time
+/// since boot after the request.
+async fn write(shared: &Shared, key: &str) -> Option<(Duration, Timestamp, Duration)> {
+    let before = time_since_boot();
     let body = document(shared).to_string().into();
     let published = publish(&shared.client, key.to_owned(), HeaderMap::new(), body, None).await;
-    let after = own_time();
+    let after = time_since_boot();
     let Published::Stored(sequence) = published else {
         tracing::warn!("failed to store this agent's presence: {published:?}");
         return None;

@@ -1,4 +1,5 @@
-//! Pulls the messages of one lane. Each pull requests one message more than the lane's share of the free permits. Pulls
+//! Pulls the messages of one lane. Each pull requests one message more than the lane's share of the free permits. If this
+//! message gets no permit within a second, the lane gives it back, because another host might run the job sooner. Pulls
 //! expire after five seconds, because pulls that never expire can stall after a leader change. A pull is abandoned if its heartbeats
 //! fail to arrive.
 //!
@@ -6,7 +7,7 @@
 //! Running jobs and other lanes use other connections.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_nats::connection::State;
@@ -15,6 +16,7 @@ use async_nats::{Client, Message, Subscriber};
 use futures_util::StreamExt;
 use serde_json::json;
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 
 use super::held::in_progress;
 use super::metrics::count;
@@ -31,30 +33,42 @@ const PULL_TIME: Duration = Duration::from_secs(5);
 const HEARTBEAT: Duration = Duration::from_secs(1);
 /// Time without a heartbeat after which the agent abandons a pull.
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
-/// Delay after a failed pull, before a new connection, and before the redelivery of a message that was given back.
+/// Delay after a failed pull, and before a new connection.
 const PAUSE: Duration = Duration::from_millis(250);
 /// Maximum time to wait for a permit to be returned before checking again for a free permit.
 const FULL_PAUSE: Duration = Duration::from_millis(25);
+/// Maximum time that a pulled message waits for a permit.
+const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
 /// Status code that the server sends when a pull expires.
 const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
 const IDLE: u16 = 100;
+/// Status codes that the server sends if the consumer has been deleted or does not exist. A consumer whose leader has
+/// changed has the same status codes.
+const CONSUMER_GONE: [u16; 2] = [409, 503];
 
 /// One lane of a bulkhead: a JetStream consumer, and the state that is needed to pull from it.
 struct Lane {
     shared: Arc<Shared>,
     served: Arc<Served>,
     consumer: String,
-    /// Number of pulled messages that are waiting for a permit.
-    waiting: Arc<AtomicUsize>,
-    dispatch: mpsc::Sender<Delivered>,
+    waiting: Arc<Waiting>,
+    dispatch: mpsc::Sender<(Delivered, Instant)>,
+}
+
+/// State of a lane's messages that are waiting for a permit.
+#[derive(Debug)]
+struct Waiting {
+    count: AtomicUsize,
+    /// Value of [`Permits::moves`](super::permits::Permits::moves) when a message was last given back.
+    moves_at_return: AtomicU64,
 }
 
 /// Pulls the jobs of one lane until the agent stops.
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, index: u8) {
-    let waiting = Arc::new(AtomicUsize::new(0));
+    let waiting = Arc::new(Waiting { count: AtomicUsize::new(0), moves_at_return: AtomicU64::new(u64::MAX) });
     let (dispatch, received) = mpsc::channel(2 * BATCH_MAX);
     let dispatcher = dispatch_all(shared.clone(), served.clone(), waiting.clone(), received);
     let consumer = consumer(&served.name, index);
@@ -128,10 +142,16 @@ impl Lane {
     }
 
     /// Returns the number of messages to request: the lane's share of the free permits plus one, minus the messages
-    /// that are already waiting.
+    /// that are already waiting. After the lane has given a message back, it requests no message until a permit is
+    /// returned or acquired. Otherwise, the same message could arrive again.
     fn batch(&self) -> usize {
-        let part = self.served.permits.free() / usize::from(self.served.settings.lanes);
-        (part + 1).saturating_sub(self.waiting.load(Ordering::Relaxed)).min(BATCH_MAX)
+        let free = self.served.permits.free();
+        let moves_at_return = self.waiting.moves_at_return.load(Ordering::Relaxed);
+        if free == 0 && moves_at_return == self.served.permits.moves() {
+            return 0;
+        }
+        let part = free / usize::from(self.served.settings.lanes);
+        (part + 1).saturating_sub(self.waiting.count.load(Ordering::Relaxed)).min(BATCH_MAX)
     }
 
     /// Receives the messages of one pull. Returns false if the subscription must be renewed.
@@ -156,6 +176,9 @@ impl Lane {
                 Some(IDLE) => {}
                 Some(TIMED_OUT) => return true,
                 Some(status) => {
+                    if CONSUMER_GONE.contains(&status) {
+                        self.shared.pull_failed.notify_one();
+                    }
                     tracing::debug!(status, "a pull from {} ended: {:?}", self.consumer, message.description);
                     tokio::time::sleep(PAUSE).await;
                     return true;
@@ -176,8 +199,8 @@ impl Lane {
         if !self.shared.held.hold(sequence, reply.clone()) {
             return in_progress(&self.shared, reply).await;
         }
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        if self.dispatch.send(delivered).await.is_err() {
+        self.waiting.count.fetch_add(1, Ordering::Relaxed);
+        if self.dispatch.send((delivered, Instant::now() + WAIT_MAX)).await.is_err() {
             self.shared.held.release(sequence);
         }
     }
@@ -200,24 +223,30 @@ impl Lane {
     }
 }
 
-/// Runs each received job as soon as a permit is free. Permits are given to the lanes in turn.
+/// Runs each received job as soon as a permit is free, or gives it back at its time limit. Permits are given to the
+/// lanes in turn.
 async fn dispatch_all(
     shared: Arc<Shared>,
     served: Arc<Served>,
-    waiting: Arc<AtomicUsize>,
-    mut received: mpsc::Receiver<Delivered>,
+    waiting: Arc<Waiting>,
+    mut received: mpsc::Receiver<(Delivered, Instant)>,
 ) {
-    while let Some(delivered) = received.recv().await {
+    while let Some((delivered, limit)) = received.recv().await {
         let permit = tokio::select! {
-            permit = served.permits.acquire() => Some(permit),
+            biased;
             () = served.gate.until_closed() => None,
+            permit = served.permits.acquire() => Some(permit),
+            () = tokio::time::sleep_until(limit) => {
+                waiting.moves_at_return.store(served.permits.moves(), Ordering::Relaxed);
+                None
+            }
         };
-        waiting.fetch_sub(1, Ordering::Relaxed);
+        waiting.count.fetch_sub(1, Ordering::Relaxed);
         match permit {
             Some(permit) => {
-                tokio::spawn(runner::run(shared.clone(), served.clone(), delivered, permit));
+                runner::spawn(&shared, &served, delivered, permit);
             }
-            None => runner::give_back(&shared, &delivered, PAUSE).await,
+            None => runner::give_back(&shared, &served, delivered).await,
         }
     }
 }

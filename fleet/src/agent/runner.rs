@@ -13,10 +13,10 @@ use serde_json::json;
 
 use super::metrics::count;
 use super::permits::Permit;
-use super::{Served, Shared};
+use super::{Served, Shared, result_bytes_max};
 use crate::decide::delivery::outcome as local_outcome;
-use crate::decide::outcome::AttemptEnd;
-use crate::decide::{self, Action, Conclusion, Event, Handling, Rules, Step, Terms};
+use crate::decide::outcome::{AttemptEnd, Pause};
+use crate::decide::{self, Action, Conclusion, Event, Handling, RETURN_DELAY_MIN, Rules, Step, Terms};
 use crate::format;
 use crate::job::JobOptions;
 use crate::names::{DEAD, dead_subject, ledger_subject, notice_subject};
@@ -46,23 +46,28 @@ struct Run {
     content: Message,
 }
 
-/// Processes a delivered message to completion.
-pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Permit) {
+/// Processes a delivered message to completion. Without a permit, the job is not run.
+async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Option<Permit>) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
     let held = shared.clone();
-    let _guard = held.held.guard(sequence);
+    let guard = held.held.guard(sequence);
     let (options, invalid) = JobOptions::parse(names, content.headers.as_ref(), sequence);
     let terms = terms(&served, &options);
     let nonce = format!("{}.{}", shared.instance, random::text());
     let jitter = random::number() as f64 / u64::MAX as f64;
     let is_rate_limit_shared = served.is_rate_limit_shared.load(Ordering::Relaxed);
-    let rules = Rules { is_rate_limit_shared, ..served.rules.clone() };
-    let (handling, step) = Handling::begin(message, terms, rules, shared.host.clone(), nonce, jitter);
+    let is_isolated = served.is_isolated.load(Ordering::Relaxed);
+    let rules = Rules { is_rate_limit_shared, is_isolated, ..served.rules.clone() };
+    let begin = if permit.is_some() { Handling::begin } else { Handling::begin_without_permit };
+    let (handling, step) = begin(message, terms, rules, shared.host.clone(), nonce, jitter);
     let ledger = ledger_subject(&options.tenant, &options.id);
     let run = Run { shared, served, options, invalid, sequence, ledger, content };
     let conclusion = run.perform_all(handling, step).await;
-    run.conclude(conclusion).await;
+    let pause = run.conclude(conclusion).await;
+    drop(guard);
+    drop(run);
+    tokio::time::sleep(pause).await;
     drop(permit);
 }
 
@@ -72,10 +77,20 @@ fn terms(served: &Served, options: &JobOptions) -> Terms {
     Terms { bulkhead: served.name.clone(), deadline, is_idempotent: options.is_idempotent }
 }
 
-/// Sends a negative acknowledgement. After `delay`, the server redelivers the message to any agent.
-pub(crate) async fn give_back(shared: &Shared, delivered: &Delivered, delay: Duration) {
+/// Starts a task that processes a delivered message to completion.
+pub(crate) fn spawn(shared: &Arc<Shared>, served: &Arc<Served>, delivered: Delivered, permit: Permit) {
+    tokio::spawn(run(shared.clone(), served.clone(), delivered, Some(permit)));
+}
+
+/// Returns a message whose job this agent cannot run. The server soon redelivers the message to any agent.
+pub(crate) async fn give_back(shared: &Arc<Shared>, served: &Arc<Served>, delivered: Delivered) {
     let sequence = delivered.message.stream_sequence;
-    negative(shared, sequence, delay).await;
+    if delivered.message.delivery > 1 {
+        // Another agent might hold the job, so the ledger must be checked.
+        tokio::spawn(run(shared.clone(), served.clone(), delivered, None));
+        return;
+    }
+    negative(shared, sequence, RETURN_DELAY_MIN).await;
     shared.held.release(sequence);
 }
 
@@ -98,6 +113,7 @@ impl Run {
                 tokio::time::sleep(delay).await;
             }
             let event = self.perform(action).await;
+            handling.set_result_bytes_max(result_bytes_max(&self.shared.client));
             step = handling.apply(event, self.shared.clock.now());
         }
     }
@@ -184,7 +200,15 @@ impl Run {
                     }
                 }
                 // Without the payload, the dead letter is usually small enough.
-                Published::TooLarge if !payload.is_empty() => payload = Bytes::new(),
+                Published::TooLarge if !payload.is_empty() => {
+                    tracing::warn!(
+                        "the dead letter {subject} is stored without its payload of {} bytes, which is too large for \
+                         the server",
+                        payload.len()
+                    );
+                    headers.insert(format::PAYLOAD_DROPPED, payload.len().to_string());
+                    payload = Bytes::new();
+                }
                 Published::TooLarge => {
                     tracing::error!("{subject} is too large for the server; the dead letter is not stored");
                     return true;
@@ -219,7 +243,8 @@ impl Run {
         }
     }
 
-    async fn conclude(&self, conclusion: Conclusion) {
+    /// Reports the conclusion to the server. Returns the time for which the job's permit stays in use.
+    async fn conclude(&self, conclusion: Conclusion) -> Duration {
         let counters = self.shared.metrics.of(&self.served.name);
         let add = |counter: fn(&super::metrics::Counters) -> &std::sync::atomic::AtomicU64| {
             if let Some(counters) = counters {
@@ -231,8 +256,13 @@ impl Run {
             Conclusion::Repeated => {}
             Conclusion::Returned { delay, pause } => {
                 add(|of| &of.returned);
-                self.served.gate.pause(pause);
+                if let Pause::Pulls(time) = pause {
+                    self.served.gate.pause(time);
+                }
                 negative(&self.shared, self.sequence, delay).await;
+                if let Pause::Permit(time) = pause {
+                    return time;
+                }
             }
             Conclusion::Left(Some(delay)) => negative(&self.shared, self.sequence, delay).await,
             Conclusion::Left(None) => {}
@@ -241,6 +271,7 @@ impl Run {
                 tracing::warn!("an outcome was dropped because another agent has taken over {}", self.ledger);
             }
         }
+        Duration::ZERO
     }
 }
 

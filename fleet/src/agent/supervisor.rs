@@ -104,6 +104,8 @@ fn apply(shared: &Shared, snapshots: &[Snapshot]) {
         let snapshot = snapshots.iter().find(|snapshot| snapshot.name == served.name);
         let is_shared = snapshot.is_none_or(is_rate_limit_shared);
         served.is_rate_limit_shared.store(is_shared, Ordering::Relaxed);
+        let is_isolated = snapshot.is_some_and(|snapshot| snapshot.isolated);
+        served.is_isolated.store(is_isolated, Ordering::Relaxed);
         let limit = snapshot.map_or(0, limit);
         if limit > 0 {
             let share = (limit as f64 * served.settings.share).floor() as usize;
@@ -113,27 +115,25 @@ fn apply(shared: &Shared, snapshots: &[Snapshot]) {
     }
 }
 
-/// Returns true if a rate limit applies to all tenants together. Isolated tenants have separate rate limits. They are
-/// recognised by workers that name a tenant, or by a ready bulkhead without workers.
+/// Returns true if a rate limit applies to all tenants together. Isolated tenants have separate rate limits.
 fn is_rate_limit_shared(snapshot: &Snapshot) -> bool {
-    let is_common = snapshot.rate_limit.as_ref().is_some_and(|rate| rate.per == "bulkhead");
-    let has_common_workers = snapshot.workers.iter().all(|worker| worker.tenant.is_none());
-    is_common && has_common_workers && !(snapshot.state == BulkheadState::Ready && snapshot.limit == 0)
+    !snapshot.isolated && snapshot.rate_limit.as_ref().is_some_and(|rate| rate.per == "bulkhead")
 }
 
 /// Returns the number of jobs that a bulkhead can run at once, or 0 if it accepts no jobs.
 fn limit(snapshot: &Snapshot) -> u64 {
-    let is_ready = snapshot.state == BulkheadState::Ready;
-    if is_ready && snapshot.limit == 0 {
-        // If tenants are isolated and none has workers, a job makes the supervisor start workers for its tenant.
-        return u64::from(snapshot.processes) * u64::from(snapshot.max_in_flight);
+    let is = |state: BulkheadState| snapshot.state == state;
+    if snapshot.isolated {
+        // A job makes the supervisor start workers for its tenant, even if no other tenant has a usable worker.
+        let per_tenant = u64::from(snapshot.processes) * u64::from(snapshot.max_in_flight);
+        return if is(BulkheadState::Draining) { 0 } else { snapshot.limit.max(per_tenant) };
     }
-    if is_ready || snapshot.state == BulkheadState::Degraded { snapshot.limit } else { 0 }
+    if is(BulkheadState::Ready) || is(BulkheadState::Degraded) { snapshot.limit } else { 0 }
 }
 
 #[cfg(test)]
 mod tests {
-    use bulkhead_api::{Rate, Worker};
+    use bulkhead_api::Rate;
 
     use super::*;
 
@@ -142,10 +142,14 @@ mod tests {
     }
 
     #[test]
-    fn limit_covers_one_tenant_while_no_isolated_tenant_is_active() {
-        assert_eq!(limit(&snapshot(BulkheadState::Ready, 0)), 8);
-        assert_eq!(limit(&snapshot(BulkheadState::Ready, 3)), 3);
-        assert_eq!(limit(&Snapshot { max_in_flight: 0, ..snapshot(BulkheadState::Ready, 0) }), 0);
+    fn limit_of_isolated_tenants_covers_at_least_one_tenant() {
+        let isolated = |state, limit| Snapshot { isolated: true, ..snapshot(state, limit) };
+        for state in [BulkheadState::Ready, BulkheadState::Starting, BulkheadState::Degraded] {
+            assert_eq!(limit(&isolated(state, 0)), 8);
+        }
+        assert_eq!(limit(&isolated(BulkheadState::Ready, 13)), 13);
+        assert_eq!(limit(&isolated(BulkheadState::Draining, 8)), 0);
+        assert_eq!(limit(&snapshot(BulkheadState::Ready, 0)), 0);
     }
 
     #[test]
@@ -155,10 +159,8 @@ mod tests {
         assert!(is_rate_limit_shared(&shared));
         // Only a limit of a single tenant can reject jobs of a bulkhead without a general limit.
         assert!(!is_rate_limit_shared(&Snapshot::default()));
-        assert!(!is_rate_limit_shared(&Snapshot { state: BulkheadState::Ready.into(), ..shared.clone() }));
         assert!(!is_rate_limit_shared(&Snapshot { rate_limit: rate("tenant"), ..Snapshot::default() }));
-        let worker = Worker { tenant: Some("acme".into()), ..Worker::default() };
-        assert!(!is_rate_limit_shared(&Snapshot { workers: vec![worker], ..shared }));
+        assert!(!is_rate_limit_shared(&Snapshot { isolated: true, ..shared }));
     }
 
     #[test]

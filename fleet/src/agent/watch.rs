@@ -1,6 +1,7 @@
 //! Monitors the streams and stops pulling jobs before the ledger is full, because a full ledger would refuse outcomes
-//! as well.
+//! as well. Also checks that the consumers still match the configuration.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -10,8 +11,13 @@ use serde_json::{Value, json};
 use super::{Served, Shared};
 use crate::names::{DEAD, JOBS, LEDGER, bulkhead_filter};
 use crate::server::messages::api;
+use crate::server::streams;
 
 const INTERVAL: Duration = Duration::from_secs(2);
+/// Maximum interval between checks of the consumers.
+const CONSUMER_CHECK_INTERVAL: Duration = Duration::from_secs(60);
+/// Minimum interval between checks of the consumers.
+const CONSUMER_CHECK_PAUSE: Duration = Duration::from_secs(2);
 /// Fill level of the ledger, as a fraction of its maximum size, at which the agent stops pulling jobs.
 const LEDGER_RATIO_MAX: f64 = 0.9;
 
@@ -30,6 +36,26 @@ pub(crate) async fn run(shared: Arc<Shared>) {
             update_pending(&shared, served).await;
         }
         tokio::time::sleep(INTERVAL).await;
+    }
+}
+
+/// Logs a warning for each consumer that no longer matches the configuration.
+pub(crate) async fn check_consumers(shared: Arc<Shared>) {
+    let mut known = BTreeMap::new();
+    loop {
+        let _ = tokio::time::timeout(CONSUMER_CHECK_INTERVAL, shared.pull_failed.notified()).await;
+        // An `init` that replaces consumers needs a moment to create them.
+        tokio::time::sleep(CONSUMER_CHECK_PAUSE).await;
+        match streams::mismatches(&shared.client, &shared.settings).await {
+            Ok(found) => {
+                for (_, problem) in found.iter().filter(|(name, problem)| known.get(*name) != Some(*problem))
+                {
+                    tracing::warn!("{problem}");
+                }
+                known = found;
+            }
+            Err(error) => tracing::debug!("the consumers could not be checked: {}", error.description),
+        }
     }
 }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 use bulkhead_shared::{Executed, Verdict};
 
 use super::delivery::{self, Next};
-use super::outcome::{self, AttemptEnd, Claim, Consequence};
-use super::{Message, Rules, Terms, Timestamp};
+use super::outcome::{self, AttemptEnd, Claim, Consequence, Pause};
+use super::{Message, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
 use crate::record::{Ending, Phase, Record, Stored};
 
 /// Delay before the first retry of a failed request to the server.
@@ -73,8 +73,8 @@ pub enum Conclusion {
     Returned {
         /// Delay before the next delivery.
         delay: Duration,
-        /// Time for which the agent must not pull jobs for the bulkhead.
-        pause: Duration,
+        /// Pause before the agent replaces the job with another one.
+        pause: Pause,
     },
     /// Another agent holds the job. If a delay is given, redelivery of the message after this delay has been requested.
     Left(Option<Duration>),
@@ -91,6 +91,8 @@ pub enum WriteResult {
     Conflict(u64),
     /// Another write to the same record is pending (error 10164).
     Pending,
+    /// The record exceeds one of the server's size limits and was not stored.
+    TooLarge,
     /// The server did not respond, or returned another error. The record may have been stored.
     Unknown,
 }
@@ -115,7 +117,7 @@ pub enum Event {
 enum Purpose {
     Claim(Claim),
     Decide(Ending),
-    Return { delay: Duration, pause: Duration },
+    Return { delay: Duration, pause: Pause },
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -161,6 +163,8 @@ pub struct Handling {
     rules: Rules,
     agent: String,
     nonce: String,
+    /// False if the agent cannot run the job.
+    has_permit: bool,
     /// Number of writes so far. Makes the nonce of each write unique.
     writes: u32,
     /// Number of consecutive failures of the current request.
@@ -180,14 +184,36 @@ impl Handling {
         nonce: String,
         jitter: f64,
     ) -> (Self, Step) {
-        let state = State::Reading;
-        let own = Self { message, terms, rules, agent, nonce, writes: 0, failures: 0, jitter, state };
+        let (has_permit, state) = (true, State::Reading);
+        let own =
+            Self { message, terms, rules, agent, nonce, has_permit, writes: 0, failures: 0, jitter, state };
         (own, Step::Do(Action::Read, Duration::ZERO))
+    }
+
+    /// Starts handling a message whose job the agent cannot run. If no other agent holds the job, the job is returned.
+    ///
+    /// The record must show that the job was returned, unless this is the first delivery. Otherwise, the early
+    /// redelivery would look like the loss of another agent, whose claim might not have been visible yet.
+    pub fn begin_without_permit(
+        message: Message,
+        terms: Terms,
+        rules: Rules,
+        agent: String,
+        nonce: String,
+        jitter: f64,
+    ) -> (Self, Step) {
+        let (own, step) = Self::begin(message, terms, rules, agent, nonce, jitter);
+        (Self { has_permit: false, ..own }, step)
     }
 
     /// Returns true if the supervisor may be running the job at the moment.
     pub fn is_running(&self) -> bool {
         matches!(self.state, State::Running { .. })
+    }
+
+    /// Sets the maximum size of a result, in bytes, which can change while a job is running.
+    pub fn set_result_bytes_max(&mut self, bytes: usize) {
+        self.rules.result_bytes_max = bytes;
     }
 
     /// Applies the result of the current action and returns the next step.
@@ -224,6 +250,11 @@ impl Handling {
     fn delivered(&mut self, stored: Option<&Stored>, now: Timestamp) -> Step {
         self.failures = 0;
         match delivery::decide(&self.message, &self.terms, &self.rules, stored, now) {
+            Next::Claim { expects, attempts, previous } if !self.has_permit => {
+                let previous = previous.unwrap_or_else(|| delivery::too_late(&self.terms));
+                let purpose = Purpose::Return { delay: RETURN_DELAY_MIN, pause: Pause::None };
+                self.write(Some(expects), attempts - 1, Phase::Returned { previous }, purpose, false)
+            }
             Next::Claim { expects, attempts, previous } => {
                 let phase = Phase::Claimed {
                     stream_sequence: self.message.stream_sequence,
@@ -278,12 +309,27 @@ impl Handling {
             WriteResult::Pending if self.rules.faults.mistakes_pending_write_for_refusal => {
                 Step::Done(refused(is_own))
             }
-            WriteResult::Pending | WriteResult::Unknown => {
-                let step = Step::Do(Action::Write(write.clone()), self.repeat_delay());
-                self.state = State::Writing { write, purpose, is_own };
-                step
-            }
+            WriteResult::TooLarge => self.too_large(write, purpose, is_own),
+            WriteResult::Pending | WriteResult::Unknown => self.repeat(write, purpose, is_own),
         }
+    }
+
+    /// Replaces a result that the server does not accept with an error.
+    fn too_large(&mut self, write: Write, purpose: Purpose, is_own: bool) -> Step {
+        match purpose {
+            Purpose::Decide(ending) if !ending.payload.is_empty() => {
+                let ending = outcome::too_large(&self.terms, &self.rules, ending);
+                let phase = Phase::Decided(ending.clone());
+                self.write(write.expects, write.record.attempts, phase, Purpose::Decide(ending), is_own)
+            }
+            purpose => self.repeat(write, purpose, is_own),
+        }
+    }
+
+    fn repeat(&mut self, write: Write, purpose: Purpose, is_own: bool) -> Step {
+        let step = Step::Do(Action::Write(write.clone()), self.repeat_delay());
+        self.state = State::Writing { write, purpose, is_own };
+        step
     }
 
     /// Determines who wrote the record that caused a conflict. Ignores records that are older than the conflict,

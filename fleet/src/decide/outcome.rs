@@ -37,6 +37,17 @@ pub struct Claim {
     pub previous: Option<Outcome>,
 }
 
+/// Pause in an agent's work after a supervisor has rejected a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pause {
+    /// The rejection concerns only the job or its tenant.
+    None,
+    /// The supervisor cannot run as many jobs as the agent has permits. The job's permit stays in use for this time.
+    Permit(Duration),
+    /// The supervisor accepts no jobs at all. The agent pulls no jobs for the bulkhead for this time.
+    Pulls(Duration),
+}
+
 /// Decision that follows from the outcome of an attempt.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Consequence {
@@ -50,8 +61,8 @@ pub enum Consequence {
         previous: Outcome,
         /// Delay before the message is redelivered.
         delay: Duration,
-        /// Time for which the agent must not pull jobs for the bulkhead.
-        pause: Duration,
+        /// Pause before the agent replaces the job with another one.
+        pause: Pause,
     },
 }
 
@@ -68,7 +79,9 @@ pub fn decide(
     let ending = match end {
         AttemptEnd::Reported(ending) => ending,
         AttemptEnd::Disconnected { executed: Executed::No } => {
-            return not_begun((message, terms, rules), claim, not_sent(terms), jitter);
+            // A supervisor that cannot be reached concerns all tenants.
+            let rules = Rules { is_isolated: false, ..rules.clone() };
+            return not_begun((message, terms, &rules), claim, not_sent(terms), jitter);
         }
         AttemptEnd::Disconnected { .. } => {
             Ending { outcome: host_lost(terms, claim.attempts), payload: Bytes::new() }
@@ -89,7 +102,7 @@ pub fn decide(
             }
             let delay = backoff(RERUN_DELAY_MIN, claim.attempts.into(), jitter);
             let previous = with_history(claim, ending).outcome;
-            Consequence::Return { attempts: claim.attempts, previous, delay, pause: Duration::ZERO }
+            Consequence::Return { attempts: claim.attempts, previous, delay, pause: Pause::None }
         }
         _ => Consequence::Decide(with_history(claim, ending)),
     }
@@ -124,27 +137,34 @@ fn not_begun(
     Consequence::Return { attempts, previous, delay, pause }
 }
 
-/// Returns the delay before a job that has not begun is delivered again, and the time for which the agent must not pull
-/// jobs.
-fn delay_and_pause(
-    message: &Message,
-    rules: &Rules,
-    reported: &Outcome,
-    jitter: f64,
-) -> (Duration, Duration) {
+/// Returns the delay before a job that has not begun is delivered again, and the agent's pause.
+fn delay_and_pause(message: &Message, rules: &Rules, reported: &Outcome, jitter: f64) -> (Duration, Pause) {
+    use RejectReason::{
+        Backpressure, Draining, Evicted, NotFound, Overloaded, QueueFull, QueueTimeout, RateLimited, Shed,
+        TenantQuota,
+    };
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let asked = with_jitter(asked, jitter);
-    match &reported.verdict {
+    // A growing delay prevents a tenant with many waiting jobs from occupying the agents with attempts.
+    let growing = asked.max(backoff(RETURN_DELAY_MIN, message.delivery, jitter));
+    let reason = match &reported.verdict {
+        Verdict::Rejected { reason, .. } => *reason,
+        // The job's deadline has passed in the supervisor's queue.
+        _ if rules.is_isolated => return (growing, Pause::None),
+        _ => return (asked, Pause::Pulls(asked)),
+    };
+    match reason {
         // The pause is shorter than the delay, because a job with a lower cost might be accepted sooner.
-        Verdict::Rejected { reason: RejectReason::RateLimited, .. } if rules.is_rate_limit_shared => {
-            (asked, asked.min(RATE_LIMIT_PAUSE_MAX))
+        RateLimited if rules.is_rate_limit_shared => (asked, Pause::Pulls(asked.min(RATE_LIMIT_PAUSE_MAX))),
+        NotFound | Draining => (asked, Pause::Pulls(asked)),
+        // The tenant has used up its own share. Other tenants must not wait, so pulls continue.
+        RateLimited | TenantQuota => (growing, Pause::None),
+        _ if rules.is_isolated => (growing, Pause::None),
+        // Some permits may be reserved for critical jobs or used by other clients. The other permits stay usable.
+        Backpressure | QueueFull | QueueTimeout | Shed | Evicted | Overloaded => {
+            (asked, Pause::Permit(asked))
         }
-        // The tenant has used up its own share. Other tenants must not wait, so pulls continue. The growing delay prevents
-        // a tenant with many waiting jobs from occupying the agents with attempts.
-        Verdict::Rejected { reason: RejectReason::RateLimited | RejectReason::TenantQuota, .. } => {
-            (asked.max(backoff(RETURN_DELAY_MIN, message.delivery, jitter)), Duration::ZERO)
-        }
-        _ => (asked, asked),
+        _ => (asked, Pause::Pulls(asked)),
     }
 }
 
@@ -155,11 +175,16 @@ fn not_sent(terms: &Terms) -> Outcome {
 
 /// Replaces a result with an error if the result is too large for the server.
 fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
+    if ending.payload.len() > rules.result_bytes_max { too_large(terms, rules, ending) } else { ending }
+}
+
+/// Replaces a result with an error, because the server does not accept the result.
+pub(super) fn too_large(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     let (bytes, max) = (ending.payload.len(), rules.result_bytes_max);
-    if bytes <= max {
-        return ending;
-    }
-    let message = format!("the result has {bytes} bytes; the fleet's server accepts at most {max}");
+    let message = match bytes > max {
+        true => format!("the result has {bytes} bytes; the fleet's server accepts at most {max}"),
+        false => format!("the result has {bytes} bytes, which is too large for the fleet's server"),
+    };
     let failure = HandlerFailure {
         code: RESULT_TOO_LARGE.to_owned(),
         message,

@@ -6,7 +6,7 @@ use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, Outcome, Rej
 use bytes::Bytes;
 
 use super::delivery::{self, Next, host_lost, too_late};
-use super::outcome::{self, AttemptEnd, Claim, Consequence};
+use super::outcome::{self, AttemptEnd, Claim, Consequence, Pause};
 use super::*;
 use crate::record::{Ending, Phase, Record, Stored};
 
@@ -26,6 +26,7 @@ fn rules() -> Rules {
         attempts_max: 3,
         result_bytes_max: 100,
         is_rate_limit_shared: false,
+        is_isolated: false,
         faults: Faults::default(),
     }
 }
@@ -191,33 +192,62 @@ fn return_delay_follows_retry_after() {
     assert_eq!(delay, Duration::from_millis(3600));
 }
 
-/// Returns the delay and the pause after the supervisor has rejected a job, which it asked to retry in 20 s.
-fn delays(reason: RejectReason, delivery: u64, is_rate_limit_shared: bool) -> [u64; 2] {
+/// Returns the delay in seconds and the pause after the supervisor has rejected a job and asked to retry in 20 s.
+fn delays(reason: RejectReason, delivery: u64, is_rate_limit_shared: bool) -> (u64, Pause) {
     let outcome = Outcome { retry_after: Some(Duration::from_secs(20)), ..rejected(reason) };
     let claim = Claim { attempts: 1, previous: None };
     let rules = Rules { is_rate_limit_shared, ..rules() };
     let end = AttemptEnd::Reported(ending(outcome));
     let consequence = outcome::decide(&message(delivery), &terms(false), &rules, &claim, end, IN_TIME, 0.0);
     let Consequence::Return { delay, pause, .. } = consequence else { panic!("{consequence:?}") };
-    [delay.as_secs(), pause.as_secs()]
+    (delay.as_secs(), pause)
 }
 
 #[test]
-fn only_rejections_that_concern_all_tenants_pause_pulls() {
+fn only_rejections_of_all_jobs_pause_pulls() {
+    use RejectReason::{CircuitOpen, Draining, RateLimited, TenantQuota, Unavailable};
+    let asked = Duration::from_secs(20);
     for reason in RejectReason::ALL.into_iter().filter(|reason| reason.is_retryable()) {
-        let is_own_share = matches!(reason, RejectReason::RateLimited | RejectReason::TenantQuota);
-        assert_eq!(delays(reason, 1, false), [20, if is_own_share { 0 } else { 20 }], "{reason}");
+        let pause = match reason {
+            RateLimited | TenantQuota => Pause::None,
+            CircuitOpen | Draining | Unavailable => Pause::Pulls(asked),
+            _ => Pause::Permit(asked),
+        };
+        assert_eq!(delays(reason, 1, false), (20, pause), "{reason}");
     }
-    assert_eq!(delays(RejectReason::RateLimited, 1, true), [20, 1]);
-    assert_eq!(delays(RejectReason::TenantQuota, 1, true), [20, 0]);
+    assert_eq!(delays(RateLimited, 1, true), (20, Pause::Pulls(Duration::from_secs(1))));
+    assert_eq!(delays(TenantQuota, 1, true), (20, Pause::None));
+}
+
+#[test]
+fn rejection_of_an_isolated_tenant_pauses_nothing() {
+    let rules = Rules { is_isolated: true, ..rules() };
+    let decide = |delivery, end| {
+        let claim = Claim { attempts: 1, previous: None };
+        let decided = outcome::decide(&message(delivery), &terms(false), &rules, &claim, end, IN_TIME, 0.0);
+        let Consequence::Return { delay, pause, .. } = decided else { panic!("{decided:?}") };
+        (delay.as_secs(), pause)
+    };
+    let queued = verdict(Verdict::DeadlineQueued);
+    let retryable = RejectReason::ALL.into_iter().filter(|reason| reason.is_retryable());
+    let concerns_tenant = retryable.filter(|reason| *reason != RejectReason::Draining).map(rejected);
+    for outcome in concerns_tenant.chain([queued]) {
+        let end = AttemptEnd::Reported(ending(outcome.clone()));
+        assert_eq!(decide(8, end), (32, Pause::None), "{outcome}");
+    }
+    for outcome in [rejected(RejectReason::Draining), rejected(RejectReason::NotFound)] {
+        let end = AttemptEnd::Reported(ending(outcome));
+        assert_eq!(decide(8, end), (0, Pause::Pulls(RETURN_DELAY_MIN)));
+    }
+    assert_eq!(decide(8, AttemptEnd::NOT_SENT), (0, Pause::Pulls(RETURN_DELAY_MIN)));
 }
 
 #[test]
 fn retry_delay_grows_for_jobs_above_their_tenants_share() {
     for (delivery, delay) in [(1, 20), (7, 20), (8, 32), (9, 60), (1000, 60)] {
-        assert_eq!(delays(RejectReason::RateLimited, delivery, false), [delay, 0], "{delivery}");
+        assert_eq!(delays(RejectReason::RateLimited, delivery, false), (delay, Pause::None), "{delivery}");
     }
-    assert_eq!(delays(RejectReason::RateLimited, 1000, true), [20, 1]);
+    assert_eq!(delays(RejectReason::RateLimited, 1000, true).0, 20);
 }
 
 #[test]
@@ -233,7 +263,7 @@ fn only_idempotent_jobs_run_again() {
     for outcome in [failed(true), crashed(), verdict(Verdict::DeadlineRunning)] {
         let again = after(true, 1, outcome.clone(), IN_TIME);
         let Consequence::Return { attempts: 1, previous, delay, pause } = again else { panic!("{again:?}") };
-        assert_eq!((previous, delay, pause), (outcome.clone(), Duration::from_secs(1), Duration::ZERO));
+        assert_eq!((previous, delay, pause), (outcome.clone(), Duration::from_secs(1), Pause::None));
         let is_final = Consequence::Decide(ending(outcome.clone()));
         assert_eq!(after(false, 1, outcome.clone(), IN_TIME), is_final);
         assert_eq!(after(true, 3, outcome.clone(), IN_TIME), is_final, "no attempts left");
@@ -248,7 +278,7 @@ fn disconnect_before_sending_is_not_counted_as_attempt() {
     let end = AttemptEnd::NOT_SENT;
     let consequence = outcome::decide(&message(1), &terms(false), &rules(), &claim, end, IN_TIME, 0.0);
     let Consequence::Return { attempts: 0, pause, .. } = consequence else { panic!("{consequence:?}") };
-    assert_eq!(pause, RETURN_DELAY_MIN);
+    assert_eq!(pause, Pause::Pulls(RETURN_DELAY_MIN));
 }
 
 #[test]
@@ -322,6 +352,52 @@ fn write_without_a_response_is_repeated_unchanged() {
     }
 }
 
+/// Returns a handling whose job has returned a result of 100 bytes, and the write that contains the result.
+fn result_write() -> (Handling, Write) {
+    let mut handling = submitted();
+    let end = Ending { outcome: verdict(Verdict::Ok), payload: vec![0; 100].into() };
+    let step = handling.apply(Event::Ended(AttemptEnd::Reported(end)), IN_TIME);
+    let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
+    (handling, write)
+}
+
+/// Returns the reason of the outcome in a write. Panics if the outcome has a payload.
+fn reason_without_payload(write: &Write) -> Option<&str> {
+    let Phase::Decided(ending) = &write.record.phase else { panic!("{write:?}") };
+    assert!(ending.payload.is_empty());
+    ending.outcome.verdict.reason()
+}
+
+#[test]
+fn result_refused_by_the_server_is_replaced() {
+    let (mut handling, first) = result_write();
+    let step = handling.apply(Event::Written(WriteResult::TooLarge), IN_TIME);
+    let Step::Do(Action::Write(second), Duration::ZERO) = step else { panic!("{step:?}") };
+    assert_eq!(reason_without_payload(&second), Some("result_too_large"));
+    assert_eq!(second.expects, first.expects);
+    assert_ne!(second.record.nonce, first.record.nonce, "the server may have stored the first write");
+    let step = handling.apply(Event::Written(WriteResult::Stored(2)), IN_TIME);
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
+}
+
+#[test]
+fn refused_record_without_a_result_is_written_again() {
+    let mut handling = submitted();
+    let write = outcome_write(&mut handling);
+    let step = handling.apply(Event::Written(WriteResult::TooLarge), IN_TIME);
+    assert!(matches!(&step, Step::Do(Action::Write(again), _) if *again == write), "{step:?}");
+}
+
+#[test]
+fn current_size_limit_applies_to_the_result() {
+    let mut handling = submitted();
+    handling.set_result_bytes_max(99);
+    let end = Ending { outcome: verdict(Verdict::Ok), payload: vec![0; 100].into() };
+    let step = handling.apply(Event::Ended(AttemptEnd::Reported(end)), IN_TIME);
+    let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
+    assert_eq!(reason_without_payload(&write), Some("result_too_large"));
+}
+
 #[test]
 fn conflict_with_own_record_counts_as_success() {
     let mut handling = submitted();
@@ -361,6 +437,29 @@ fn refused_claim_leaves_the_job_to_its_holder() {
     handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);
     let step = handling.apply(Event::Read(Ok(Some(claimed(7, 1)))), IN_TIME);
     assert_eq!(step, Step::Done(Conclusion::Left(None)));
+}
+
+#[test]
+fn job_without_a_permit_is_returned_unless_claimed() {
+    let begin = || {
+        let (message, terms) = (message(2), terms(false));
+        Handling::begin_without_permit(message, terms, rules(), "a".into(), "nonce".into(), 0.0).0
+    };
+    let mut handling = begin();
+    let step = handling.apply(Event::Read(Ok(None)), IN_TIME);
+    let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
+    assert_eq!((write.expects, write.record.attempts), (Some(0), 0));
+    assert_eq!(write.record.phase, Phase::Returned { previous: too_late(&terms(false)) });
+    let refused = {
+        let mut handling = handling.clone();
+        handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);
+        handling.apply(Event::Read(Ok(Some(claimed(7, 1)))), IN_TIME)
+    };
+    assert_eq!(refused, Step::Done(Conclusion::Left(None)));
+    let returned = handling.apply(Event::Written(WriteResult::Stored(1)), IN_TIME);
+    assert_eq!(returned, Step::Done(Conclusion::Returned { delay: RETURN_DELAY_MIN, pause: Pause::None }));
+    let step = begin().apply(Event::Read(Ok(Some(claimed(7, 1)))), IN_TIME);
+    assert_eq!(step, Step::Done(Conclusion::Left(Some(ACK_WAIT))));
 }
 
 #[test]

@@ -13,6 +13,7 @@ use super::status::print_table;
 /// Runs the command.
 pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Result<u8, Failure> {
     let operator = Operator::connect(settings).await.map_err(Failure::unreachable)?;
+    let mut code = exit::OK;
     match &dead.command {
         DeadCommand::List { bulkhead, tenant, limit } => {
             let filter = DeadFilter { bulkhead: bulkhead.clone(), tenant: tenant.clone(), id: None };
@@ -22,6 +23,10 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
         DeadCommand::Show { id, tenant, output } => {
             let letter = one(&operator, id, tenant.as_deref()).await?;
             match output {
+                Some(_) if letter.dropped_payload_bytes.is_some() => {
+                    let message = format!("the dead letter {id} was stored without the job's payload");
+                    return Err(Failure::new(exit::NOT_FOUND, message));
+                }
                 Some(file) => output::payload(Some(file), &letter.payload)?,
                 None => output::line(&format!("{:#}", letter_json(&letter)))?,
             }
@@ -29,6 +34,11 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
         DeadCommand::Requeue(selection) => {
             for subject in select(&operator, selection).await? {
                 let Some(letter) = read(&operator, &subject).await? else { continue };
+                if let Err(error) = letter.check_requeue() {
+                    output::to_stderr(&format!("bulkhead-fleet: {}", escape(&error.to_string())));
+                    code = exit::INVALID;
+                    continue;
+                }
                 let id = operator.requeue(&letter).await.map_err(Failure::unreachable)?;
                 report(is_json, "requeued", &letter, Some(&id))?;
             }
@@ -41,7 +51,7 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
             }
         }
     }
-    Ok(exit::OK)
+    Ok(code)
 }
 
 async fn one(operator: &Operator, id: &str, tenant: Option<&str>) -> Result<DeadLetter, Failure> {
@@ -103,6 +113,9 @@ fn letter_json(letter: &DeadLetter) -> Value {
     document["idempotent"] = json!(options.is_idempotent);
     document["at"] = json!(letter.at);
     document["payload_bytes"] = json!(letter.payload.len());
+    if let Some(bytes) = letter.dropped_payload_bytes {
+        document["dropped_payload_bytes"] = json!(bytes);
+    }
     document
 }
 

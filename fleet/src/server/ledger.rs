@@ -25,6 +25,10 @@ pub(crate) async fn write(client: &Client, subject: &str, write: &Write) -> Writ
         Published::Stored(sequence) => WriteResult::Stored(sequence),
         Published::Conflict(last) => WriteResult::Conflict(last),
         Published::Pending => WriteResult::Pending,
+        Published::TooLarge => {
+            tracing::warn!("a record of {subject} is too large for the server");
+            WriteResult::TooLarge
+        }
         other => {
             tracing::warn!("failed to store a record of {subject} in the ledger: {other:?}; trying again");
             WriteResult::Unknown

@@ -1,6 +1,7 @@
 //! Creates missing streams and consumers, and compares existing ones with the configuration. Only new subjects and
 //! a new number of lanes are applied to existing objects. All other differences are reported but not changed.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use async_nats::Client;
@@ -151,6 +152,57 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
     };
     merge(&mut config, filter);
     config
+}
+
+/// Compares the consumers of all bulkheads with the configuration. Returns a message for each consumer that does not
+/// match, by the consumer's name. Compares only what agents rely on: the subjects that the consumer delivers, and the
+/// time without a heartbeat after which the server redelivers a message.
+pub(crate) async fn mismatches(
+    client: &Client,
+    settings: &Settings,
+) -> Result<BTreeMap<String, String>, ApiError> {
+    let mut found = BTreeMap::new();
+    for (name, bulkhead) in &settings.bulkhead {
+        for index in 0..bulkhead.lanes {
+            let consumer = consumer(name, index);
+            let wanted = consumer_config(settings, name, bulkhead, index);
+            let info: Result<Value, ApiError> =
+                api(client, &format!("CONSUMER.INFO.{JOBS}.{consumer}"), Value::Null).await;
+            let problem = match info {
+                Ok(info) => mismatch(&info["config"], &wanted),
+                Err(error) if error.err_code == CONSUMER_NOT_FOUND => {
+                    Some("does not exist: run: bulkhead fleet init".to_owned())
+                }
+                Err(error) => return Err(error),
+            };
+            found.extend(problem.map(|problem| {
+                let message = format!("[bulkhead.{name}] the consumer {JOBS}/{consumer} {problem}");
+                (consumer, message)
+            }));
+        }
+    }
+    Ok(found)
+}
+
+/// Describes the difference between a consumer and its configuration, and how to correct it.
+fn mismatch(existing: &Value, wanted: &Value) -> Option<String> {
+    let differences = |keys: &[&str]| {
+        let wanted = keys.iter().filter_map(|key| Some(((*key).to_owned(), wanted.get(key)?.clone())));
+        differences(existing, &Value::Object(wanted.collect()))
+    };
+    if !differences(&["filter_subject", "filter_subjects"]).is_empty() {
+        return Some(
+            "was created for a different number of lanes: correct `lanes`, or stop the agents on all hosts, run \
+             `bulkhead fleet init`, and start the agents again"
+                .to_owned(),
+        );
+    }
+    let difference = differences(&["ack_wait"]).pop()?;
+    Some(format!(
+        "was created for a different host_lost_after, so hosts could count as lost although they are running \
+         ({difference}): set host_lost_after to twice the consumer's ack_wait, or stop the agents on all hosts, \
+         change ack_wait with the nats command, and start the agents again"
+    ))
 }
 
 /// Creates missing streams and consumers. Adds the subjects of new bulkheads, and replaces consumers if the number
@@ -389,6 +441,18 @@ mod tests {
         assert!(differences(&json!({"c": ["y", "x"], "d": 3, "e": 1}), &wanted).is_empty());
         assert_eq!(differences(&json!({"c": ["y"], "d": 4}), &wanted).len(), 2);
         assert!(differences(&json!({"deny_delete": true}), &json!({"deny_delete": false})).is_empty());
+    }
+
+    #[test]
+    fn only_filters_and_ack_wait_must_match_for_an_agent() {
+        let several = json!({"filter_subjects": ["a", "b"], "ack_wait": 5, "max_waiting": 4096});
+        let single = json!({"filter_subject": "a", "ack_wait": 5});
+        assert_eq!(mismatch(&json!({"filter_subjects": ["b", "a"], "ack_wait": 5}), &several), None);
+        for (existing, wanted) in [(&several, &single), (&single, &several)] {
+            assert!(mismatch(existing, wanted).unwrap().contains("number of lanes"));
+        }
+        let other = json!({"filter_subject": "a", "ack_wait": 2});
+        assert!(mismatch(&other, &single).unwrap().contains("ack_wait is 2"));
     }
 
     #[test]

@@ -45,6 +45,7 @@ impl World {
         let agent = &mut self.agents[agent];
         agent.life += 1;
         agent.held.clear();
+        agent.kept_until.clear();
         agent.dead_until = back;
         self.last_fault = self.last_fault.max(back);
     }

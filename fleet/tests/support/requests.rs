@@ -63,6 +63,12 @@ impl World {
         coverage: &mut Coverage,
     ) {
         const TIMEOUT: Ms = 5000;
+        // The server's size limit can be lower than it was when the agent connected.
+        let has_result = matches!(&write.record.phase, Phase::Decided(ending) if !ending.payload.is_empty());
+        if has_result && self.random.chance(20) {
+            coverage.count("result too large");
+            return self.reply(to, sequence, Event::Written(WriteResult::TooLarge));
+        }
         // Most writes take milliseconds. After a leader change, some outlast the agent's timeout.
         let time = if self.random.chance(5) { self.random.below(8000) } else { self.random.between(1, 10) };
         match self.server.begin_write(job, write, self.now + time) {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
 use bulkhead_fleet::decide::delivery::host_lost;
-use bulkhead_fleet::decide::outcome::AttemptEnd;
+use bulkhead_fleet::decide::outcome::{AttemptEnd, Pause};
 use bulkhead_fleet::decide::{
     Action, Conclusion, Event, Faults, Handling, Message, Rules, Step, Terms, Write,
 };
@@ -35,6 +35,8 @@ const DECIDED_WITHIN: Ms = HOST_LOST_AFTER + 15_000 + 3 * RUN_MAX + 5000;
 const DRAINED_WITHIN: Ms = DECIDED_WITHIN + 3 * HOST_LOST_AFTER;
 /// Maximum difference between an agent's corrected clock and the server's clock.
 const CLOCK_ERROR: Ms = 300;
+/// Delay before the redelivery of a message that an agent has given back.
+const GIVEN_BACK_DELAY: Ms = 250;
 /// Start of simulated time. Large enough that subtractions do not underflow.
 const EPOCH: Ms = 1_000_000;
 /// Maximum number of events in one history.
@@ -45,7 +47,7 @@ const EVENTS_MAX: u64 = 2_000_000;
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
 /// Situations that the histories must reach at least once.
-const REQUIRED: [&str; 18] = [
+const REQUIRED: [&str; 22] = [
     "agent killed",
     "agent frozen beyond host_lost_after",
     "outage beyond ack_wait",
@@ -64,6 +66,10 @@ const REQUIRED: [&str; 18] = [
     "returned",
     "left to holder",
     "late decided",
+    "given back",
+    "given back again",
+    "permit kept",
+    "result too large",
 ];
 
 impl Coverage {
@@ -132,6 +138,8 @@ pub(crate) struct Agent {
     pub(crate) held: BTreeMap<u64, Held>,
     clock_error: i64,
     permits: usize,
+    /// For each permit that stays in use after a rejection, the time at which it becomes free.
+    pub(crate) kept_until: Vec<Ms>,
 }
 
 #[derive(Clone, Debug)]
@@ -209,6 +217,7 @@ impl World {
             held: BTreeMap::new(),
             clock_error,
             permits,
+            kept_until: Vec::new(),
         });
         let (first, heartbeat) = (self.random.below(200), self.random.below(HEARTBEAT));
         self.after(first, Happening::Poll { agent });
@@ -378,7 +387,10 @@ impl World {
     fn poll(&mut self, agent: usize) {
         let pause = self.random.between(20, 200);
         self.after(pause, Happening::Poll { agent });
-        let has_permit = self.agents[agent].held.len() < self.agents[agent].permits;
+        let now = self.now;
+        let Agent { held, permits, kept_until, .. } = &mut self.agents[agent];
+        kept_until.retain(|until| *until > now);
+        let has_permit = held.len() + kept_until.len() < *permits;
         if !self.can_act(agent) || !self.server.is_up || !has_permit {
             return;
         }
@@ -403,6 +415,12 @@ impl World {
         if self.agents[to.agent].held.contains_key(&sequence) {
             return self.request(to, sequence, Request::InProgress);
         }
+        // The agent can have had no free permit for some time.
+        let has_permit = !self.random.chance(5);
+        if !has_permit && delivery == 1 {
+            coverage.count("given back");
+            return self.request(to, sequence, Request::Negative(GIVEN_BACK_DELAY));
+        }
         if delivery > 1 {
             coverage.count("delivered again");
         }
@@ -410,8 +428,13 @@ impl World {
             Message { stream_sequence: sequence, delivery, published: Duration::from_millis(published) };
         let nonce = format!("{}.{}.{}", to.agent, to.life, self.random.next());
         let agent = format!("agent-{}-{}", to.agent, to.life);
-        let (handling, step) =
-            Handling::begin(message, self.terms(job), rules(self.faults), agent, nonce, 0.5);
+        let (terms, rules) = (self.terms(job), rules(self.faults));
+        let (handling, step) = if has_permit {
+            Handling::begin(message, terms, rules, agent, nonce, 0.5)
+        } else {
+            coverage.count("given back again");
+            Handling::begin_without_permit(message, terms, rules, agent, nonce, 0.5)
+        };
         self.agents[to.agent].held.insert(sequence, Held { job, handling, run: None });
         self.step(to, sequence, step, coverage);
     }
@@ -433,8 +456,13 @@ impl World {
                     Conclusion::Decided => coverage.count("decided"),
                     Conclusion::Repeated => coverage.count("decided again announced"),
                     Conclusion::Fenced => coverage.count("fenced"),
-                    Conclusion::Returned { delay, .. } => {
+                    Conclusion::Returned { delay, pause } => {
                         coverage.count("returned");
+                        if let Pause::Permit(time) = pause {
+                            coverage.count("permit kept");
+                            let until = self.now + time.as_millis() as Ms;
+                            self.agents[to.agent].kept_until.push(until);
+                        }
                         self.request(to, sequence, Request::Negative(delay.as_millis() as Ms));
                     }
                     Conclusion::Left(delay) => {
@@ -519,7 +547,9 @@ impl World {
             _ => Verdict::Ok,
         };
         self.jobs[job].completed += u32::from(verdict == Verdict::Ok);
-        let end = reported(self.outcome(job, verdict));
+        let has_payload = verdict == Verdict::Ok && self.random.chance(30);
+        let payload = Bytes::from_static(if has_payload { b"result" } else { b"" });
+        let end = AttemptEnd::Reported(Ending { outcome: self.outcome(job, verdict), payload });
         self.after(1, Happening::Answer { to, sequence, event: Event::Ended(end) });
     }
 
@@ -546,6 +576,7 @@ fn rules(faults: Faults) -> Rules {
         attempts_max: 3,
         result_bytes_max: 1 << 20,
         is_rate_limit_shared: false,
+        is_isolated: false,
         faults,
     }
 }

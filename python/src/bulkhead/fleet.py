@@ -25,6 +25,7 @@ import nats
 import nats.errors
 
 from ._reply import Reply
+from ._wire import SECONDS_MAX
 from .errors import ERROR_OF_OUTCOME, Disconnected, JobError, Outcome, Rejected
 
 __all__ = ["AsyncFleet", "Submitted"]
@@ -59,6 +60,10 @@ def job_subject(bulkhead: str, tenant: str) -> str:
     """Returns the subject of a tenant's jobs."""
     lane = hashlib.sha256(tenant.encode()).digest()[0] % 16
     return f"bh.job.{escape(bulkhead)}.n.{lane}.{escape(tenant)}"
+
+
+def _millis(seconds: float) -> str:
+    return str(max(1, round(min(seconds, SECONDS_MAX) * 1000)))
 
 
 class AsyncFleet:
@@ -120,10 +125,10 @@ class AsyncFleet:
         """
         tenant = self._tenant if tenant is None else tenant
         id = secrets.token_hex(16) if id is None else id
-        headers = {"Bulkhead-Id": id, "Bulkhead-Deadline-Ms": str(max(1, round(deadline * 1000)))}
+        headers = {"Bulkhead-Id": id, "Bulkhead-Deadline-Ms": _millis(deadline)}
         optional = {
             "Bulkhead-Operation": operation,
-            "Bulkhead-Run-Limit-Ms": "" if run_limit is None else str(max(1, round(run_limit * 1000))),
+            "Bulkhead-Run-Limit-Ms": "" if run_limit is None else _millis(run_limit),
             "Bulkhead-Priority": "" if priority == "normal" else priority,
             "Bulkhead-Cost": "" if cost == 1 else str(cost),
             "Bulkhead-Idempotent": "true" if idempotent else "",

@@ -27,6 +27,8 @@ pub struct Snapshot {
     /// Name of the isolated tenant, if the snapshot covers only this tenant's part of the bulkhead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
+    /// True if tenants are isolated, so that each tenant has its own workers.
+    pub isolated: bool,
     pub state: Word<BulkheadState>,
     /// Human-readable reason why the bulkhead is degraded or failed.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -122,6 +122,23 @@ fn init_adds_bulkheads_and_changes_nothing_else() {
 }
 
 #[test]
+fn agent_does_not_start_if_a_consumer_does_not_match() {
+    let Some(fleet) = TestFleet::start(VERSIONS[1], 1, &settings()) else { return };
+    let config = std::fs::read_to_string(fleet.config()).unwrap();
+    let file = fleet.folder.path().join("changed.toml");
+    for (from, to, message) in [
+        ("host_lost_after = \"4s\"", "host_lost_after = \"40s\"", "host_lost_after to twice"),
+        ("[bulkhead.b]", "[bulkhead.b]\nlanes = 4", "number of lanes"),
+        ("[bulkhead.b]", "[bulkhead.b]\n[bulkhead.new]", "BH_JOBS/new_n_0 does not exist"),
+    ] {
+        std::fs::write(&file, config.replace(from, to)).unwrap();
+        let agent = fleet.command(&["--config", file.to_str().unwrap(), "agent"]);
+        assert_eq!(agent.status.code(), Some(2), "{agent:?}");
+        assert!(text(&agent.stderr).contains(message), "{agent:?}");
+    }
+}
+
+#[test]
 fn dead_letter_can_be_shown_resubmitted_and_dropped() {
     let Some(fleet) = start() else { return };
     let file = fleet.hosts[0].supervisor.file("ran");

@@ -14,6 +14,7 @@ use bulkhead_tests::{PATIENCE, SAME_NUMBERS, Supervisor, run, wait_for};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 
+use super::commands::get;
 use super::jobs::{BULKHEADS, settings};
 
 /// Starts a fleet with one server and two hosts.
@@ -76,6 +77,30 @@ fn non_idempotent_job_on_a_lost_host_ends_as_host_lost() {
     assert_eq!(begun(&fleet), 1);
     let (code, lines) = fleet.json(&["result", "once"]);
     assert_eq!((code, &lines[0]["executed"], &lines[0]["retryable"]), (70, &"unknown".into(), &false.into()));
+}
+
+#[test]
+fn job_does_not_wait_behind_a_long_job_while_a_host_is_idle() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
+    for name in ["host-a", "host-b"] {
+        fleet.add_host(name, &format!("{bulkheads}{SAME_NUMBERS}"));
+    }
+    run(async {
+        let client = fleet.connect().await;
+        begin(&fleet, &client, "long", false).await;
+        // The busy host pulls one of these jobs.
+        let mut short = Vec::new();
+        for _ in 0..6 {
+            let job = client.job("b", "").deadline(Duration::from_secs(20));
+            short.push(job.submit().await.unwrap());
+        }
+        for submitted in short {
+            result_of(submitted).await.unwrap();
+        }
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        assert_eq!(outcome(&client, "long").await, "ok");
+    });
 }
 
 #[test]
@@ -209,6 +234,7 @@ pub(crate) fn clock_library(folder: &Path) -> PathBuf {
     let compile = Command::new("cc")
         .args(["-shared", "-fPIC", "-o"])
         .arg(&library)
+        .arg(format!("-DSTEP_FILE=\"{}/step\"", folder.display()))
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fleet/clock.c"))
         .status();
     assert!(compile.expect("a C compiler").success());
@@ -240,6 +266,26 @@ fn host_clock_that_is_ahead_does_not_shorten_deadlines() {
             }
         }
     });
+}
+
+#[test]
+fn step_of_the_host_clock_ends_no_jobs() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let library = clock_library(fleet.folder.path());
+    let host = fleet.prepare_host("host-a", Supervisor::start(BULKHEADS));
+    fleet.hosts[host].start_agent_under(&library);
+    fleet.wait_agent("host-a");
+    run(async {
+        let client = fleet.connect().await;
+        std::fs::write(fleet.folder.path().join("step"), "").unwrap();
+        for _ in 0..5 {
+            let job = client.job("b", "").deadline(Duration::from_secs(3600));
+            result_of(job.submit().await.unwrap()).await.unwrap();
+        }
+    });
+    let port = fleet.hosts[host].http;
+    let page = get(port, "/metrics").1;
+    assert!(page.contains("bulkhead_fleet_clock_offset_seconds -720"), "{page}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Limits: backlogs, sizes, full streams, lanes, and messages that are not jobs.
 
 use std::process::Output;
+use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -10,7 +11,7 @@ use bulkhead_shared::Verdict;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of, streams};
 use bulkhead_tests::{PATIENCE, run, tally, wait_for};
 
-use super::jobs::{BULKHEADS, settings};
+use super::jobs::{BULKHEADS, settings, start};
 
 /// Submits jobs from 32 tasks to a fleet without agents. Returns the IDs of the accepted jobs, and the reason for each
 /// rejection.
@@ -93,6 +94,46 @@ fn oversized_payload_and_result_are_refused_with_a_reason() {
 }
 
 #[test]
+fn size_of_a_result_is_checked_against_the_current_limit() {
+    let Some(mut fleet) = start() else { return };
+    let [begun, go] = ["begun", "go"].map(|name| fleet.hosts[0].supervisor.file(name));
+    run(async {
+        fleet.servers[0].restart_with_max_payload(8 << 20);
+        let client = fleet.connect().await;
+        let submitted = client.job("b", "2000000").operation("big").submit().await.unwrap();
+        assert_eq!(result_of(submitted).await.unwrap().payload().len(), 2_000_000);
+
+        let operation = format!("steps:trace {};wait {};echo", begun.display(), go.display());
+        let job = client.job("b", vec![7; 2_000_000]).operation(operation).id("large");
+        job.submit().await.unwrap();
+        wait_for("the job has begun", || begun.exists().then_some(()));
+        fleet.servers[0].restart_with_max_payload(1 << 20);
+        std::fs::write(&go, "").unwrap();
+        let client = fleet.connect().await;
+        let error = client.result("", "large", PATIENCE).await.unwrap_err();
+        assert!(error.to_string().contains("result_too_large"), "{error}");
+    });
+    fleet.wait_drained("b");
+}
+
+#[test]
+fn dead_letter_without_its_payload_cannot_be_requeued() {
+    let Some(fleet) = start() else { return };
+    let head = "NATS/1.0\r\nBulkhead-Id: large\r\nBulkhead-Operation: fail\r\n\r\n";
+    // The largest message that the server accepts. The dead letter has more headers.
+    let payload = vec![b'x'; (1 << 20) - head.len()];
+    let answer = fleet.request(b"bh.job.b.n.3.=", head.as_bytes(), &payload);
+    assert!(answer.contains("\"seq\""), "{answer}");
+    fleet.wait_drained("b");
+    let (_, letters) = fleet.json(&["dead", "list"]);
+    let sizes = [&letters[0]["payload_bytes"], &letters[0]["dropped_payload_bytes"]];
+    assert_eq!(sizes, [0, payload.len()], "{letters:?}");
+    assert_eq!(fleet.json(&["dead", "requeue", "large"]).0, 65);
+    assert_eq!(fleet.command(&["dead", "show", "large", "--output", "-"]).status.code(), Some(66));
+    assert_eq!(fleet.json(&["dead", "list"]).1, letters);
+}
+
+#[test]
 fn invalid_options_never_reach_the_servers() {
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     run(async {
@@ -138,6 +179,9 @@ fn message_that_is_not_a_valid_job_becomes_a_dead_letter() {
     for id in ["message-1", "late", "twice"] {
         assert!(letters.iter().any(|letter| letter["id"] == id), "{id}: {letters:?}");
     }
+    // The letters do not contain the options of the jobs.
+    assert_eq!(fleet.json(&["dead", "requeue", "--all"]), (65, Vec::new()));
+    assert_eq!(fleet.json(&["dead", "list"]).1, letters);
     // The agent still works.
     run(async {
         let client = fleet.connect().await;
@@ -190,6 +234,15 @@ fn lanes_can_change_only_while_no_jobs_are_waiting() {
 }
 
 #[test]
+fn running_agent_warns_after_a_change_of_lanes() {
+    let Some(fleet) = start() else { return };
+    assert!(change_lanes(&fleet, "4").status.success());
+    wait_for("the agent warns", || {
+        fleet.hosts[0].log().contains("was created for a different number of lanes").then_some(())
+    });
+}
+
+#[test]
 fn interrupted_change_of_lanes_can_be_repeated() {
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     assert!(change_lanes(&fleet, "4").status.success());
@@ -204,17 +257,27 @@ fn interrupted_change_of_lanes_can_be_repeated() {
     }
 }
 
+/// Returns the headers of a waiting job.
+fn stored_headers(fleet: &TestFleet, sequence: u64) -> String {
+    let request = format!("{{\"seq\": {sequence}}}");
+    let stored = fleet.request(b"$JS.API.STREAM.MSG.GET.BH_JOBS", b"", request.as_bytes());
+    let stored: serde_json::Value = serde_json::from_str(&stored).unwrap();
+    let headers = STANDARD.decode(stored["message"]["hdrs"].as_str().unwrap()).unwrap();
+    String::from_utf8(headers).unwrap()
+}
+
 #[test]
 fn library_always_sends_a_deadline() {
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     run(async {
-        fleet.connect().await.job("b", "").submit().await.unwrap();
+        let client = fleet.connect().await;
+        client.job("b", "").submit().await.unwrap();
+        client.job("b", "").deadline(Duration::MAX).submit().await.unwrap();
     });
-    let stored = fleet.request(b"$JS.API.STREAM.MSG.GET.BH_JOBS", b"", b"{\"seq\": 1}");
-    let stored: serde_json::Value = serde_json::from_str(&stored).unwrap();
-    let headers = STANDARD.decode(stored["message"]["hdrs"].as_str().unwrap()).unwrap();
-    let headers = String::from_utf8(headers).unwrap();
-    assert!(headers.contains("Bulkhead-Deadline-Ms: 3600000\r\n"), "{headers}");
+    for (sequence, millis) in [(1, 3_600_000), (2, u64::MAX)] {
+        let headers = stored_headers(&fleet, sequence);
+        assert!(headers.contains(&format!("Bulkhead-Deadline-Ms: {millis}\r\n")), "{headers}");
+    }
 }
 
 #[test]

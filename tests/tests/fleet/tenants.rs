@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use bulkhead_client::JobError;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of};
-use bulkhead_tests::{run, wait_for};
+use bulkhead_tests::{connect, run, wait_for};
 
 use super::commands::get;
 use super::jobs::{BULKHEADS, settings};
@@ -105,6 +106,67 @@ fn tenant_above_its_rate_limit_does_not_stop_other_tenants() {
         result_of(quiet.submit().await.unwrap()).await.unwrap();
     });
     assert_eq!(fleet.pending("b"), Some(JOBS));
+}
+
+#[test]
+fn permit_reserved_for_critical_jobs_does_not_stop_others() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let bulkheads = BULKHEADS.replace("max_queue = 10", "priority = { critical_reserve = 0.25 }");
+    fleet.add_host("host-a", &bulkheads.replace("deadline = \"30s\"", "deadline = \"120s\""));
+    let [begun, go] = ["begun", "go"].map(|name| fleet.hosts[0].supervisor.file(name));
+    run(async {
+        let client = fleet.connect().await;
+        let operation = format!("steps:trace {};wait {}", begun.display(), go.display());
+        let mut running = Vec::new();
+        for _ in 0..3 {
+            running.push(client.job("b", "").operation(&operation).submit().await.unwrap());
+        }
+        let begun = || std::fs::read_to_string(&begun).unwrap_or_default().lines().count();
+        wait_for("three jobs have begun", || (begun() == 3).then_some(()));
+        // Many rejections make the supervisor ask for long pauses.
+        let local = connect(&fleet.hosts[0].supervisor).await;
+        while !matches!(&local.job("b", "").send().await, Err(error) if asks_for_pause(error)) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        client.job("b", "").submit().await.unwrap();
+        wait_for("the job is returned", || returned(&fleet).filter(|count| *count > 0));
+        std::fs::write(&go, "").unwrap();
+        for submitted in running {
+            result_of(submitted).await.unwrap();
+        }
+        // More jobs than the agent requests with one pull, which can be pending when the rejection arrives.
+        for _ in 0..10 {
+            let job = client.job("b", "").deadline(Duration::from_secs(12));
+            result_of(job.submit().await.unwrap()).await.unwrap();
+        }
+    });
+}
+
+fn asks_for_pause(error: &JobError) -> bool {
+    let asked = error.outcome().and_then(|outcome| outcome.retry_after);
+    asked.is_some_and(|asked| asked >= Duration::from_secs(16))
+}
+
+#[test]
+fn open_breaker_of_an_isolated_tenant_does_not_stop_others() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let breaker = "breaker = { min_calls = 4, failure_rate = 0.5, open_for = \"60s\" }\n";
+    let isolated = "tenants = { isolate = true, max_active = 4 }\n";
+    fleet.add_host("host-a", &format!("{BULKHEADS}{breaker}{isolated}"));
+    run(async {
+        let client = fleet.connect().await;
+        result_of(client.job("b", "").tenant("quiet").submit().await.unwrap()).await.unwrap();
+        let local = connect(&fleet.hosts[0].supervisor).await;
+        let crash = || local.job("b", "").operation("segv").tenant("acme").send();
+        while !matches!(&crash().await, Err(error) if asks_for_pause(error)) {}
+        client.job("b", "").tenant("acme").submit().await.unwrap();
+        wait_for("the job is returned", || returned(&fleet).filter(|count| *count > 0));
+        // More jobs than the agent requests with one pull, which can be pending when the rejection arrives.
+        for _ in 0..20 {
+            let quiet = client.job("b", "").tenant("quiet").deadline(Duration::from_secs(40));
+            result_of(quiet.submit().await.unwrap()).await.unwrap();
+        }
+    });
 }
 
 #[test]

@@ -352,6 +352,7 @@ impl Sum {
         Snapshot {
             name: entry.name.as_ref().to_owned(),
             tenant: None,
+            isolated: entry.isolated().is_some(),
             state: state.into(),
             detail: self.trouble.filter(|_| !is_fine),
             service: None,
