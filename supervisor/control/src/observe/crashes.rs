@@ -406,7 +406,9 @@ impl CrashFolder {
     /// Creates and locks the folder again after another program has removed it.
     fn recreate(&mut self) -> io::Result<()> {
         let path = self.path.clone();
-        *self = Self::open(&path, None).map_err(io::Error::other)?;
+        let mut created = Self::open(&path, None).map_err(io::Error::other)?;
+        created.is_embedded = self.is_embedded;
+        *self = created;
         tracing::warn!(
             "created the directory {} for crash reports again, because it was removed",
             path.display()
