@@ -136,7 +136,10 @@ async fn connect(socket: &Path) -> io::Result<UnixStream> {
         match UnixStream::connect(socket).await {
             // The socket exists, but no process is listening on it yet.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => tokio::task::yield_now().await,
-            other => return other,
+            other => {
+                return other
+                    .map_err(|error| io::Error::other(format!("failed to connect to {socket:?}: {error}")));
+            }
         }
     }
 }

@@ -140,9 +140,13 @@ pub(crate) fn cpu(pid: u32) -> Result<Duration> {
     Ok(used)
 }
 
+fn read(file: &str) -> Result<String> {
+    std::fs::read_to_string(file).map_err(|error| format!("failed to read {file}: {error}").into())
+}
+
 /// Returns the CPU time of the first thread of a process.
 pub(crate) fn first_thread_cpu(pid: u32) -> Result<Duration> {
-    scheduled_time(&std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/schedstat"))?)
+    scheduled_time(&read(&format!("/proc/{pid}/task/{pid}/schedstat"))?)
 }
 
 /// Returns the CPU time of a thread from its `schedstat` file.
@@ -152,7 +156,7 @@ fn scheduled_time(line: &str) -> Result<Duration> {
 
 /// Returns the proportional set size (PSS) of a process in bytes.
 pub(crate) fn proportional_bytes(pid: u32) -> Result<u64> {
-    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
+    let rollup = read(&format!("/proc/{pid}/smaps_rollup"))?;
     let line = rollup
         .lines()
         .find_map(|line| line.strip_prefix("Pss:"))
@@ -162,7 +166,7 @@ pub(crate) fn proportional_bytes(pid: u32) -> Result<u64> {
 
 /// Returns the anonymous memory of a process in bytes.
 pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
-    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
+    let rollup = read(&format!("/proc/{pid}/smaps_rollup"))?;
     let line = rollup
         .lines()
         .find_map(|line| line.strip_prefix("Anonymous:"))
@@ -191,7 +195,7 @@ pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
 }
 
 fn field(pid: u32, name: &str) -> Result<String> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let status = read(&format!("/proc/{pid}/status"))?;
     let found = status.lines().find_map(|line| line.strip_prefix(name));
     found.map(str::to_owned).ok_or_else(|| format!("`/proc/{pid}/status` has no line `{name}`").into())
 }

@@ -663,6 +663,7 @@ fn unwritable_report_is_kept_in_memory() {
     let crash_dir = folder.path().join("crashes");
     let supervisor = Supervisor::start_with(&kept_in(&crash_dir, 10), B);
     std::fs::remove_dir_all(&crash_dir).unwrap();
+    std::fs::write(&crash_dir, "").unwrap();
     assert_eq!(send(&supervisor, "segv", "x"), "crashed/signal");
     assert_eq!(send(&supervisor, "abort", "x"), "crashed/signal");
     let all = reports(&supervisor, 2);
