@@ -332,7 +332,7 @@ fn import_check_finds_circular_imports() {
 // The data plane: parts and wiring.
 
 /// Upper bounds on the complexity of the data plane. When an actual value decreases, its bound must be lowered as well.
-const METHOD_LINES_MAX: usize = 3652;
+const METHOD_LINES_MAX: usize = 3651;
 const VISIBLE_FIELDS_MAX: usize = 90;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
 const CALL_CIRCLE_MAX: usize = 7;
