@@ -95,7 +95,7 @@ impl Client {
 }
 
 /// Builder for a job; see [`crate::Job`].
-#[must_use = "a job does nothing until it is sent"]
+#[must_use = "a job that is not sent does nothing"]
 #[derive(Clone, Debug)]
 pub struct Job {
     job: crate::Job,

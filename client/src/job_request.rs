@@ -269,8 +269,8 @@ impl JobRequest {
 
     /// Returns an error if a name or the traceparent is too long.
     pub(crate) fn check(&self) -> Result<(), JobError> {
-        let name_too_long = |what: &str, bytes_max: usize| {
-            let message = format!("the {what}'s name is longer than {bytes_max} bytes");
+        let name_too_long = |owner: &str, bytes_max: usize| {
+            let message = format!("the {owner}'s name is longer than {bytes_max} bytes");
             Err(self.rejection(RejectReason::Invalid, message))
         };
         if self.options.operation.len() > OPERATION_BYTES_MAX {
@@ -280,9 +280,9 @@ impl JobRequest {
             return name_too_long("tenant", TENANT_BYTES_MAX);
         }
         let traceparent = self.traceparent.as_deref().unwrap_or_default();
-        for (what, text) in [("bulkhead's name", self.bulkhead.as_str()), ("traceparent", traceparent)] {
+        for (field, text) in [("bulkhead's name", self.bulkhead.as_str()), ("traceparent", traceparent)] {
             if text.len() > TEXT_BYTES_MAX {
-                let message = format!("the {what} is longer than {TEXT_BYTES_MAX} bytes");
+                let message = format!("the {field} is longer than {TEXT_BYTES_MAX} bytes");
                 return Err(self.rejection(RejectReason::Invalid, message));
             }
         }
