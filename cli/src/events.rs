@@ -29,11 +29,13 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
         return Ok(exit::OK);
     }
     let mut progress = Progress { last, is_upgraded: false };
-    // A single response contains both the stored events after the last one and the new events, so that none are lost.
-    let connect = async |last: u64| {
-        request(args, Method::GET, &format!("/v1/events?follow=true&since={last}{of}")).await
-    };
+    // A single response contains both the stored events after the last one and the new events, so that none are lost. It
+    // contains the events of all bulkheads, because `upgrade_switched` belongs to no bulkhead.
+    let connect =
+        async |last: u64| request(args, Method::GET, &format!("/v1/events?follow=true&since={last}")).await;
     let mut response = connect(last).await?;
+    // A task, because a signal that arrives between two streams would otherwise be missed.
+    let mut interrupt = tokio::spawn(tokio::signal::ctrl_c());
     loop {
         progress.is_upgraded = false;
         let code = follow(vec![response], |line| print_line(args, events, &mut progress, line)).await?;
@@ -41,7 +43,12 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
             return Ok(code);
         }
         // The stream ended with the old program of an upgrade. The new program continues the numbering.
-        response = match connect(progress.last).await {
+        let connected = tokio::select! {
+            biased;
+            _ = &mut interrupt => return Ok(exit::CANCELLED),
+            connected = connect(progress.last) => connected,
+        };
+        response = match connected {
             Err(failure) if failure.code() == exit::UNREACHABLE => return Ok(code),
             connected => connected?,
         };
@@ -78,7 +85,8 @@ fn is_wanted(events: &Events, event: &Event) -> bool {
         // An event of unknown severity is shown, because it could be important.
         Word::Other(_) => true,
     };
-    (events.kind.is_empty() || events.kind.iter().any(|kind| *kind == event.kind))
+    (events.bulkhead.is_none() || events.bulkhead == event.bulkhead)
+        && (events.kind.is_empty() || events.kind.iter().any(|kind| *kind == event.kind))
         && events.severity.is_none_or(is_severe)
         && events.since.is_none_or(is_since)
 }

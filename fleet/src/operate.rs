@@ -117,7 +117,7 @@ impl DeadLetter {
         }
         if let Verdict::Rejected { reason: RejectReason::Invalid, message } = &self.outcome.verdict {
             return Err(OperateError(format!(
-                "the dead letter {id} belongs to an invalid job ({message}), and does not contain the job's options: \
+                "the dead letter {id} belongs to an invalid job ({message}), and might not contain all options: \
                  submit the job again with valid options, and then drop the letter"
             )));
         }

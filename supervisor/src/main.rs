@@ -118,9 +118,6 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     {
         return fail_with(FAILED, &error);
     }
-    if let Err(error) = logging::check_level(&args.log_level) {
-        return fail_with(USAGE, &error);
-    }
     let while_open = match args.while_open.map(LivenessDescriptor::inherit).transpose() {
         Ok(while_open) => while_open,
         Err(error) => return fail_with(USAGE, &format!("--while-open: {error}")),
@@ -134,6 +131,9 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         Ok(folder) => folder,
         Err(error) => return fail_with(USAGE, &format!("--own-folder: {error}")),
     };
+    if let Err(error) = logging::check_level(&args.log_level) {
+        return fail_with(USAGE, &error);
+    }
     let config = match config::load(config) {
         Ok(config) => config,
         Err(errors) => {

@@ -24,6 +24,7 @@ use super::runner::{self, Delivered};
 use super::{Served, Shared};
 use crate::decide;
 use crate::names::{JOBS, consumer, parse_job_subject};
+use crate::random;
 use crate::server::connection::{Loss, connect_with_loss};
 use crate::server::unreadable;
 
@@ -126,6 +127,11 @@ impl Lane {
             let batch = self.batch();
             if batch == 0 {
                 let _ = tokio::time::timeout(FULL_PAUSE, self.served.permits.until_moved()).await;
+                if self.served.settings.lanes > 1 {
+                    // Lanes that have given a message back compete for the permit. No lane may always be the first.
+                    let share = random::number() as f64 / u64::MAX as f64;
+                    tokio::time::sleep(FULL_PAUSE.mul_f64(share)).await;
+                }
                 continue;
             }
             let request = json!({
@@ -224,7 +230,7 @@ impl Lane {
 }
 
 /// Runs each received job as soon as a permit is free, or gives it back at its time limit. Permits are given to the
-/// lanes in turn.
+/// lanes in turn, unless no permit becomes free within [`WAIT_MAX`].
 async fn dispatch_all(
     shared: Arc<Shared>,
     served: Arc<Served>,
@@ -244,6 +250,7 @@ async fn dispatch_all(
         waiting.count.fetch_sub(1, Ordering::Relaxed);
         match permit {
             Some(permit) => {
+                waiting.moves_at_return.store(u64::MAX, Ordering::Relaxed);
                 runner::spawn(&shared, &served, delivered, permit);
             }
             None => runner::give_back(&shared, &served, delivered).await,

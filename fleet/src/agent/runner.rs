@@ -64,7 +64,7 @@ async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, per
     let ledger = ledger_subject(&options.tenant, &options.id);
     let run = Run { shared, served, options, invalid, sequence, ledger, content };
     let conclusion = run.perform_all(handling, step).await;
-    let pause = run.conclude(conclusion).await;
+    let pause = run.conclude(conclusion, permit.is_some()).await;
     drop(guard);
     drop(run);
     tokio::time::sleep(pause).await;
@@ -244,7 +244,7 @@ impl Run {
     }
 
     /// Reports the conclusion to the server. Returns the time for which the job's permit stays in use.
-    async fn conclude(&self, conclusion: Conclusion) -> Duration {
+    async fn conclude(&self, conclusion: Conclusion, is_attempted: bool) -> Duration {
         let counters = self.shared.metrics.of(&self.served.name);
         let add = |counter: fn(&super::metrics::Counters) -> &std::sync::atomic::AtomicU64| {
             if let Some(counters) = counters {
@@ -255,7 +255,9 @@ impl Run {
             Conclusion::Decided => add(|of| &of.decided),
             Conclusion::Repeated => {}
             Conclusion::Returned { delay, pause } => {
-                add(|of| &of.returned);
+                if is_attempted {
+                    add(|of| &of.returned);
+                }
                 if let Pause::Pulls(time) = pause {
                     self.served.gate.pause(time);
                 }

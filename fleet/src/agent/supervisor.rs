@@ -104,7 +104,7 @@ fn apply(shared: &Shared, snapshots: &[Snapshot]) {
         let snapshot = snapshots.iter().find(|snapshot| snapshot.name == served.name);
         let is_shared = snapshot.is_none_or(is_rate_limit_shared);
         served.is_rate_limit_shared.store(is_shared, Ordering::Relaxed);
-        let is_isolated = snapshot.is_some_and(|snapshot| snapshot.isolated);
+        let is_isolated = snapshot.is_some_and(has_isolated_tenants);
         served.is_isolated.store(is_isolated, Ordering::Relaxed);
         let limit = snapshot.map_or(0, limit);
         if limit > 0 {
@@ -115,15 +115,23 @@ fn apply(shared: &Shared, snapshots: &[Snapshot]) {
     }
 }
 
+/// Returns true if the tenants of a bulkhead have separate workers. A supervisor that does not report this is recognised by
+/// workers that name a tenant, or by a ready bulkhead without permits.
+fn has_isolated_tenants(snapshot: &Snapshot) -> bool {
+    snapshot.isolated
+        || snapshot.workers.iter().any(|worker| worker.tenant.is_some())
+        || (snapshot.state == BulkheadState::Ready && snapshot.limit == 0)
+}
+
 /// Returns true if a rate limit applies to all tenants together. Isolated tenants have separate rate limits.
 fn is_rate_limit_shared(snapshot: &Snapshot) -> bool {
-    !snapshot.isolated && snapshot.rate_limit.as_ref().is_some_and(|rate| rate.per == "bulkhead")
+    !has_isolated_tenants(snapshot) && snapshot.rate_limit.as_ref().is_some_and(|rate| rate.per == "bulkhead")
 }
 
 /// Returns the number of jobs that a bulkhead can run at once, or 0 if it accepts no jobs.
 fn limit(snapshot: &Snapshot) -> u64 {
     let is = |state: BulkheadState| snapshot.state == state;
-    if snapshot.isolated {
+    if has_isolated_tenants(snapshot) {
         // A job makes the supervisor start workers for its tenant, even if no other tenant has a usable worker.
         let per_tenant = u64::from(snapshot.processes) * u64::from(snapshot.max_in_flight);
         return if is(BulkheadState::Draining) { 0 } else { snapshot.limit.max(per_tenant) };
@@ -133,7 +141,7 @@ fn limit(snapshot: &Snapshot) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use bulkhead_api::Rate;
+    use bulkhead_api::{Rate, Worker};
 
     use super::*;
 
@@ -149,7 +157,14 @@ mod tests {
         }
         assert_eq!(limit(&isolated(BulkheadState::Ready, 13)), 13);
         assert_eq!(limit(&isolated(BulkheadState::Draining, 8)), 0);
-        assert_eq!(limit(&snapshot(BulkheadState::Ready, 0)), 0);
+        // A supervisor that does not report whether tenants are isolated.
+        assert_eq!(limit(&snapshot(BulkheadState::Ready, 0)), 8);
+        let worker = Worker { tenant: Some("acme".into()), ..Worker::default() };
+        assert!(has_isolated_tenants(&Snapshot {
+            workers: vec![worker],
+            ..snapshot(BulkheadState::Starting, 0)
+        }));
+        assert!(!has_isolated_tenants(&snapshot(BulkheadState::Starting, 0)));
     }
 
     #[test]

@@ -129,7 +129,10 @@ fn not_begun(
     reported: Outcome,
     jitter: f64,
 ) -> Consequence {
-    let (delay, pause) = delay_and_pause(message, rules, &reported, jitter);
+    // Deliveries without a rejection, such as those to agents without a free permit, do not lengthen the delay.
+    let is_rejected = |last: &Outcome| matches!(last.verdict, Verdict::Rejected { .. });
+    let deliveries = if claim.previous.as_ref().is_some_and(is_rejected) { message.delivery } else { 1 };
+    let (delay, pause) = delay_and_pause(deliveries, rules, &reported, jitter);
     let ending = Ending { outcome: reported, payload: Bytes::new() };
     let mut previous = with_history(claim, ending).outcome;
     previous.deadline = terms.deadline;
@@ -138,7 +141,7 @@ fn not_begun(
 }
 
 /// Returns the delay before a job that has not begun is delivered again, and the agent's pause.
-fn delay_and_pause(message: &Message, rules: &Rules, reported: &Outcome, jitter: f64) -> (Duration, Pause) {
+fn delay_and_pause(deliveries: u64, rules: &Rules, reported: &Outcome, jitter: f64) -> (Duration, Pause) {
     use RejectReason::{
         Backpressure, Draining, Evicted, NotFound, Overloaded, QueueFull, QueueTimeout, RateLimited, Shed,
         TenantQuota,
@@ -146,7 +149,7 @@ fn delay_and_pause(message: &Message, rules: &Rules, reported: &Outcome, jitter:
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let asked = with_jitter(asked, jitter);
     // A growing delay prevents a tenant with many waiting jobs from occupying the agents with attempts.
-    let growing = asked.max(backoff(RETURN_DELAY_MIN, message.delivery, jitter));
+    let growing = asked.max(backoff(RETURN_DELAY_MIN, deliveries, jitter));
     let reason = match &reported.verdict {
         Verdict::Rejected { reason, .. } => *reason,
         // The job's deadline has passed in the supervisor's queue.

@@ -195,7 +195,7 @@ fn return_delay_follows_retry_after() {
 /// Returns the delay in seconds and the pause after the supervisor has rejected a job and asked to retry in 20 s.
 fn delays(reason: RejectReason, delivery: u64, is_rate_limit_shared: bool) -> (u64, Pause) {
     let outcome = Outcome { retry_after: Some(Duration::from_secs(20)), ..rejected(reason) };
-    let claim = Claim { attempts: 1, previous: None };
+    let claim = Claim { attempts: 1, previous: Some(rejected(reason)) };
     let rules = Rules { is_rate_limit_shared, ..rules() };
     let end = AttemptEnd::Reported(ending(outcome));
     let consequence = outcome::decide(&message(delivery), &terms(false), &rules, &claim, end, IN_TIME, 0.0);
@@ -223,7 +223,7 @@ fn only_rejections_of_all_jobs_pause_pulls() {
 fn rejection_of_an_isolated_tenant_pauses_nothing() {
     let rules = Rules { is_isolated: true, ..rules() };
     let decide = |delivery, end| {
-        let claim = Claim { attempts: 1, previous: None };
+        let claim = Claim { attempts: 1, previous: Some(rejected(RejectReason::CircuitOpen)) };
         let decided = outcome::decide(&message(delivery), &terms(false), &rules, &claim, end, IN_TIME, 0.0);
         let Consequence::Return { delay, pause, .. } = decided else { panic!("{decided:?}") };
         (delay.as_secs(), pause)
@@ -248,6 +248,18 @@ fn retry_delay_grows_for_jobs_above_their_tenants_share() {
         assert_eq!(delays(RejectReason::RateLimited, delivery, false), (delay, Pause::None), "{delivery}");
     }
     assert_eq!(delays(RejectReason::RateLimited, 1000, true).0, 20);
+}
+
+#[test]
+fn deliveries_without_a_rejection_do_not_lengthen_the_delay() {
+    let end = AttemptEnd::Reported(ending(rejected(RejectReason::TenantQuota)));
+    for previous in [None, Some(verdict(Verdict::DeadlineQueued))] {
+        let claim = Claim { attempts: 1, previous };
+        let decided =
+            outcome::decide(&message(1000), &terms(false), &rules(), &claim, end.clone(), IN_TIME, 0.0);
+        let Consequence::Return { delay, .. } = decided else { panic!("{decided:?}") };
+        assert_eq!(delay, RETURN_DELAY_MIN);
+    }
 }
 
 #[test]

@@ -385,9 +385,13 @@ class _LoopState:
         try:
             while self._waiting:
                 pauses = [job._job.pause_seconds() for job in self._waiting if job._job is not None]
-                if any(pauses):
+                if pauses and min(pauses) > 0:
                     self._problem = lost_before_sent()
-                    await asyncio.sleep(max(pauses))
+                    # Meanwhile, a job without a pause can arrive.
+                    await asyncio.sleep(min(*pauses, _again.RECONNECT_PAUSE_MIN))
+                    continue
+                if self.connection is not None and not self.connection.is_over:
+                    self._send_waiting(self.connection)
                     continue
                 try:
                     opened = await self._open(self._handshake_seconds())
@@ -461,8 +465,10 @@ class _LoopState:
 
     def _send_waiting(self, connection: _Connection) -> None:
         for job in list(self._waiting):
-            self.forget(job)
             kept = job._job
+            if kept is not None and kept.pause_seconds() > 0:
+                continue
+            self.forget(job)
             if kept is None or job.done():
                 continue
             try:

@@ -276,7 +276,8 @@ fn live_limits_that_depend_on_each_other_survive_an_upgrade() {
 fn followed_events_continue_with_the_new_program() {
     let manager = start(ONE);
     let mut command = manager.command();
-    command.args(["--json", "events", "--follow", "--kind", "limits_changed"]).stdout(Stdio::piped());
+    command.args(["--json", "events", "--follow", "--bulkhead", "b", "--kind", "limits_changed"]);
+    command.stdout(Stdio::piped());
     let mut following = command.spawn().unwrap();
     let mut lines = BufReader::new(following.stdout.take().unwrap()).lines();
     let mut next_queue = || {

@@ -133,7 +133,12 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
     let mut usage = {
         let mut samples = control.usage_samples();
         for process in own {
+            let is_new = !samples.last_samples.contains_key(&process.pid);
             samples.sample_process(process);
+            // Otherwise, the next periodic sample would count as repeated, although it covers only a moment.
+            if is_new {
+                samples.last_samples.remove(&process.pid);
+            }
         }
         samples.usage_of(&name)
     };

@@ -163,6 +163,7 @@ impl Store {
     fn take_over(&mut self) {
         if let Some(folder) = &mut self.folder {
             folder.is_shared = false;
+            folder.renew_lock();
         }
         self.load();
     }
@@ -414,6 +415,19 @@ impl CrashFolder {
             path.display()
         );
         Ok(())
+    }
+
+    /// Locks the folder if the predecessor has created it again. The inherited lock then belongs to a removed file.
+    fn renew_lock(&mut self) {
+        let identity = |found: std::fs::Metadata| (found.dev(), found.ino());
+        let current = std::fs::symlink_metadata(self.path.join(LOCK_FILE)).map(identity).ok();
+        if current.is_none() || self.lock.metadata().map(identity).ok() == current {
+            return;
+        }
+        match Self::lock(&self.path) {
+            Ok(lock) => self.lock = lock,
+            Err(problem) => tracing::error!("{}: {problem}", self.path.display()),
+        }
     }
 
     /// Locks the folder. Without the lock, two supervisors would remove each other's reports.
