@@ -163,8 +163,8 @@ impl TakeOver {
         Ok(before.map(|(_, descriptor)| descriptor))
     }
 
-    /// Removes and returns the write end of this process's own lifeline. This process and its keepers hold it open while
-    /// they run.
+    /// Removes and returns the write end of this process's lifeline, which stays open while this process or one of the
+    /// keepers is running.
     pub(crate) fn own_lifeline(&mut self) -> Option<OwnedFd> {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }

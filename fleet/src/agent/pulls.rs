@@ -50,7 +50,7 @@ const IDLE: u16 = 100;
 /// changed has the same status codes.
 const CONSUMER_GONE: [u16; 2] = [409, 503];
 
-/// One lane of a bulkhead: a JetStream consumer, and the state that is needed to pull from it.
+/// Lane of a bulkhead: a JetStream consumer and the state of its pulls.
 struct Lane {
     shared: Arc<Shared>,
     served: Arc<Served>,

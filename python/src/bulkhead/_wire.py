@@ -1,7 +1,7 @@
 """The binary protocol (``docs/protocol.md``). Defines every code and structure once.
 
-Clients, pools and workers use this module to encode and decode frames. It does no I/O of its own: a ``Reader`` calls
-the functions that it is given.
+Clients, pools and workers use this module to encode and decode frames. It performs no I/O. A
+``Reader`` reads with functions that its owner provides.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ impl TokenTable {
             return spool.clone();
         }
         let spool = Arc::<SpoolCounters>::default();
-        // If the command queue is full, the bytes of this payload are missing from the figures of the token, and the
-        // registration is repeated for the next payload.
+        // If the command queue is full, the token's figures do not include this payload. The next payload registers the
+        // counters.
         if commands.send(Command::AddSpool { token, spool: spool.clone() }).is_ok() {
             spools.insert(token, spool.clone());
         }

@@ -303,8 +303,8 @@ impl EventRing {
         }
     }
 
-    /// Returns the sequence number after which a client continues. A client that has seen a number that has not been used
-    /// yet was connected to an earlier supervisor, and has seen none of the stored events.
+    /// Returns the sequence number after which a client continues. A number above the newest one comes from an earlier
+    /// supervisor. The client has then seen none of the stored events.
     fn since(&self, last_seen: u64) -> u64 {
         if last_seen > self.seq { 0 } else { last_seen }
     }

@@ -273,7 +273,7 @@ impl Output {
     ) -> (Vec<Arc<str>>, broadcast::Receiver<Arc<str>>) {
         let mut state = self.lock();
         let lines = state.bulkheads.entry(bulkhead.into()).or_default();
-        // A client that has seen a number that has not been used yet was connected to an earlier supervisor.
+        // A number above the newest one comes from an earlier supervisor.
         let since = if since > lines.seq { 0 } else { since };
         // Sequence numbers have no gaps.
         let new = usize::try_from(lines.seq.saturating_sub(since)).unwrap_or(usize::MAX);
