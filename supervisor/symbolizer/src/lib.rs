@@ -233,7 +233,7 @@ mod tests {
         };
         assert!(build_id(line(&library)).is_some());
         assert!(build_id(line(&copy)).is_some());
-        // Another file with the same name, a link, and files that are not regular.
+        // Rejects another file with the same name, a link, and files that are not regular.
         assert_eq!(build_id(line(&copy).replace(copy.to_str().unwrap(), library.to_str().unwrap())), None);
         assert_eq!(build_id(line(&link)), None);
         let fifo = folder.path().join("fifo");

@@ -38,7 +38,7 @@ pub(crate) use limits::Limits;
 /// this child group.
 const MAIN_GROUP: &str = "bulkhead-main";
 
-/// Stands for a process that is not visible in this PID namespace.
+/// PID that stands for a process that is not visible in this PID namespace.
 const NO_PROCESS: u32 = 0;
 
 /// Maximum number of passes when moving all processes out of a group. Processes forked during one pass are moved in
@@ -62,7 +62,8 @@ pub(crate) const CONTROLLER_ADVICE: &str =
 const KERNEL_ADVICE: &str = "run kernel 5.14 or later";
 const SEPARATE_GROUP_ADVICE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
-/// An application that embeds the supervisor has processes that the keeper must not move, such as the application itself.
+/// An application that embeds the supervisor has processes that the keeper must not move, such as the application's
+/// own.
 const APPLICATION_ADVICE: &str = "start the application in a child of a delegated cgroup: as a unit with Delegate=yes \
      and DelegateSubgroup=bulkhead-main";
 const GROUP_LIMITS_ADVICE: &str =

@@ -345,7 +345,7 @@ impl EventLoop {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
                     let failure = SpawnError::new(&step, Errno::from_raw_os_error(errno));
                     self.fork_failed(pid, &fork, &failure);
-                    // The killing of leftover processes in the namespace may have been waiting for this fork.
+                    // The cleanup of the namespace may have been waiting for this fork.
                     self.clean_namespace(pid, Instant::now());
                 }
                 return true;

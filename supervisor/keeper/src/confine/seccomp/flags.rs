@@ -56,7 +56,7 @@ pub(super) fn deny_fast_open(rules: &mut Rules) {
 }
 
 /// Denies `truncate`, and `O_TRUNC` without write access. Needed on kernels whose Landlock version does not control
-/// truncation: a worker could otherwise truncate files that it can only read.
+/// truncation, because a worker could otherwise truncate files that it can only read.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
     /// File access mode 3. The kernel checks read and write permission, but the opened file can be neither read nor

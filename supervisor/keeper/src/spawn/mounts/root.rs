@@ -465,14 +465,14 @@ fn change_root() -> Result<(), Errno> {
     mount(Some(c"tmpfs"), STAGING_FOLDER, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
     rustix::process::chdir(STAGING_FOLDER)?;
     make_folder(OLD_ROOT_NAME)?;
-    // SAFETY: the strings end with NUL.
+    // SAFETY: the strings are NUL-terminated.
     check(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), OLD_ROOT_NAME.as_ptr()) } as i32)?;
     rustix::process::chdir(c"/")
 }
 
 /// Unmounts the old root, and makes the new root read-only.
 fn close_root() -> Result<(), Errno> {
-    // SAFETY: the string ends with NUL.
+    // SAFETY: the string is NUL-terminated.
     check(unsafe { libc::umount2(OLD_ROOT.as_ptr(), libc::MNT_DETACH) })?;
     rustix::fs::rmdir(OLD_ROOT)?;
     let flags = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
