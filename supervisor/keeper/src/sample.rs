@@ -22,7 +22,7 @@ use nix::unistd::Pid;
 /// Maximum time that sampling one worker may take.
 pub(crate) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(15);
 
-/// Maximum number of threads to sample. The same limit applies to the number of processes.
+/// Maximum number of threads to sample, and maximum number of processes to which these threads belong.
 const THREADS_MAX: usize = 64;
 const PROCESSES_MAX: usize = 16;
 

@@ -73,7 +73,7 @@ fn main() {
 }
 
 /// Limits the time of a test case. SIGALRM then kills this program, and the keeper kills its workers and exits. A
-/// thread that watches the time is impossible, because the keeper must start before the process has a second thread.
+/// watchdog thread is impossible, because the keeper must start before the process has a second thread.
 #[expect(unsafe_code, reason = "alarm(2) has no safe wrapper here")]
 fn limit_run_time() {
     // SAFETY: accesses no memory.

@@ -204,7 +204,7 @@ mod tests {
                 header.thread = 8;
                 header.wait_channel[..4].copy_from_slice(b"nap\0");
             }),
-            // A thread that could not be stopped, in another process.
+            // A thread of another process. The thread could not be stopped.
             change(record(vec![0], b" ", &[]), &|header| (header.process, header.thread) = (10, 10)),
         ];
         let crash = symbolize(&bytes.concat(), &[]);

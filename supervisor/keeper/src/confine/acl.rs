@@ -69,8 +69,8 @@ impl AccessList {
     }
 }
 
-/// Gives a user rights to a file, in addition to the permission bits. Returns false if the file system does not support
-/// access control lists.
+/// Grants a user rights to a file, in addition to the permission bits. Returns false if the file system does not
+/// support access control lists.
 #[cfg(test)]
 pub(super) fn grant(path: &Path, user: u32, rights: u16) -> bool {
     use std::os::unix::fs::PermissionsExt;

@@ -1,7 +1,7 @@
 //! Scheduling priority of the keeper. The priority is raised while the keeper kills processes.
 //!
-//! While the keeper kills a fork bomb, it must not compete with a thousand processes for the processor. While it starts
-//! one worker after another for a crashing bulkhead, it must not delay other processes, so it keeps its normal
+//! A keeper that kills a fork bomb must not compete with a thousand processes for the processor. A keeper that starts
+//! one worker after another for a crashing bulkhead must not delay other processes, so such a keeper runs at normal
 //! priority. Without the necessary privileges, the priority never changes.
 
 use std::fs;

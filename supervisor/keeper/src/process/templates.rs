@@ -480,8 +480,8 @@ impl EventLoop {
         let folder = parent.folder.as_ref().filter(|_| layers.temporary == TemporaryFiles::Folder);
         let folder = folder.map(|folder| folder.join(folder_name(worker, secret)));
         let observed = Observed { is_inherited: true, cgroup: layers.cgroup.is_some(), ..parent.observed };
-        // Registers the pidfd first, while nothing else needs to be undone on failure. Closing the pidfd
-        // removes the registration.
+        // Registers the pidfd first, because nothing else has to be undone if this fails. Closing the pidfd removes the
+        // registration.
         if member.is_none() {
             register(&self.poll, &pidfd, pid as usize | EXIT)
                 .map_err(|error| SpawnError::from_io("descriptors", &error))?;

@@ -159,7 +159,7 @@ mod tests {
             stop_new_connections(&listener).unwrap();
             assert!(has_handshakes(&listener), "{address}");
             client.detach_filter().unwrap();
-            // The listener's response is repeated after a second.
+            // The kernel repeats the listener's response after a second.
             let _accepted = listener.accept().unwrap();
             assert!(!has_handshakes(&listener), "{address}");
         }

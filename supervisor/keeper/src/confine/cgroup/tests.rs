@@ -268,7 +268,7 @@ fn worker_cannot_create_child_cgroups() {
 fn nested_cgroups_are_removed_with_their_leaf() {
     let Some(group) = TestGroup::new("nested") else { return };
     let leaf = group.leaf(1);
-    // A process that may create groups can also remove this limit.
+    // A process that is allowed to create groups can also remove this limit.
     folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
     let deep = leaf.path().join("deep/".repeat(300));
     fs::create_dir_all(&deep).unwrap();

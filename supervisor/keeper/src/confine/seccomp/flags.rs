@@ -6,8 +6,8 @@ use rustix::io::Errno;
 use super::assembler::Condition::{HasAny, Is};
 use super::{Check, Rule, Rules, Verdict};
 
-/// Mode bits that make a program run as the user or group of its file. If a worker created such a program,
-/// anyone could run it outside the sandbox with the rights of the worker's user, which can be root.
+/// Mode bits that make a program run as the owner or group of its file. If a worker created such a program, anyone
+/// could run it outside the sandbox with the rights of the worker's user, which can be root.
 const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 
 /// System calls that take a file mode, grouped by the index of the mode argument.

@@ -203,8 +203,8 @@ const IOPRIO_WHO_PROCESS: u32 = 1;
 
 /// Adds the rules for network access.
 ///
-/// With [`NetworkAccess::Connections`], Landlock limits the ports that a worker can connect to. These rules deny all
-/// ways to bypass this restriction, because Landlock only checks `connect` and `bind` of plain TCP sockets:
+/// With [`NetworkAccess::Connections`], Landlock limits the ports that a worker can connect to. Landlock checks only
+/// `connect` and `bind` of plain TCP sockets, so these rules deny calls that would bypass these checks.
 ///
 /// - Sockets cannot use another protocol, such as MPTCP, or change to one (`TCP_ULP`).
 /// - Sends cannot open a connection with TCP fast open.

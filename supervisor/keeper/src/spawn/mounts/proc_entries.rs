@@ -72,7 +72,7 @@ pub(super) fn hide() -> Result<(), Errno> {
             Err(errno) => return Err(errno),
         }
     }
-    // The mounts that hide the entries are restricted as well.
+    // Also restricts the mounts that hide the entries.
     restrict(c"/proc", Access::Read)?;
     rustix::fs::unlink(EMPTY_FILE)?;
     rustix::fs::rmdir(EMPTY_FOLDER)

@@ -265,7 +265,7 @@ impl Layout {
         Ok(links)
     }
 
-    /// Checks that no path is inside [`OLD_ROOT`], where the child would change the system's root folder.
+    /// Checks that no path is inside [`OLD_ROOT`]. Otherwise, the child would change the system's root folder.
     fn check_names(&self, directory: &Path) -> Result<(), SpawnError> {
         let old_root = Path::new(OsStr::from_bytes(OLD_ROOT.to_bytes()));
         let real_directory = std::fs::canonicalize(directory).ok();
