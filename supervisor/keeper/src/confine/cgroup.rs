@@ -45,7 +45,7 @@ const NO_PROCESS: u32 = 0;
 /// the next pass.
 const MOVE_ROUNDS_MAX: usize = 16;
 
-/// Maximum number of leaf groups of previous keepers that one call cleans up.
+/// Maximum number of leaf groups of previous keepers to clean up per call.
 const STALE_LEAVES_MAX: usize = 4096;
 
 /// Maximum number of unrelated processes to list in an error message.
