@@ -1,7 +1,7 @@
 //! The supervisor's end of the connection to the keeper. Sends orders and receives reports without blocking.
 //!
-//! Also starts the keeper process, shuts it down, and waits until it has exited. The list of workers belongs
-//! to the data plane.
+//! Also starts the keeper process, shuts it down, and waits until it has exited. The data plane keeps the list of
+//! workers.
 
 pub(crate) mod detached;
 
@@ -270,8 +270,9 @@ impl Keeper {
 
     /// Orders the keeper to sample the stacks of a worker and of its descendants, within 15 ms. With `job`, samples
     /// only the descendants that run this job or, if there are none, all descendants. The keeper writes the number of
-    /// bytes to `file` as a 64-bit integer, followed by [records](bulkhead_shared::crash_record::Records). `text` is
-    /// the journal of a worker that can also write its stacks as text. The keeper then sends [`Report::Sampled`].
+    /// bytes to `file` as a 64-bit integer, followed by [records](bulkhead_shared::crash_record::Records). If the
+    /// worker can also write its stacks as text, `text` is the worker's journal. The keeper then sends
+    /// [`Report::Sampled`].
     pub fn sample(
         &mut self,
         worker: u64,
@@ -449,8 +450,8 @@ pub fn become_subreaper() -> io::Result<()> {
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
-/// Kills a lost keeper and **all other descendants of this process**, and waits until none is left. Start the
-/// next keeper after this call; otherwise, this call would kill it as well.
+/// Kills a lost keeper and **all other descendants of this process**, and waits until none is left. Call this before
+/// starting the next keeper, which would otherwise be killed as well.
 ///
 /// The calling program must have called [`become_subreaper`] and must have no other children, because this function
 /// kills and reaps all children. Usually blocks for a few milliseconds.

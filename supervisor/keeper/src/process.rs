@@ -1,8 +1,8 @@
 //! The keeper process: a loop that handles orders, workers that are starting, forbidden system calls and exited
 //! processes.
 //!
-//! The keeper kills and reaps every worker, but never restarts one. It never blocks on the supervisor, on a
-//! program's file system, or on a process that does not die.
+//! The keeper kills and reaps every worker, but never restarts one. It never blocks on the supervisor, on the file
+//! system of a program, or on a process that survives SIGKILL.
 
 mod cgroups;
 mod guard;
@@ -52,8 +52,8 @@ use crate::spawn::{
 };
 use crate::wait;
 
-/// Maximum number of pending reports. Once this limit is reached, the keeper accepts no further orders. Each worker can
-/// then add at most its last three reports.
+/// Maximum number of pending reports. Once this limit is reached, the keeper accepts no further orders. After that,
+/// each worker can still add up to three final reports.
 const PENDING_REPORTS_MAX: usize = 1024;
 
 /// Maximum number of deferred fork orders. Each of them holds three descriptors. When this limit is reached, the
@@ -69,15 +69,15 @@ const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 const EVENTS_MAX: usize = 64;
 
 // The token of a worker's descriptor consists of the process ID and one of the following bits.
-/// Bit in the `poll` token of a child's seccomp listener.
+/// `poll` token bit for a child's seccomp listener.
 const LISTENER: usize = 1 << 32;
-/// Bit in the `poll` token of a child's pidfd.
+/// `poll` token bit for a child's pidfd.
 const EXIT: usize = 1 << 33;
-/// Bit in the `poll` token of a status pipe from the first process in a PID namespace.
+/// `poll` token bit for a status pipe from the first process in a PID namespace.
 const STATUS: usize = 1 << 34;
-/// Bit in the `poll` token of a template's socket.
+/// `poll` token bit for a template's socket.
 const TEMPLATE: usize = 1 << 35;
-/// Bit in the `poll` token of the socket of the first process in a template's PID namespace.
+/// `poll` token bit for the socket to the first process in a template's PID namespace.
 const NAMESPACE: usize = 1 << 36;
 const PID_MASK: usize = LISTENER - 1;
 
@@ -173,7 +173,7 @@ struct Child {
 }
 
 impl Child {
-    /// Creates a child without any optional parts.
+    /// Creates a child with all optional fields unset.
     fn new(
         worker: u64,
         pid: u32,

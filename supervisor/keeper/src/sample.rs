@@ -22,7 +22,7 @@ use nix::unistd::Pid;
 /// Maximum time that sampling one worker may take.
 pub(crate) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(15);
 
-/// Maximum number of threads and maximum number of processes to sample.
+/// Maximum number of threads to sample, and maximum number of processes to which these threads belong.
 const THREADS_MAX: usize = 64;
 const PROCESSES_MAX: usize = 16;
 
@@ -39,10 +39,10 @@ const PROC_FILE_BYTES_MAX: u64 = 1 << 20;
 /// stack pointer.
 const RED_ZONE_BYTES: u64 = 128;
 
-/// Interval between checks whether a thread has stopped.
+/// Polling interval while waiting for a thread to stop.
 const STOP_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Interval between checks whether the worker has finished writing text.
+/// Polling interval while waiting for the worker to finish writing text.
 const TEXT_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Offset of the first record in the file. The total size of the records is stored before it.
@@ -329,7 +329,7 @@ fn mapping_end(maps: &[u8], address: u64) -> Option<u64> {
 }
 
 /// Returns the lines of `/proc/PID/maps` that describe executable mappings. The result is never empty, because a record
-/// without mappings is taken as belonging to the previous process.
+/// without mappings would be attributed to the previous process.
 fn executable_mappings(maps: &[u8]) -> Vec<u8> {
     let mut lines = Vec::new();
     for line in maps.split_inclusive(|byte| *byte == b'\n') {

@@ -55,7 +55,7 @@ const SECCOMP_STEP: &str = "seccomp";
 /// Exit code of a child that failed before `execve`. The keeper does not report this exit code.
 const FAILED_EXIT_CODE: i32 = 127;
 
-/// Error from starting a worker, which consists of the failed step and the error number.
+/// Error from starting a worker, with the failed step and the error number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SpawnError {
     pub(crate) step: String,
@@ -78,6 +78,6 @@ pub(crate) fn can_list_children() -> Result<(), Errno> {
 }
 
 fn exit(code: i32) -> ! {
-    // SAFETY: exits without running exit handlers that the parent has registered.
+    // SAFETY: exits without running the parent's exit handlers.
     unsafe { libc::_exit(code) }
 }

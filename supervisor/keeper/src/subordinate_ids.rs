@@ -1,5 +1,5 @@
-//! Worker IDs for an unprivileged supervisor: the IDs that `/etc/subuid` and `/etc/subgid` assign to the supervisor's
-//! user.
+//! User and group IDs for the workers of an unprivileged supervisor. `/etc/subuid` and `/etc/subgid` assign these IDs
+//! to the supervisor's user.
 //!
 //! A single user namespace contains all of these IDs and the supervisor's own user. It is created once at
 //! startup, with the help of `newuidmap` and `newgidmap`, which have the rights that the user lacks. A
@@ -67,7 +67,8 @@ impl SubordinateIds {
         if std::env::var(DISABLED_LAYERS).is_ok_and(|layers| layers.contains("subordinate_ids")) {
             return Err(format!("{} disables subordinate IDs", DISABLED_LAYERS));
         }
-        // Listing the descriptors of another user's process would require a right that no namespace grants.
+        // The keeper needs this count, because listing the descriptors of another user's process requires a right that
+        // no namespace grants.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
             return Err(
                 "the kernel does not count descriptors of other users' processes: run kernel 6.2 or later"
@@ -88,7 +89,7 @@ impl SubordinateIds {
         Ok(Self { first, last, namespace })
     }
 
-    /// Takes over the IDs and the user namespace that the guard has created.
+    /// Takes over the user namespace that the guard has created, and the range of IDs in it.
     pub(crate) fn from_guard((first, last): (u32, u32), namespace: OwnedFd) -> Self {
         Self { first, last, namespace }
     }

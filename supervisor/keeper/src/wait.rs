@@ -1,6 +1,6 @@
 //! Waits for children of the keeper, and kills all descendants.
 //!
-//! This module distinguishes the children of the keeper's threads, but knows nothing about workers.
+//! This module distinguishes between the children of the keeper's threads, but knows nothing about workers.
 
 use std::io;
 use std::process::Child;

@@ -1,5 +1,5 @@
-//! Tests the keeper with real processes. The test program also runs as the keeper, so it cannot use the
-//! standard test harness: the keeper must start before the process has a second thread.
+//! Tests the keeper with real processes. The test program also runs as the keeper, which must start before the process
+//! has a second thread. The standard test harness therefore cannot be used.
 
 use std::collections::HashSet;
 use std::fs;
@@ -73,7 +73,7 @@ fn main() {
 }
 
 /// Limits the time of a test case. SIGALRM then kills this program, and the keeper kills its workers and exits. A
-/// thread that watches the time is impossible, because the keeper must start before the process has a second thread.
+/// watchdog thread is impossible, because the keeper must start before the process has a second thread.
 #[expect(unsafe_code, reason = "alarm(2) has no safe wrapper here")]
 fn limit_run_time() {
     // SAFETY: accesses no memory.
@@ -331,7 +331,7 @@ fn inherited_descriptors() {
         let sleep = SpawnOrder { program: "/bin/sleep", arguments: vec!["sleep", "1000"], ..shell("") };
         let worker = fixture.order(sleep);
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
-        // The dynamic loader opens some descriptors, and closes them.
+        // The dynamic loader opens some descriptors temporarily.
         let expected = HashSet::from(["0", "1", "2", "3"].map(str::to_owned));
         wait_until("only descriptors 0 to 3 are open", TIMEOUT, || open_files_of(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
@@ -428,7 +428,7 @@ fn shutdown() {
     assert_eq!(pids.iter().filter(|&&pid| is_alive(pid)).count(), 0);
 }
 
-/// A forked child of the application holds copies of all its descriptors.
+/// A forked child of the application holds copies of all the application's descriptors.
 fn copied_socket() {
     for start in [Fixture::start, Fixture::start_detached] {
         let mut fixture = start();
@@ -569,7 +569,7 @@ fn prompt_exit_report_in_namespace() {
     }
     wait_until("the traced process is dead", TIMEOUT, || process_state(sleeper) == Some('Z'));
     let mut status = 0;
-    // SAFETY: the pointer is to a variable of this function.
+    // SAFETY: the pointer refers to a local variable.
     let waited = unsafe { libc::waitpid(sleeper as libc::pid_t, &mut status, libc::__WALL) };
     assert_eq!(waited, sleeper as libc::pid_t);
     fixture.expect_reaped(&worker);

@@ -36,7 +36,7 @@ const NO_FLAGS: libc::c_uint = 0;
 /// Creates a ruleset that denies all rights in `handled`.
 pub fn create_ruleset(handled: HandledAccess) -> Result<OwnedFd> {
     let size = size_of::<HandledAccess>();
-    // SAFETY: the pointer is to a local of the given size.
+    // SAFETY: the pointer refers to a local variable of the given size.
     let result =
         unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, &raw const handled, size, NO_FLAGS) };
     errno::check(result)?;
@@ -56,7 +56,7 @@ pub fn add_path_rule(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64
     const RULE_PATH_BENEATH: libc::c_int = 1;
     let rule = PathBeneathAttr { allowed_access: rights, parent_fd: place.as_raw_fd() };
     let ruleset = ruleset.as_raw_fd();
-    // SAFETY: the pointer is to a local of the type that the kernel reads for this kind of rule.
+    // SAFETY: the pointer refers to a local variable of the type that the kernel reads for this kind of rule.
     errno::check(unsafe {
         libc::syscall(libc::SYS_landlock_add_rule, ruleset, RULE_PATH_BENEATH, &raw const rule, NO_FLAGS)
     })

@@ -204,7 +204,7 @@ mod tests {
                 header.thread = 8;
                 header.wait_channel[..4].copy_from_slice(b"nap\0");
             }),
-            // A thread that could not be stopped, in another process.
+            // A thread of another process. The thread could not be stopped.
             change(record(vec![0], b" ", &[]), &|header| (header.process, header.thread) = (10, 10)),
         ];
         let crash = symbolize(&bytes.concat(), &[]);
@@ -233,7 +233,7 @@ mod tests {
         };
         assert!(build_id(line(&library)).is_some());
         assert!(build_id(line(&copy)).is_some());
-        // Another file with the same name, a link, and files that are not regular.
+        // Rejects another file with the same name, a link, and files that are not regular.
         assert_eq!(build_id(line(&copy).replace(copy.to_str().unwrap(), library.to_str().unwrap())), None);
         assert_eq!(build_id(line(&link)), None);
         let fifo = folder.path().join("fifo");

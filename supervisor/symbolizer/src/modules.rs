@@ -110,7 +110,7 @@ fn bias(elf: &Elf<'_>, mapping: &Mapping<'_>) -> Option<u64> {
     let headers = elf.elf_header().program_headers(endian, elf.data()).ok()?;
     let segment = headers.iter().find(|header| {
         let (offset, size) = (header.p_offset(endian), header.p_filesz(endian));
-        // The kernel rounds the beginning of a mapping down to a page.
+        // The kernel rounds the beginning of a mapping down to a page boundary.
         let page = offset & !0xfff;
         header.p_type(endian) == object::elf::PT_LOAD
             && header.p_flags(endian) & object::elf::PF_X != 0

@@ -50,7 +50,7 @@ pub(crate) enum ProbeMachine {
 }
 
 /// The processes of the keeper and its guard. Dropping this value waits until both have exited, so that an application
-/// that adopts orphans is not left with zombies. The socket must have been dropped before.
+/// that adopts orphans is not left with zombies. The socket must be dropped first.
 #[derive(Debug)]
 pub(crate) struct DetachedKeeper {
     guard: OwnedFd,
@@ -148,7 +148,7 @@ fn reap_within(process: &OwnedFd, timeout: Duration) -> io::Result<bool> {
     if !wait_until_readable(process, timeout)? {
         return Ok(false);
     }
-    // Fails if orphans are reparented to another process, which then reaps this process.
+    // Fails if orphans are reparented to another process, which then reaps the exited process.
     let _ = waitid(WaitId::PidFd(process.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
     Ok(true)
 }
@@ -208,8 +208,8 @@ fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Resu
     let environment = environment();
     let (argv, envp) = (vfork::null_terminated(&arguments), vfork::null_terminated(&environment));
     let [socket_number, application_number] = [&socket, &application].map(|it| it.as_raw_fd());
-    // SAFETY: the child makes only three system calls. Their argument lists were prepared in advance and end
-    // with a null pointer.
+    // SAFETY: the child makes only three system calls. Their argument lists were prepared in advance and are
+    // null-terminated.
     let started = unsafe {
         vfork::spawn_orphan(|| {
             for (from, to) in [(socket_number, libc::STDIN_FILENO), (application_number, libc::STDOUT_FILENO)]

@@ -1,4 +1,4 @@
-//! POSIX access control lists, which can give single users other rights than the permission bits of a file.
+//! POSIX access control lists, which can give individual users rights that differ from a file's permission bits.
 
 use std::path::Path;
 
@@ -49,9 +49,9 @@ impl AccessList {
         Some(Self(entries.collect()))
     }
 
-    /// Returns true if the list gives this user all rights in `wanted`. The user must not be the owner of the file, to
-    /// whom the permission bits apply, and must be in no group except its primary group. `group` is the group of the
-    /// file.
+    /// Returns true if the list gives this user all rights in `wanted`. The user must not own the file, because the
+    /// permission bits apply to the owner, and must be in no group except its primary group. `group` is the file's
+    /// group.
     pub(super) fn permits(&self, group: u32, identity: Identity, wanted: u32) -> bool {
         let Identity { uid, gid } = identity;
         let rights_of = |tag: u16| self.0.iter().filter(move |entry| entry.tag == tag);
@@ -69,8 +69,8 @@ impl AccessList {
     }
 }
 
-/// Gives a user rights to a file, in addition to the permission bits. Returns false if the file system has no access
-/// control lists.
+/// Grants a user rights to a file, in addition to the permission bits. Returns false if the file system does not
+/// support access control lists.
 #[cfg(test)]
 pub(super) fn grant(path: &Path, user: u32, rights: u16) -> bool {
     use std::os::unix::fs::PermissionsExt;

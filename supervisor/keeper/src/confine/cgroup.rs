@@ -38,14 +38,14 @@ pub(crate) use limits::Limits;
 /// this child group.
 const MAIN_GROUP: &str = "bulkhead-main";
 
-/// Stands for a process that is not visible in this PID namespace.
+/// PID that stands for a process that is not visible in this PID namespace.
 const NO_PROCESS: u32 = 0;
 
 /// Maximum number of passes when moving all processes out of a group. Processes forked during one pass are moved in
 /// the next pass.
 const MOVE_ROUNDS_MAX: usize = 16;
 
-/// Maximum number of leaf groups from previous keepers to clean up in one call.
+/// Maximum number of leaf groups of previous keepers to clean up per call.
 const STALE_LEAVES_MAX: usize = 4096;
 
 /// Maximum number of unrelated processes to list in an error message.
@@ -62,7 +62,8 @@ pub(crate) const CONTROLLER_ADVICE: &str =
 const KERNEL_ADVICE: &str = "run kernel 5.14 or later";
 const SEPARATE_GROUP_ADVICE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
-/// An application that embeds the supervisor has processes that the keeper must not move, such as the application itself.
+/// An application that embeds the supervisor has processes that the keeper must not move. The application itself is one
+/// of these processes.
 const APPLICATION_ADVICE: &str = "start the application in a child of a delegated cgroup: as a unit with Delegate=yes \
      and DelegateSubgroup=bulkhead-main";
 const GROUP_LIMITS_ADVICE: &str =

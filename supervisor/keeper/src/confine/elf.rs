@@ -1,6 +1,5 @@
-//! Checks whether a program or library works when a worker can open it only by descriptor, not by path. The
-//! file must be an ELF file, which the kernel executes directly, and must not look for other files relative
-//! to its own location.
+//! Checks whether a program or library works when a worker can open it only by descriptor, not by path. The file must
+//! be an ELF file, which the kernel executes directly, and must not refer to other files relative to its own location.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

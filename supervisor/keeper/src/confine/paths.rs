@@ -152,8 +152,8 @@ const SHARED_FOLDERS: [&str; 16] = [
 /// Folders that are private to a worker with a private root folder.
 const PRIVATE_FOLDERS: [&str; 3] = ["/proc", "/dev", "/tmp"];
 
-/// Returns the entries of the system's root folder, except the folders that are private to the worker, and links to
-/// them or to the root folder itself.
+/// Returns the entries of the system's root folder. Omits the folders that are private to the worker, and links to
+/// these folders or to the root folder itself.
 pub(crate) fn root_entries() -> Vec<PathBuf> {
     let entries = std::fs::read_dir("/").into_iter().flatten().flatten().map(|entry| entry.path());
     let is_private = |real: &Path| PRIVATE_FOLDERS.iter().any(|private| real.starts_with(private));

@@ -81,8 +81,8 @@ impl Unreachable {
         self.hidden.iter().all(is_opened_before) && elf::is_elf(granted.program)
     }
 
-    /// Returns the path of the library or program that the host loads or runs. Returns `None` if the worker's user
-    /// can access the path.
+    /// Returns the path of the library or program that the host loads or runs, if the worker's user cannot access this
+    /// path. Otherwise returns `None`.
     pub(crate) fn hidden_hosted_file<'g>(&self, granted: &GrantedPaths<'g>) -> Option<&'g Path> {
         let is_hidden = |path: &Path| self.hidden.iter().any(|hidden| hidden.place == path);
         granted.programs.iter().copied().find(|path| *path != granted.program && is_hidden(path))
@@ -361,7 +361,7 @@ mod tests {
         assert!(why(&[], &[]).contains("execute"));
     }
 
-    /// A different owner of such a folder would damage the system or the supervisor.
+    /// Changing the owner of such a folder would damage the system or the supervisor.
     #[test]
     fn owner_of_shared_folder_is_not_to_be_changed() {
         for path in ["/", "/etc", "/etc/ssl/certs", "/usr/lib", "/proc/1", "/var", "/tmp"] {

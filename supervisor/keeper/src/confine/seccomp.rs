@@ -291,8 +291,8 @@ impl Filter {
             libc::sock_fprog { len: self.program.len() as u16, filter: self.program.as_ptr().cast_mut() };
         let mut refused = Errno::INVAL;
         for flags in flags {
-            // SAFETY: the pointer is to a local, which refers to a program of the given length. The kernel
-            // copies both and writes to neither.
+            // SAFETY: the pointer refers to a local structure, which describes a program of the given length. The
+            // kernel copies both and writes to neither.
             let result = unsafe {
                 libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, *flags, &raw const program)
             };

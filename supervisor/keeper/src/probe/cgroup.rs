@@ -74,7 +74,7 @@ impl ProbeLeaf {
         // SAFETY: the child does nothing but exit.
         let pid = unsafe { cgroup::fork_into(folder.as_fd(), 0) }.map_err(error_text)?;
         if pid == 0 {
-            // SAFETY: exits without running exit handlers that the parent has registered.
+            // SAFETY: exits without running the parent's exit handlers.
             unsafe { libc::_exit(0) };
         }
         wait_for_exit_code(pid).map(drop).map_err(error_text)

@@ -40,8 +40,8 @@ impl TrialError {
     }
 }
 
-/// Runs a trial in a child process. `task` must make only system calls, because the child has no threads except the
-/// calling one.
+/// Runs a trial in a child process. `task` must make only system calls, because only the calling thread exists in the
+/// child.
 pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result<(), TrialError> {
     // SAFETY: the child makes only raw system calls until it exits.
     let child = unsafe { fork_without_sigchld() }?;
@@ -51,7 +51,7 @@ pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result
             Err(TrialError::Errno(errno)) => errno.raw_os_error(),
             Err(TrialError::NotEnforced) => NOT_ENFORCED,
         };
-        // SAFETY: exits without running exit handlers that the parent has registered.
+        // SAFETY: exits without running the parent's exit handlers.
         unsafe { libc::_exit(code) }
     }
     match wait_for_exit_code(child)? {

@@ -138,7 +138,7 @@ fn child(socket: &OwnedFd) -> ! {
 }
 
 fn exit(code: i32) -> ! {
-    // SAFETY: exits without running exit handlers that the parent has registered.
+    // SAFETY: exits without running the parent's exit handlers.
     unsafe { libc::_exit(code) }
 }
 
@@ -154,7 +154,7 @@ fn unshare(flag: libc::c_int) -> Result<(), Errno> {
 
 fn mount_namespace() -> Result<(), Errno> {
     unshare(libc::CLONE_NEWNS)?;
-    // SAFETY: the strings end with NUL. Later mounts are not visible outside.
+    // SAFETY: the strings are NUL-terminated. Later mounts are not visible outside.
     check(unsafe { libc::mount(null(), c"/".as_ptr(), null(), libc::MS_REC | libc::MS_PRIVATE, null()) })
 }
 
@@ -163,7 +163,7 @@ fn mount_setattr() -> Result<(), Errno> {
     let attributes =
         libc::mount_attr { attr_set: libc::MOUNT_ATTR_RDONLY, attr_clr: 0, propagation: 0, userns_fd: 0 };
     let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
-    // SAFETY: the string ends with NUL, and the pointer is to a local of the given size.
+    // SAFETY: the string is NUL-terminated, and the pointer refers to a local variable of the given size.
     check(unsafe {
         libc::syscall(libc::SYS_mount_setattr, libc::AT_FDCWD, c"/".as_ptr(), 0, pointer, size)
     })?;
@@ -185,7 +185,7 @@ fn private_proc() -> Result<(), Errno> {
 
 fn mount_at_proc(kind: &CStr) -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
-    // SAFETY: the strings end with NUL.
+    // SAFETY: the strings are NUL-terminated.
     check(unsafe { libc::mount(kind.as_ptr(), c"/proc".as_ptr(), kind.as_ptr(), flags, null()) })
 }
 
@@ -194,7 +194,7 @@ fn mount_at_proc(kind: &CStr) -> Result<(), Errno> {
 fn pivot_root() -> Result<(), Errno> {
     mount_at_proc(c"tmpfs")?;
     let here = c".".as_ptr();
-    // SAFETY: the strings end with NUL. This process opens no file afterwards.
+    // SAFETY: the strings are NUL-terminated. This process opens no file afterwards.
     unsafe {
         check(libc::chdir(c"/proc".as_ptr()))?;
         check(libc::syscall(libc::SYS_pivot_root, here, here))?;

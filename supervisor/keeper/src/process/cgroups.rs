@@ -7,8 +7,8 @@ use crate::spawn::SpawnError;
 
 /// The parent group of all worker groups, and the worker groups that could not be removed yet.
 pub(super) struct WorkerGroups {
-    /// PID of the keeper's parent when the keeper was started. If the supervisor dies, the keeper gets another parent,
-    /// whose processes must not be moved.
+    /// PID of the keeper's parent at startup. If the supervisor dies, the keeper is reparented to another process,
+    /// whose descendants must not be moved.
     supervisor: u32,
     /// True if the supervisor is embedded in an application. The keeper's parent is then the guard.
     is_embedded: bool,

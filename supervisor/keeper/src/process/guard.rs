@@ -44,7 +44,7 @@ pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid
     rustix::thread::set_name(c"bulkhead-guard")?;
     setup::set_signals()?;
     setup::close_inherited()?;
-    // `setsid` fails only for the leader of a process group.
+    // `setsid` fails only for a process group leader.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
     let layers = if probe { crate::probe() } else { Vec::new() };

@@ -8,7 +8,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::protocol::confinement::Identity;
 
-/// Writes the ID maps of the user namespace of a child that is waiting for them.
+/// Writes the ID maps for the user namespace of a child that is waiting for them.
 ///
 /// A keeper without CAP_SETGID must first deny `setgroups` to the child. Only then does the kernel accept the
 /// map of the keeper's group. (Dropping a group can give access to files whose permissions exclude the

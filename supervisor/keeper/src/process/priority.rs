@@ -1,8 +1,8 @@
 //! Scheduling priority of the keeper. The priority is raised while the keeper kills processes.
 //!
-//! A keeper that kills a fork bomb must not compete with a thousand processes for the processor. A keeper
-//! that starts one worker after another for a crashing bulkhead must not delay other processes, so its
-//! priority is normal then. Without the necessary privileges, the priority never changes.
+//! A keeper that kills a fork bomb must not compete with a thousand processes for the processor. A keeper that starts
+//! one worker after another for a crashing bulkhead must not delay other processes, so such a keeper runs at normal
+//! priority. Without the necessary privileges, the priority never changes.
 
 use std::fs;
 

@@ -109,7 +109,8 @@ impl EventLoop {
             return;
         }
         if !bulkhead_linux::wait::has_ended(pid) {
-            // A tracer delays the exit status. If the worker left the tracer behind, the killer process kills it.
+            // A tracer delays the exit status. If the worker left the tracer behind, an additional scan finds and kills
+            // the tracer.
             self.reaper.next_audit = Some(now);
             return;
         }
@@ -150,7 +151,7 @@ impl EventLoop {
     fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
         match wait::try_reap(pid) {
             Waited::NoChild | Waited::NoChange => return false,
-            // The kernel lets a thread that was stopped for a sample continue.
+            // When the sampling thread exits, the kernel resumes all threads that are still stopped for the sample.
             Waited::Stopped { .. } if self.samples.may_have_stopped(now) => {}
             Waited::Stopped { pid } => wait::kill_child(pid),
             Waited::Ended { pid, exit, usage } => match self.remove(pid) {

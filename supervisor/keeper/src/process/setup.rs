@@ -60,10 +60,11 @@ pub(super) fn set_up(
     duplicate_to(&null, libc::STDIN_FILENO)?;
     duplicate_to(&null, libc::STDOUT_FILENO)?;
     rustix::process::chdir("/")?;
-    // Otherwise, the keeper and the workers might be unable to use the folders that the keeper creates.
+    // Removes the owner's bits from the umask. Otherwise, the keeper and the workers might be unable to use the folders
+    // that the keeper creates.
     let umask = rustix::process::umask(Mode::empty());
     rustix::process::umask(umask.difference(Mode::RWXU));
-    // `setsid` fails only for the leader of a process group. A spawned process is a leader only on request.
+    // `setsid` fails only for a process group leader. A spawned process leads a group only if the caller requests it.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
     // If this process is stopped when the supervisor is killed, SIGCONT resumes it, so that it reads end of file.

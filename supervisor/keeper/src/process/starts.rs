@@ -35,8 +35,8 @@ fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// Adds the processes that do not belong to the worker itself to the limit of its control group: the first process of
-/// the PID namespace, and the process that a template is forking.
+/// Raises the process limit of a worker's control group to allow for processes that do not belong to the worker. These
+/// are the first process of the PID namespace, and the process that a template is forking.
 fn with_own_processes(limits: CgroupLimits, namespaces: Namespaces, is_template: bool) -> CgroupLimits {
     let own = u64::from(namespaces.pid) + u64::from(is_template);
     CgroupLimits { pids: limits.pids.map(|pids| pids.saturating_add(own)), ..limits }
@@ -90,7 +90,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Forks a child. If the order limits a control group, the child starts in a new control group.
+    /// Forks a child. If the order contains control group limits, the child starts in a new control group.
     fn fork_in_group(
         &mut self,
         order: &SpawnOrder<'_>,

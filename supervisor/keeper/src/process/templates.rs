@@ -345,7 +345,7 @@ impl EventLoop {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
                     let failure = SpawnError::new(&step, Errno::from_raw_os_error(errno));
                     self.fork_failed(pid, &fork, &failure);
-                    // The killing of leftover processes in the namespace may have been waiting for this fork.
+                    // The cleanup of the namespace may have been waiting for this fork.
                     self.clean_namespace(pid, Instant::now());
                 }
                 return true;
@@ -480,8 +480,8 @@ impl EventLoop {
         let folder = parent.folder.as_ref().filter(|_| layers.temporary == TemporaryFiles::Folder);
         let folder = folder.map(|folder| folder.join(folder_name(worker, secret)));
         let observed = Observed { is_inherited: true, cgroup: layers.cgroup.is_some(), ..parent.observed };
-        // Registers the pidfd first, while nothing else needs to be undone on failure. Closing the pidfd
-        // removes the registration.
+        // Registers the pidfd first, because nothing else has to be undone if this fails. Closing the pidfd removes the
+        // registration.
         if member.is_none() {
             register(&self.poll, &pidfd, pid as usize | EXIT)
                 .map_err(|error| SpawnError::from_io("descriptors", &error))?;

@@ -54,8 +54,8 @@ struct Base {
     removals: SyncSender<PathBuf>,
 }
 
-/// Returns the folder that contains the base folders: `TMPDIR`, or `/tmp` if `TMPDIR` is not an absolute path. The
-/// supervisor, the keeper and the workers have different working directories.
+/// Returns the folder that contains the base folders: `TMPDIR`, or `/tmp` if `TMPDIR` is not an absolute path. A
+/// relative path cannot be used, because the supervisor, the keeper and the workers have different working directories.
 pub(super) fn parent_folder() -> PathBuf {
     absolute_or_tmp(std::env::temp_dir())
 }
@@ -223,7 +223,7 @@ fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
             && !remove(&next.folder, ENTRIES_PER_STEP)
         {
             left.push_back(next);
-            // Removing a folder that is constantly refilled uses at most half of a processor.
+            // Uses at most half of a processor, even if a folder is constantly refilled.
             std::thread::sleep(begun_at.elapsed());
         }
     }
@@ -252,8 +252,8 @@ mod tests {
         stale_folders(parent).iter().for_each(|stale| assert!(remove(&stale.folder, usize::MAX)));
     }
 
-    /// Releases the lock of a base folder, as the death of its keeper does. Closing the descriptor is not enough: a
-    /// child that another test has just forked still has a copy.
+    /// Releases the lock on a base folder, as the kernel does when a keeper dies. Closing the descriptor is not enough,
+    /// because a child that another test has just forked still has a copy.
     fn unlock(lock: &OwnedFd) {
         rustix::fs::flock(lock, FlockOperation::Unlock).unwrap();
     }
@@ -336,8 +336,8 @@ mod tests {
         assert!(Path::new("/etc").exists());
     }
 
-    /// Runs the removal as an unprivileged user, which cannot move a folder without access to it. Root can access
-    /// every folder.
+    /// Runs the removal as an unprivileged user, who cannot move a folder without access to it. Root can access every
+    /// folder.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread only")]
     fn unprivileged_keeper_removes_nested_locked_folders() {
@@ -395,7 +395,7 @@ mod tests {
         }
     }
 
-    /// Moving the base folder away has the same effect as the removal by a program that cleans up `/tmp`.
+    /// Moving the base folder away has the same effect as its removal by a program that cleans up `/tmp`.
     #[test]
     fn missing_temporary_base_folder_is_created_again() {
         let (parent, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

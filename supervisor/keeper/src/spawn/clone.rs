@@ -36,7 +36,7 @@ pub(super) fn clone_as(
     }
     let flags = flags | libc::SIGCHLD;
     const NONE: usize = 0;
-    // SAFETY: without a stack and without shared memory this is a fork; see `clone` for the child.
+    // SAFETY: without a stack or shared memory, this call is a fork; see `clone` for the child.
     match unsafe { libc::syscall(libc::SYS_clone, flags as usize, NONE, NONE, NONE, NONE) } {
         -1 => Err(errno::last()),
         pid => Ok(pid as u32),

@@ -32,7 +32,7 @@ pub(super) fn mount(
     options: Option<&CStr>,
 ) -> Result<(), Errno> {
     let pointer = |text: Option<&CStr>| text.map_or(null(), CStr::as_ptr);
-    // SAFETY: the strings end with NUL. A null pointer stands for an argument that this kind of mount does not
+    // SAFETY: the strings are NUL-terminated. A null pointer stands for an argument that this kind of mount does not
     // use.
     check(unsafe { libc::mount(pointer(from), at.as_ptr(), pointer(kind), flags, pointer(options).cast()) })
 }
@@ -45,7 +45,7 @@ pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
         Access::Write => libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
     };
     let attributes = libc::mount_attr { attr_set: restrictions, attr_clr: 0, propagation: 0, userns_fd: 0 };
-    // SAFETY: the string ends with NUL, and the pointer is to a local of the given size.
+    // SAFETY: the string is NUL-terminated, and the pointer refers to a local variable of the given size.
     check(unsafe {
         let (here, below) = (libc::AT_FDCWD, libc::AT_RECURSIVE);
         let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());

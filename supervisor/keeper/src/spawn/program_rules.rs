@@ -17,8 +17,8 @@ const STEP: &str = "rules for programs";
 /// Mount point of [`TemporaryFiles::PrivateTmp`].
 const PRIVATE_TMP: &str = "/tmp";
 
-/// Creates a memory file that contains the rules for the worker's programs. Readers of the file start at its
-/// beginning.
+/// Creates a memory file that contains the rules for the worker's programs. The file offset is at the beginning of the
+/// file.
 pub(super) fn create_file(
     layers: &Layers,
     ruleset: Option<&Ruleset>,

@@ -78,7 +78,7 @@ impl StepFailure {
 
 #[derive(Debug)]
 pub(crate) enum Progress {
-    /// The child is still starting, or is blocked by a file system.
+    /// The child is still starting, or is blocked on a file system.
     Pending,
     /// The child is in a user namespace without ID maps, and waits for [`let_continue`].
     WaitsForIdMaps,

@@ -224,7 +224,7 @@ fn set_identity(Identity { uid, gid }: Identity) -> Result<(), StepError> {
 fn private_root(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(root) = &confinement.root else { return Ok(()) };
-    // The worker can run as another user, which must be able to traverse these folders.
+    // The worker can run as another user, who must be able to traverse these folders.
     rustix::process::umask(Mode::empty());
     root.enter()?;
     // The rules contain the system's files, but not the new mounts.
@@ -269,8 +269,8 @@ fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Makes the granted paths that the worker's user cannot reach accessible by mounting them. Does nothing if the
-/// worker has a private root folder.
+/// Mounts the granted paths that the worker's user could not reach otherwise. Does nothing if the worker has a private
+/// root folder.
 fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(covers) = &confinement.covers else { return Ok(()) };
@@ -404,7 +404,7 @@ fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
     // The supervisor's unit may have a real-time policy, which a worker must not inherit. An error means that there is
     // no such policy.
     let ordinary = libc::sched_param { sched_priority: 0 };
-    // SAFETY: the pointer is to a local. The call affects this thread.
+    // SAFETY: the pointer refers to a local variable. The call affects this thread.
     unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &raw const ordinary) };
     Ok(rustix::process::setpriority_process(None, plan.original.nice)?)
 }
@@ -425,8 +425,8 @@ fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
 
 /// Duplicates a descriptor to the given number, replacing any descriptor that is already open under that number.
 pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
-    // SAFETY: the previous descriptor is standard input, output or error, or in the child the keeper's
-    // socket. Nothing that this process owns and continues to use has this number.
+    // SAFETY: the replaced descriptor is a standard stream or, in the child, the keeper's socket. Nothing in this
+    // process continues to use the replaced descriptor.
     check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 
@@ -459,7 +459,7 @@ fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
 
 fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
     let value = libc::rlimit { rlim_cur: limit.soft, rlim_max: limit.hard };
-    // SAFETY: the pointer is to a local. The kernel refuses a resource that does not exist.
+    // SAFETY: the pointer refers to a local variable. The kernel refuses a resource that does not exist.
     let result = check(unsafe { libc::setrlimit(limit.resource as _, &value) });
     result.map_err(|errno| StepError { errno, detail: limit.resource })
 }
@@ -517,13 +517,13 @@ fn exec(plan: &Plan<'_>) -> Result<(), StepError> {
     let (arguments, environment) = (plan.arguments.as_ptr(), plan.environment.as_ptr());
     if let Some(executable) = &plan.prepared.confinement.executable {
         let (program, here) = (executable.as_raw_fd(), c"".as_ptr());
-        // SAFETY: both lists end with a null pointer, and `plan` owns the lists and their strings. The path
-        // ends with NUL.
+        // SAFETY: both lists are null-terminated, and `plan` owns the lists and their strings. The path
+        // is NUL-terminated.
         return Ok(check(unsafe {
             libc::syscall(libc::SYS_execveat, program, here, arguments, environment, libc::AT_EMPTY_PATH)
         } as i32)?);
     }
-    // SAFETY: both lists end with a null pointer, and `plan` owns the lists and their strings.
+    // SAFETY: both lists are null-terminated, and `plan` owns the lists and their strings.
     Ok(check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })?)
 }
 

@@ -19,7 +19,7 @@ use crate::errno;
 /// `execve` or `_exit`, the child must make only raw system calls.
 pub unsafe fn fork_without_sigchld() -> Result<libc::pid_t, Errno> {
     const NONE: libc::c_long = 0;
-    // SAFETY: without a stack and without shared memory this is a fork. The caller upholds the other
+    // SAFETY: without a stack or shared memory, this call is a fork. The caller upholds the other
     // requirements.
     match unsafe { libc::syscall(libc::SYS_clone, NONE, NONE, NONE, NONE, NONE) } {
         -1 => Err(errno::last()),
@@ -36,12 +36,12 @@ mod tests {
         // SAFETY: the child only exits.
         let pid = unsafe { fork_without_sigchld() }.unwrap();
         if pid == 0 {
-            // SAFETY: exits without running exit handlers that the parent has registered.
+            // SAFETY: exits without running the parent's exit handlers.
             unsafe { libc::_exit(7) };
         }
         let mut status = 0;
-        // SAFETY: the pointer is to a local. Waits for this PID only, because other tests of this process can have
-        // ordinary children.
+        // SAFETY: the pointer refers to a local variable. Waits only for this PID, because other tests of this process
+        // can have ordinary children.
         let reaped = unsafe { libc::waitpid(pid, &mut status, 0) };
         assert_eq!((reaped, errno::last()), (-1, Errno::CHILD));
         // SAFETY: as above.

@@ -160,8 +160,8 @@ fn is_unchanged(chain: &[u32]) -> bool {
     chain.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }
 
-/// Returns the PID of a process's parent. Reads the file of the first thread, because the cost of this does not depend
-/// on the number of threads.
+/// Returns the PID of a process's parent. Reads the first thread's file, because this takes no longer if the process
+/// has many threads.
 fn parent_of(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/task/{pid}/stat");
     let stat = read_proc_file(&path)

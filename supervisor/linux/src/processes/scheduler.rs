@@ -6,9 +6,10 @@ use crate::errno;
 
 /// Requests a shorter time slice for the calling thread and for threads that it starts.
 ///
-/// With shorter slices, this thread and all other threads run sooner once they are runnable. The thread's share of
-/// processor time does not change. Does nothing for a thread whose scheduling policy is neither `SCHED_OTHER` nor
-/// `SCHED_BATCH`. Fails if `sched_setattr(2)` fails. Linux before 6.12 accepts the slice but ignores it.
+/// With a shorter slice, this thread runs sooner after it becomes runnable, and other threads wait less for it. The
+/// thread's share of processor time does not change. Does nothing for a thread whose scheduling policy is neither
+/// `SCHED_OTHER` nor `SCHED_BATCH`. Fails if `sched_setattr(2)` fails. Linux before 6.12 accepts the slice but ignores
+/// it.
 #[expect(unsafe_code, reason = "sched_setattr has no safe wrapper")]
 pub fn set_time_slice(slice: Duration) -> rustix::io::Result<()> {
     let size = size_of::<libc::sched_attr>();

@@ -64,7 +64,7 @@ mod tests {
     #[test]
     fn sibling_is_a_child_of_the_parent() {
         let (mut reader, writer) = std::io::pipe().unwrap();
-        // A path, because some shells accept only one digit in `>&10`.
+        // Uses a path, because some shells accept only one digit in `>&10`.
         let script =
             format!("(echo $PPID; echo ${{WITHHELD-none}}) > /proc/self/fd/{}", writer.as_fd().as_raw_fd());
         let arguments = ["sh", "-c", &script].map(OsString::from);

@@ -117,7 +117,7 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     failed?;
     // The intermediate child has exited, or is about to exit.
     let _ = wait::wait_for_exit_code(pid);
-    // SAFETY: a number that is not negative is a new descriptor that the call has stored.
+    // SAFETY: if the number is not negative, the call has stored a new descriptor.
     let pidfd = (intermediate.pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(intermediate.pidfd) });
     match (intermediate.call.error, Pid::from_raw(intermediate.pid.max(0)), pidfd) {
         (None, Some(pid), Some(pidfd)) => Ok(Child { pid, pidfd }),
@@ -193,7 +193,7 @@ fn caught_signals() -> &'static [c_int] {
 
 fn query_caught_signals() -> Vec<c_int> {
     let is_caught = |&signal: &c_int| {
-        // SAFETY: all zeros is a valid `sigaction`, which the call fills.
+        // SAFETY: an all-zero `sigaction` is valid, and the call fills it.
         let (result, action) = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             (libc::sigaction(signal, std::ptr::null(), &mut action), action)
@@ -209,7 +209,7 @@ struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {
     fn all() -> Self {
-        // SAFETY: all zeros is a valid set. The calls fill the sets, and cannot fail with these arguments.
+        // SAFETY: an all-zero set is valid. The calls fill the sets, and cannot fail with these arguments.
         unsafe {
             let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
             libc::sigfillset(&mut all);
@@ -238,7 +238,7 @@ mod tests {
     fn execute(program: &std::ffi::CStr, argument: &std::ffi::CStr) -> Result<Child, Errno> {
         let arguments = [program.as_ptr(), c"-c".as_ptr(), argument.as_ptr(), ptr::null()];
         let environment = [ptr::null()];
-        // SAFETY: one system call, with lists that end with a null pointer.
+        // SAFETY: makes one system call with null-terminated lists.
         unsafe {
             spawn(|| {
                 libc::execve(program.as_ptr(), arguments.as_ptr(), environment.as_ptr());
@@ -267,7 +267,7 @@ mod tests {
         let arguments = [c"/bin/sh".as_ptr(), c"-c".as_ptr(), c"exit 7".as_ptr(), ptr::null()];
         let environment = [ptr::null()];
         let start = |program: &std::ffi::CStr| {
-            // SAFETY: one system call, with lists that end with a null pointer.
+            // SAFETY: makes one system call with null-terminated lists.
             unsafe {
                 spawn_orphan(|| {
                     libc::execve(program.as_ptr(), arguments.as_ptr(), environment.as_ptr());

@@ -15,7 +15,7 @@ use crate::errno;
 /// if there is no matching child at all.
 fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
     let flags = flags | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
-    // SAFETY: all zeros is a valid `siginfo_t`, which the call may fill. If the call succeeds, the PID is that of a
+    // SAFETY: an all-zero `siginfo_t` is valid, and the call may fill it. If the call succeeds, the PID is that of a
     // child, or still zero.
     unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
@@ -49,9 +49,9 @@ pub fn thread_has_children() -> bool {
 /// child has changed state), the status and the resource usage.
 pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
     let mut status = 0;
-    // SAFETY: all zeros is a valid `rusage`.
+    // SAFETY: an all-zero `rusage` is valid.
     let mut rusage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to variables of this function, and have the types that the call fills.
+    // SAFETY: both pointers refer to local variables of the types that the call fills.
     let pid = unsafe { libc::wait4(pid, &mut status, flags | libc::__WALL, &mut rusage) };
     errno::check(pid)?;
     Ok((pid as u32, status, rusage))

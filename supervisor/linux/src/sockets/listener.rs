@@ -2,7 +2,8 @@
 //!
 //! [`stop_new_connections`] closes a TCP listener without losing connections. If a listener is only closed, the kernel
 //! resets all connections in its queue. One of them may have arrived between the last `accept` and the close, from a
-//! client that has already sent a request. [`has_handshakes`] finds connections that are about to arrive. [`inherit`] takes over a listener that a service manager has opened.
+//! client that has already sent a request. [`has_handshakes`] finds connections that are about to arrive. [`inherit`]
+//! takes over a listener that a service manager has opened.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -65,7 +66,7 @@ const ACK: u32 = 0x10;
 /// Makes a listener drop packets that open a new connection. Handshakes that have already begun can still complete.
 ///
 /// A client that connects after this call retries after a second, and then reaches the next program that listens on the
-/// address, or is refused. When other proxies restart, they drop such packets with the machine's packet filter, but a
+/// address, or is refused. During a restart, other proxies drop such packets with the machine's packet filter, but a
 /// filter on the socket needs no privileges.
 ///
 /// Fails if `setsockopt(2)` with `SO_ATTACH_FILTER` fails.
@@ -81,9 +82,9 @@ pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {
     SockRef::from(listener).attach_filter(&filter)
 }
 
-/// Returns true if a client has begun a handshake with a TCP listener and has not completed it. Such a connection cannot
-/// be accepted yet, and is reset if the listener closes. Returns false if the kernel's list of connections cannot be
-/// read.
+/// Returns true if a client has begun a handshake with a TCP listener and has not completed it. Such a connection
+/// cannot be accepted yet, and is reset if the listener closes. Returns false if the kernel's list of connections
+/// cannot be read.
 pub fn has_handshakes(listener: &impl AsFd) -> bool {
     let address = rustix::net::getsockname(listener).ok().and_then(|address| address.try_into().ok());
     let Some(port) = address.map(|address: SocketAddr| address.port()) else { return false };
@@ -158,21 +159,20 @@ mod tests {
             stop_new_connections(&listener).unwrap();
             assert!(has_handshakes(&listener), "{address}");
             client.detach_filter().unwrap();
-            // The listener's response is repeated after a second.
+            // The kernel repeats the listener's response after a second.
             let _accepted = listener.accept().unwrap();
             assert!(!has_handshakes(&listener), "{address}");
         }
     }
 
-    /// Keeps connecting clients while the listener is being stopped. Each established connection must receive a
-    /// reply.
+    /// Clients keep connecting while the listener is being stopped. Each established connection must receive a reply.
     #[test]
     fn stopped_listener_serves_all_established_connections() {
         for round in 0..30 {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap();
             listener.set_nonblocking(true).unwrap();
-            // Connects until a connection is no longer accepted.
+            // Connects repeatedly until a connection attempt fails.
             let client = move || {
                 while let Ok(mut socket) = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
                     let answered = socket.read_exact(&mut [0]).map_err(|error| error.kind());

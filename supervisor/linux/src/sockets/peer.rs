@@ -78,7 +78,7 @@ impl Peer {
         let process = start_time(pid).map(|started| (pid, started));
         let is_known = process.is_some_and(|process| unrelated.contains(process));
         let chain = if is_known { Ok(vec![pid]) } else { ancestors(pid, own) };
-        // Still alive, so the PID belonged to this process during the whole lookup.
+        // Checks that the connecting process is still alive. If so, the PID belonged to it during the whole lookup.
         if wait_until_readable(&pidfd, Duration::ZERO)? {
             return Ok(Descent::Ended);
         }
@@ -108,8 +108,8 @@ pub struct UnrelatedProcesses {
 }
 
 impl UnrelatedProcesses {
-    /// Treats the descendants of the process `pid` like descendants of this process until the next call. `None` ends
-    /// this treatment. Needed during an upgrade, when two supervisors run workers.
+    /// Treats the descendants of the process `pid` like descendants of this process until the next call. Passing `None`
+    /// ends this treatment. Needed during an upgrade, when two supervisors run workers.
     pub fn set_other_root(&self, pid: Option<u32>) {
         self.lock().clear();
         self.other_root.store(pid.unwrap_or(0), Ordering::SeqCst);
@@ -244,7 +244,7 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(peer.descent(&socket, &unrelated).unwrap(), Descent::Ended);
 
-        // Dead but not reaped, so that its PID is still in use.
+        // This process is dead but not reaped, so its PID is still in use.
         let mut child = connecting_process(&path, "0");
         let socket = accept(&listener);
         let peer = Peer::of(&socket).unwrap();

@@ -8,7 +8,7 @@ use super::{Failure, failure};
 /// Limits for a worker and all its descendants together. `None` means unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Limits {
-    /// Memory limit in bytes. The worker cannot use swap beyond this limit.
+    /// Memory limit in bytes. The worker cannot use swap in addition to this memory.
     pub(crate) memory_bytes: Option<u64>,
     /// Maximum number of processes and threads.
     pub(crate) pids: Option<u64>,
@@ -33,7 +33,7 @@ const PERIOD_US: f64 = 100_000.0;
 const PERIOD_US_MAX: f64 = 1_000_000.0;
 const QUOTA_US_MIN: f64 = 1_000.0;
 
-/// Highest limit on the number of processes that the kernel accepts. No kernel has more processes.
+/// Highest value that the kernel accepts for `pids.max`. No kernel supports more processes.
 const PIDS_MAX: u64 = 4_194_304;
 
 /// Minimum value of [`Limits::cpu_cores`].

@@ -45,8 +45,8 @@ impl Owner {
         (owner.leaf_name(worker) == name).then_some(owner)
     }
 
-    /// Returns true if the process is known to have exited. Returns false for a process in another PID namespace, whose
-    /// state is not visible to this process.
+    /// Returns true if `other` is known to have exited. Returns false if `other` is in another PID namespace, because
+    /// its state is not visible from this process.
     pub(super) fn outlived(&self, other: &Self) -> bool {
         other.namespace == self.namespace && !process_tree::is_alive(other.pid, other.started)
     }

@@ -89,7 +89,7 @@ impl Shell {
         // SAFETY: the child makes two system calls on prepared data.
         let pid = unsafe { fork_into(std::os::fd::AsFd::as_fd(folder), 0) }.unwrap();
         if pid == 0 {
-            // SAFETY: both lists end with a null pointer.
+            // SAFETY: both lists are null-terminated.
             unsafe {
                 libc::execve(arguments[0], arguments.as_ptr(), environment.as_ptr());
                 libc::_exit(127)
@@ -105,7 +105,7 @@ impl Shell {
     /// Waits until the shell has exited. Returns its wait status.
     fn wait(self) -> i32 {
         let mut status = 0;
-        // SAFETY: the PID is that of a child that has not been waited for, and the pointer is to a local.
+        // SAFETY: the PID is that of a child that has not been waited for, and the pointer refers to a local variable.
         assert_eq!(unsafe { libc::waitpid(self.0, &mut status, libc::__WALL) }, self.0);
         std::mem::forget(self);
         status
@@ -249,7 +249,7 @@ fn only_empty_cgroup_leaf_can_be_removed() {
     // SAFETY: the fork is expected to fail. If it succeeds, the child only exits.
     let cloned = unsafe { fork_into(leaf.fd(), 0) };
     if cloned == Ok(0) {
-        // SAFETY: exits without running exit handlers that the parent has registered.
+        // SAFETY: exits without running the parent's exit handlers.
         unsafe { libc::_exit(0) };
     }
     assert!(cloned.is_err());
@@ -268,7 +268,7 @@ fn worker_cannot_create_child_cgroups() {
 fn nested_cgroups_are_removed_with_their_leaf() {
     let Some(group) = TestGroup::new("nested") else { return };
     let leaf = group.leaf(1);
-    // A process that may create groups can also remove this limit.
+    // A process that is allowed to create groups can also remove this limit.
     folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
     let deep = leaf.path().join("deep/".repeat(300));
     fs::create_dir_all(&deep).unwrap();

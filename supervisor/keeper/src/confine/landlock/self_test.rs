@@ -17,8 +17,8 @@ use rustix::io::Errno;
 pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
     ListRoot,
-    /// Creates a device node at this path. No rule allows this, so it is tested if the rules grant access to the root
-    /// folder.
+    /// Creates a device node at this path. No rule allows this, so this action is attempted if the rules grant access
+    /// to the root folder.
     CreateDevice(CString),
     /// No test is possible. The rules allow reading all files, and the worker has no folder of its own.
     None,

@@ -369,7 +369,7 @@ fn landlock_restricts_tcp_fast_open() {
         use std::os::fd::AsRawFd;
         let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
         let on: libc::c_int = 1;
-        // SAFETY: the pointer is to a local of the given size.
+        // SAFETY: the pointer refers to a local variable of the given size.
         let set = unsafe {
             libc::setsockopt(
                 socket.as_raw_fd(),
@@ -484,7 +484,7 @@ fn fake_restrict_self() {
         instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
-    // SAFETY: the pointer is to a local, which refers to a program of the given length.
+    // SAFETY: the pointer refers to a local structure, which describes a program of the given length.
     let result =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };
     assert_eq!(result, 0);

@@ -6,8 +6,8 @@ use rustix::io::Errno;
 use super::assembler::Condition::{HasAny, Is};
 use super::{Check, Rule, Rules, Verdict};
 
-/// Mode bits that make a program run as the user or group of its file. If a worker created such a program,
-/// anyone could run it outside the sandbox with the rights of the worker's user, which can be root.
+/// Mode bits that make a program run as the owner or group of its file. If a worker created such a program, anyone
+/// could run it outside the sandbox with the rights of the worker's user, which can be root.
 const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 
 /// System calls that take a file mode, grouped by the index of the mode argument.
@@ -56,7 +56,7 @@ pub(super) fn deny_fast_open(rules: &mut Rules) {
 }
 
 /// Denies `truncate`, and `O_TRUNC` without write access. Needed on kernels whose Landlock version does not control
-/// truncation: a worker could otherwise truncate files that it can only read.
+/// truncation, because a worker could otherwise truncate files that it can only read.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
     /// File access mode 3. The kernel checks read and write permission, but the opened file can be neither read nor

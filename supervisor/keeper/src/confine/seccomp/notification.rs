@@ -85,15 +85,15 @@ pub(crate) fn check_pending(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
 }
 
-/// Returns a zeroed buffer. Newer kernels have larger structures: the kernel writes its own version of the
-/// structure, and requires the whole buffer to be zero beforehand.
+/// Returns a zeroed buffer that also fits a newer kernel's larger version of the structure. The kernel requires the
+/// whole buffer to be zero.
 fn zeroed(in_kernel: u16, here: usize) -> Vec<u64> {
     vec![0; usize::from(in_kernel).max(here).div_ceil(size_of::<u64>())]
 }
 
 fn sizes() -> io::Result<seccomp_notif_sizes> {
     let mut sizes = seccomp_notif_sizes { seccomp_notif: 0, seccomp_notif_resp: 0, seccomp_data: 0 };
-    // SAFETY: the pointer is to a local of the type that the call fills. This type has never grown.
+    // SAFETY: the pointer refers to a local variable of the type that the call fills. This type has never grown.
     let result =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_NOTIF_SIZES, 0, &raw mut sizes) };
     if result == -1 { Err(errno::last().into()) } else { Ok(sizes) }

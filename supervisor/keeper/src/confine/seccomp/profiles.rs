@@ -24,7 +24,7 @@ const REFUSED_CALLS: &[&str] = &[
     // Calls that change the mounted file systems or the root folder.
     "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
      pivot_root umount2",
-    // Call that enters another namespace. Flags of other calls that create namespaces are refused separately.
+    // Call that joins an existing namespace. Separate rules refuse `clone` and `unshare` calls that create a namespace.
     "setns",
     // Calls that access files without their paths.
     "fanotify_init name_to_handle_at open_by_handle_at",
@@ -203,8 +203,8 @@ const IOPRIO_WHO_PROCESS: u32 = 1;
 
 /// Adds the rules for network access.
 ///
-/// With [`NetworkAccess::Connections`], Landlock permits the ports. These rules deny all ways to reach another
-/// port, because Landlock only checks `connect` and `bind` of plain TCP sockets:
+/// With [`NetworkAccess::Connections`], Landlock limits the ports that a worker can connect to. Landlock checks only
+/// `connect` and `bind` of plain TCP sockets, so these rules deny calls that would bypass these checks.
 ///
 /// - Sockets cannot use another protocol, such as MPTCP, or change to one (`TCP_ULP`).
 /// - Sends cannot open a connection with TCP fast open.

@@ -325,7 +325,7 @@ const INT_80: u64 = 1 << 40;
 
 fn enter_with_32_bits() {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: queries the process ID, and changes nothing else.
+    // SAFETY: queries the process ID, and has no other effect.
     unsafe {
         std::arch::asm!("int 0x80", inlateout("eax") 20 => _, out("r8") _, out("r9") _, out("r10") _, out("r11") _)
     };
@@ -391,7 +391,7 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         );
     }
     for flag in [libc::CLONE_NEWNS, libc::CLONE_NEWUSER, libc::CLONE_NEWPID, libc::CLONE_NEWNET] {
-        // Adds a flag that makes the call fail if it is allowed.
+        // Adds a flag with which the call fails even if the filter allows it.
         let broken = (flag | libc::CLONE_SIGHAND) as u64;
         all.extend([("clone", [broken, 0, 0], libc::EPERM), ("unshare", [flag as u64, 0, 0], libc::EPERM)]);
     }
@@ -474,7 +474,7 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
-/// Returns sockets and calls with which a worker could reach a port that Landlock does not permit.
+/// Returns calls that could bypass Landlock's port rules, and related calls that are allowed.
 fn with_connections(udp: bool) -> Vec<(&'static str, [u64; 3], i32)> {
     const MPTCP: u64 = 262;
     const SMC: u64 = 256;

@@ -209,7 +209,7 @@ impl EventLoop {
                 namespace.update_children(&children, exit_report.has_more, now);
                 self.clean_namespace(pid, now);
             }
-            // A later exit report of this iteration contains the children.
+            // A later exit report from this iteration lists the remaining children.
             None => namespace.has_more = true,
         }
     }
@@ -316,7 +316,7 @@ impl EventLoop {
         }
     }
 
-    /// Orders the first process to kill a worker in the namespace and the worker's process group.
+    /// Orders the first process of a namespace to kill a worker together with the worker's process group.
     pub(crate) fn kill_in_namespace(&mut self, NamespaceMember { namespace, inner, .. }: NamespaceMember) {
         if let Some(found) = self.namespace_mut(namespace) {
             found.outbox.push(InitOrder::Kill(&[inner]).encode(), Vec::new());

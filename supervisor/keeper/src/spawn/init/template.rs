@@ -146,7 +146,7 @@ pub(crate) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
 
 /// Creates a descriptor that becomes readable when a child might have exited.
 fn watch_sigchld() -> Result<OwnedFd, Errno> {
-    // SAFETY: the set is a local, which the calls fill and read. The new descriptor is owned only here.
+    // SAFETY: the set is a local variable, which the calls fill and read. Nothing else owns the new descriptor.
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut set);

@@ -262,14 +262,14 @@ impl Bind {
         const MOVE_MOUNT_F_EMPTY_PATH: libc::c_uint = 4;
         let here = folder.map_or(libc::AT_FDCWD, |folder| folder.as_raw_fd());
         let flags = OPEN_TREE_CLONE | libc::O_CLOEXEC as libc::c_uint | libc::AT_RECURSIVE as libc::c_uint;
-        // SAFETY: the string ends with NUL. The returned descriptor is owned only here.
+        // SAFETY: the string is NUL-terminated. Nothing else owns the returned descriptor.
         let copy = unsafe {
             match libc::syscall(libc::SYS_open_tree, here, self.from.as_ptr(), flags) {
                 -1 => return Err(errno::last()),
                 descriptor => OwnedFd::from_raw_fd(descriptor as i32),
             }
         };
-        // SAFETY: both strings end with NUL.
+        // SAFETY: both strings are NUL-terminated.
         check(unsafe {
             libc::syscall(
                 libc::SYS_move_mount,

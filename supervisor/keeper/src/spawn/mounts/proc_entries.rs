@@ -33,8 +33,8 @@ const VISIBLE_ENTRIES: [&str; 11] = [
 const EMPTY_FILE: &CStr = c"/no-file";
 const EMPTY_FOLDER: &CStr = c"/no-folder";
 
-/// Entries of `/proc` to hide, which are all entries except processes and the visible entries. Looked up only once,
-/// because they are the same for all workers.
+/// Entries of `/proc` to hide. These are all entries except links, processes and the visible entries. Looked up only
+/// once, because they are the same for all workers.
 static HIDDEN_ENTRIES: OnceLock<Vec<HiddenEntry>> = OnceLock::new();
 
 struct HiddenEntry {
@@ -72,7 +72,7 @@ pub(super) fn hide() -> Result<(), Errno> {
             Err(errno) => return Err(errno),
         }
     }
-    // The mounts that hide the entries are restricted as well.
+    // Also restricts the mounts that hide the entries.
     restrict(c"/proc", Access::Read)?;
     rustix::fs::unlink(EMPTY_FILE)?;
     rustix::fs::rmdir(EMPTY_FOLDER)

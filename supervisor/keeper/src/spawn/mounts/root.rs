@@ -265,7 +265,7 @@ impl Layout {
         Ok(links)
     }
 
-    /// Checks that no path is inside [`OLD_ROOT`], where the child would change the system's root folder.
+    /// Checks that no path is inside [`OLD_ROOT`]. Otherwise, the child would change the system's root folder.
     fn check_names(&self, directory: &Path) -> Result<(), SpawnError> {
         let old_root = Path::new(OsStr::from_bytes(OLD_ROOT.to_bytes()));
         let real_directory = std::fs::canonicalize(directory).ok();
@@ -465,14 +465,14 @@ fn change_root() -> Result<(), Errno> {
     mount(Some(c"tmpfs"), STAGING_FOLDER, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
     rustix::process::chdir(STAGING_FOLDER)?;
     make_folder(OLD_ROOT_NAME)?;
-    // SAFETY: the strings end with NUL.
+    // SAFETY: the strings are NUL-terminated.
     check(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), OLD_ROOT_NAME.as_ptr()) } as i32)?;
     rustix::process::chdir(c"/")
 }
 
 /// Unmounts the old root, and makes the new root read-only.
 fn close_root() -> Result<(), Errno> {
-    // SAFETY: the string ends with NUL.
+    // SAFETY: the string is NUL-terminated.
     check(unsafe { libc::umount2(OLD_ROOT.as_ptr(), libc::MNT_DETACH) })?;
     rustix::fs::rmdir(OLD_ROOT)?;
     let flags = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;

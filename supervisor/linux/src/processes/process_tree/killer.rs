@@ -263,7 +263,7 @@ mod tests {
             while killer.step(usize::MAX, |_| false).unwrap() != Progress::ScanComplete {}
             let scan_number = killer.scan_number();
             assert!(!killer.has_nothing_new_since(scan_number), "the scan began before the number was read");
-            // The process is stopped and scanned again, but not new, because the first scan has seen it.
+            // The process is stopped and scanned again. It does not count as new, because the first scan has found it.
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::InProgress);
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::ScanComplete);
             assert!(killer.has_nothing_new_since(scan_number) && !killer.has_nothing_new_since(0));
