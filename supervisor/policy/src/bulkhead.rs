@@ -265,7 +265,7 @@ impl<T> Bulkhead<T> {
 
     #[inline]
     fn report_deferred_events(&mut self) {
-        // Draining an empty vector has a cost, and most events do not defer anything.
+        // Most events defer nothing, and even draining an empty vector has a cost.
         if !self.deferred_events.is_empty() {
             self.actions.extend(self.deferred_events.drain(..).map(Action::Report));
         }
@@ -658,12 +658,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Updates the deadline after which a worker's jobs cause the worker to be killed. A worker is killed after the
-    /// `grace` period if no client is waiting for any of its jobs, or if a job has exceeded the bulkhead's own deadline
-    /// or run limit. A client can therefore end its own job early, but not the jobs of other clients. A worker that
-    /// [ends each job itself](Self::kill_delay) has more time while clients are waiting for its other jobs. Until it is
-    /// killed, the worker gets no new jobs. While the worker is sending an oversized result, the `grace` period
-    /// restarts [whenever data arrives](Self::extend_kill_time).
+    /// Updates the time at which a worker will be killed because of its jobs. A worker is killed after the `grace`
+    /// period if no client is waiting for any of its jobs, or if a job has exceeded the bulkhead's own deadline or run
+    /// limit. A client can therefore end its own job early, but not the jobs of other clients. A worker that [ends each
+    /// job itself](Self::kill_delay) has more time while clients are waiting for its other jobs. Until it is killed,
+    /// the worker gets no new jobs. While the worker is sending an oversized result, the `grace` period restarts
+    /// [whenever data arrives](Self::extend_kill_time).
     pub(super) fn update_kill_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if !matches!(worker.phase, Phase::Ready | Phase::Draining) {

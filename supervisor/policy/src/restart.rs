@@ -23,8 +23,8 @@ const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 pub(crate) enum NextStart {
     /// Start another worker at this time.
     At(Time),
-    /// Workers in this slot have failed too often. At this time, start one worker as a probe to find out
-    /// whether workers can run again.
+    /// Workers in this slot have failed too often. At `probe_at`, one worker is started as a probe to find out whether
+    /// workers can run again.
     Failed { probe_at: Time },
 }
 

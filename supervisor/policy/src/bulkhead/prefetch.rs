@@ -105,7 +105,7 @@ impl<T> Bulkhead<T> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check of whether the worker has started its jobs in time.
+    /// Schedules a check that the worker has started its jobs in time.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
@@ -178,7 +178,8 @@ impl<T> Bulkhead<T> {
     /// was recalled.
     pub(super) fn recall_from_late_workers(&mut self, now: Time) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        // A job must not be recalled in the event that sends it, because the worker has not received it yet.
+        // A job that was sent while handling the current event is not recalled, because the worker has not received it
+        // yet.
         let is_due = |place: &u32| {
             *place != next && self.workers.get(*place).is_none_or(|worker| worker.last_progress_at < now)
         };

@@ -281,9 +281,9 @@ impl<T> Bulkhead<T> {
         self.poison.len(now)
     }
 
-    /// Charges the rate limit for a rejected job that is about to be passed on to a fallback and has not been charged
-    /// yet. Otherwise, jobs could use the fallback to avoid the rate limit. If the job exceeds the limit, changes the
-    /// counted reason to `rate_limited` and returns the time to wait.
+    /// Charges a rejected job to the rate limit before the job is passed on to a fallback. Otherwise, clients could use
+    /// the fallback to avoid the rate limit. The job must not have been charged before. If the job exceeds the limit,
+    /// counts the rejection as `rate_limited` instead, and returns the time to wait.
     pub fn charge_fallback(
         &mut self,
         now: Time,
@@ -395,8 +395,8 @@ impl<T> Bulkhead<T> {
         let in_flight = indexes.len() as u32;
         let mut jobs: Vec<HeldJob> =
             indexes.into_iter().map(|index| self.describe_held_job(now, index)).collect();
-        // Jobs that are reported as not started only by the worker's own record count as started. Otherwise, a worker
-        // could make another job look like the only suspect.
+        // If only the worker's own record says that a job was not started, the job counts as started. Otherwise, a
+        // worker could make another job look like the only suspect.
         let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32 + unbegun;
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
         jobs.truncate(jobs_max);

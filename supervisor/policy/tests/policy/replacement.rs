@@ -1,4 +1,5 @@
-//! Replaced workers: the number of running jobs during a replacement, workers that hang at exit, and `recycle.jobs`.
+//! Tests of replaced workers: number of running jobs during a replacement, workers that hang at exit, and
+//! `recycle.jobs`.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
