@@ -253,7 +253,7 @@ impl Adaptive {
         Some(LimitReport { from, to: self.limit, latency })
     }
 
-    /// Lowers the limit by the factor by which the latency exceeds `target`, but at most by half.
+    /// Lowers the limit in proportion to the excess of the latency over `target`, but at most by half.
     fn decrease(&mut self, now: Time, latency: u64, target: u64) {
         let from = match self.limits.mode {
             AdaptiveMode::Enforce => self.limit,

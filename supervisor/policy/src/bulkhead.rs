@@ -90,11 +90,12 @@ pub struct Bulkhead<T> {
     spares_changed: bool,
     /// Slots whose workers the rolling restart has yet to replace, with the reason for the restart.
     rolling: VecDeque<(u32, RecycleReason)>,
-    /// Cause of the failure that stopped the last restart, or `None` if the restart was not stopped.
+    /// Cause of the failure that ended the last restart early, or `None` if no failure ended it.
     restart_failure: Option<String>,
     random: u64,
     counters: Counters,
-    /// Adaptive `Retry-After` values, indexed by priority code. Each value is created at the first rejection.
+    /// Adaptive `Retry-After` values, indexed by priority code. Each value is created when a job of its class is first
+    /// rejected.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
     /// True if queue pressure has been reported and has not ended yet.
     is_pressure_reported: bool,
@@ -498,7 +499,8 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (send_number, is_wanted) = (job.send_number, job.record.is_some());
         if !is_wanted && !is_answered {
-            // The client received its outcome earlier, for example at the deadline. The worker has only finished now.
+            // The client received its outcome earlier, for example at the deadline. The worker has only now finished
+            // the job.
             self.counters.late_replies += 1;
         }
         let verdict = match reply {

@@ -21,7 +21,7 @@ use crate::time::Time;
 pub struct WorkerId {
     /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Sequence number of the worker's start among the starts of all workers in the bulkhead.
+    /// Sequence number of the worker among all workers ever started in the bulkhead.
     pub generation: u32,
 }
 
@@ -152,7 +152,7 @@ pub enum Event<T> {
         /// Human-readable cause.
         message: String,
     },
-    /// A worker has sent HELLO and received its welcome.
+    /// A worker has sent HELLO and received its welcome message.
     Hello {
         /// Worker that sent HELLO.
         worker: WorkerId,
@@ -320,8 +320,8 @@ pub enum Event<T> {
         /// True to force the breaker open, false to release it.
         open: bool,
     },
-    /// Caps the number of permits during an upgrade, because the successor uses the rest. This bulkhead's remaining
-    /// jobs never need more permits than the cap.
+    /// Caps the number of permits during an upgrade, so that the successor can use the rest. The remaining jobs of this
+    /// bulkhead never need more permits than the cap allows.
     CapPermits {
         /// Maximum number of permits, or `None` if there is no longer a successor.
         most: Option<u32>,
@@ -331,7 +331,7 @@ pub enum Event<T> {
     PredecessorHolds {
         /// Number of permits.
         permits: u32,
-        /// Number of jobs waiting in the predecessor. They count towards `max_queue`.
+        /// Number of jobs waiting in the predecessor. These jobs count towards `max_queue`.
         waiting: u32,
     },
     /// Quarantines a payload that the predecessor had quarantined.
@@ -406,7 +406,7 @@ pub enum Action<T> {
         /// Worker to drain.
         worker: WorkerId,
     },
-    /// Kill a worker and all its descendants. The kill is complete at [`Event::Exited`].
+    /// Kill a worker and all its descendants. The caller confirms the kill with [`Event::Exited`].
     Kill {
         /// Worker to kill.
         worker: WorkerId,
@@ -599,7 +599,7 @@ pub enum OperatorEvent {
     },
     /// The adaptive limit has changed since the last report.
     LimitAdapted {
-        /// Adaptive limit in the last report.
+        /// Previously reported adaptive limit.
         from: u32,
         /// Current adaptive limit.
         to: u32,

@@ -18,7 +18,7 @@ const UNSPACED_DEATHS_MAX: u32 = 10;
 /// so a machine can handle a hundred starts per second, but not a thousand.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Decision about starting the next worker after a worker has failed.
+/// Decision on when to start the next worker after a worker has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NextStart {
     /// Start another worker at this time.

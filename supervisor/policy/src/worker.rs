@@ -9,11 +9,11 @@ use crate::messages::{JobJournal, WorkerId};
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Maximum time between the request to start a process and the report that it is running. The time is long because the
-/// keeper starts one process at a time. The `start.handshake` timeout begins once the process is running.
+/// Maximum time between the request to start a process and the report that it is running. The timeout is long because
+/// the keeper starts one process at a time. The `start.handshake` timeout begins once the process is running.
 const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time between the request to fork a process from a template and the report that it is running. The time is
+/// Maximum time between the request to fork a process from a template and the report that it is running. The timeout is
 /// long because the template may request more time to initialise. If a template takes too long, the caller kills it,
 /// and the worker's start then fails.
 const FORK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);

@@ -1,4 +1,4 @@
-//! Lifecycle of a bulkhead's workers: start, welcome, readiness, replacement, drain, kill, restart.
+//! Lifecycle of a bulkhead's workers: start, welcome, readiness, replacement, drain, kill and restart.
 
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    // From the spawn until the worker is ready.
+    // Start of a worker, from the spawn until the worker is ready.
 
     pub(super) fn spawned(&mut self, now: Time, id: WorkerId, pid: u32) {
         let handshake = self.limits.start.handshake;
@@ -661,7 +661,7 @@ impl<T> Bulkhead<T> {
         if let Some(successor) = self.workers.slot(slot).successor {
             self.set_slot(slot, SlotState::Occupied(successor));
             self.reassign(successor, |worker| worker.assignment = Assignment::of_slot(slot, false));
-            // The next slot can have a successor now.
+            // The next slot in the rolling restart can get a successor now.
             self.continue_rolling_restart(now);
             return;
         }

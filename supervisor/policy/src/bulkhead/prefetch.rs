@@ -29,7 +29,7 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// Minimum time left before a job's deadline or queue timeout for the job to be prefetched, in multiples of
+/// Minimum time that must remain before a job's deadline or queue timeout for the job to be prefetched, in multiples of
 /// `lookahead`.
 const TIME_LEFT_FACTOR: u32 = 2;
 
@@ -221,8 +221,8 @@ impl<T> Bulkhead<T> {
         None
     }
 
-    /// Recalls all jobs that a worker has not started. The job in `ending` ends. The other jobs return to the front of
-    /// their classes in the queue. Returns true if at least one job was recalled.
+    /// Recalls all jobs that a worker has not started. If `ending` contains a verdict, its job ends with this verdict.
+    /// All other jobs return to the front of their classes in the queue. Returns true if at least one job was recalled.
     pub(super) fn recall(&mut self, now: Time, place: u32, ending: Option<RecallTarget>) -> bool {
         let Some(worker) = self.workers.get(place).filter(|worker| !worker.is_dead()) else { return false };
         if !worker.may_have_unbegun() && self.to_resend.is_empty() {

@@ -111,7 +111,7 @@ impl<T> Bulkhead<T> {
             && let JobState::InFlight { is_unread, .. } = &mut self.jobs.get(index).state
         {
             *is_unread = true;
-            // The worker's exit event follows and handles its jobs.
+            // The worker's exit event, which follows, handles the worker's jobs.
             self.edit_by_id(worker, |worker| worker.journal = None);
         }
     }

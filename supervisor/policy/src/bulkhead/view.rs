@@ -154,8 +154,7 @@ pub struct WorkerSummary {
     pub is_ready_spare: bool,
 }
 
-/// Description of a worker whose process has exited. The description is created before the state machine handles the
-/// exit.
+/// Description of a worker whose process has exited, created before the state machine handles the exit.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
     /// The worker's slot.
@@ -242,7 +241,7 @@ pub struct TenantView {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the tenants with the most jobs, up to `most` tenants. Jobs without a tenant are not included.
+    /// Returns the tenants with the most jobs, but at most `most` tenants. Jobs without a tenant are not included.
     pub fn tenants(&self, most: usize) -> Vec<TenantView> {
         let mut views: Vec<TenantView> = self
             .tenants

@@ -59,7 +59,7 @@ pub(crate) struct Model {
     slots: Vec<Slot>,
     /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Time of the most recent start that early deaths delayed or might have delayed.
+    /// Time of the most recent start to which the minimum interval after early deaths applied.
     last_spaced_start: Option<Time>,
     /// Slots whose workers still have to be replaced by a rolling restart.
     rolling: BTreeSet<u32>,
@@ -156,7 +156,7 @@ struct Worker {
     is_outdated: bool,
     /// True if the worker runs a previous program.
     has_old_program: bool,
-    /// Time of the next attempt to replace a worker with a previous program. Set if an attempt has failed.
+    /// Time of the next attempt to replace a worker that runs a previous program. Set after a failed attempt.
     retry_replacement_at: Option<Time>,
     /// Most recent `max_in_flight` sent to the worker.
     sent_max_in_flight: u32,
@@ -164,7 +164,7 @@ struct Worker {
     is_exclusive: bool,
     /// True if the worker had already been killed when another worker took over its slot.
     killed_before_replacement: bool,
-    /// Time at which the supervisor began to measure the silent worker's use of processor time.
+    /// Time at which the supervisor began to measure the silent worker's processor time.
     observed_since: Option<Time>,
     /// True once the caller has been asked how much processor time the silent worker used.
     was_checked: bool,
@@ -241,7 +241,7 @@ struct Step {
     ambiguous: BTreeSet<JobId>,
     /// Workers to notify of a new maximum number of jobs.
     to_resize: BTreeMap<WorkerId, u32>,
-    /// Jobs that must be cancelled in their workers.
+    /// Jobs that workers must be asked to cancel.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
     /// Jobs that are candidates for eviction. One of them must be evicted to make room for the submitted job. Empty if
@@ -268,7 +268,7 @@ enum Cause {
     Reset,
     Stop,
     Resize,
-    /// All workers are replaced. Slots that were waiting for the restart backoff can get a worker immediately.
+    /// All workers are replaced. Slots that were in restart backoff can get a worker immediately.
     Replace,
 }
 

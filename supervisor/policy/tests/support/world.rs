@@ -404,8 +404,8 @@ impl World {
         Some(event)
     }
 
-    /// Schedules the time at which all descendants of a worker have exited. Usually there are none, but sometimes they
-    /// take a long time.
+    /// Schedules the time at which all descendants of a worker have exited. Usually there are no descendants, but
+    /// sometimes they take a long time to exit.
     fn schedule_reaping(&mut self, now: Time, worker: WorkerId) {
         let within_ms = self.random.pick(&[0, 0, 0, 20, 3000]);
         let after = self.random.millis(0, within_ms);
