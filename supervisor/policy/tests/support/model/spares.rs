@@ -76,7 +76,7 @@ impl Model {
         }
     }
 
-    /// Returns true if a slot should have a usable worker but has none.
+    /// Returns true if a slot should have a usable worker but does not.
     fn needs_spare(&self, slot: u32) -> bool {
         let state = self.slots[slot as usize].state;
         let current = match state {
