@@ -243,8 +243,8 @@ events! {
 }
 
 impl EventKind {
-    /// Returns true if events of this kind report single jobs or workers, and can therefore be as frequent as jobs.
-    /// Events of other kinds report state changes and are never suppressed.
+    /// Returns true if events of this kind can be as frequent as jobs, for example because each event reports a single
+    /// job or worker. Events of other kinds report state changes and are never suppressed.
     pub const fn is_frequent(&self) -> bool {
         matches!(
             self,

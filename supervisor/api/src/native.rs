@@ -1,4 +1,4 @@
-//! The native part of a crash report: registers, and a backtrace with names.
+//! The native part of a crash report, with register values and a symbolized backtrace.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! Documents that describe the state of a bulkhead at a point in time. The data plane only fills in the values; another
-//! thread serializes them.
+//! Documents that describe the state of a bulkhead at a point in time. The data plane only fills in the values. Another
+//! thread serializes the documents.
 
 use std::collections::BTreeMap;
 

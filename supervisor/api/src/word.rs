@@ -1,4 +1,4 @@
-//! Words from fixed vocabularies. The code uses enum values; documents contain the names.
+//! Words from fixed vocabularies. The code uses enum values, whereas documents contain the names.
 
 use std::fmt;
 

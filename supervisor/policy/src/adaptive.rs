@@ -107,8 +107,8 @@ pub(crate) struct Adaptive {
     limits: AdaptiveLimits,
     limit: u32,
     window_from: Time,
-    /// Run times in the current window, grouped by vote. The key is the number of the tenant that has the vote. The key
-    /// is `None` for the shared vote of all tenants that do not have their own.
+    /// Run times in the current window, grouped by vote. The key is the number of the tenant, or `None` for the vote
+    /// that is shared by all tenants without a separate vote.
     runs: BTreeMap<Option<u32>, Runs>,
     /// Maximum number of permits in use in the current window, sampled each time a job ends.
     in_use_max: u32,
@@ -116,8 +116,8 @@ pub(crate) struct Adaptive {
     was_full: bool,
     /// True if a job has been counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
-    /// Start of the period in which dispatched jobs are counted. Earlier jobs are ignored, because they started
-    /// under a higher limit.
+    /// Earliest dispatch time of a job that counts. Jobs dispatched earlier are ignored, because they started under a
+    /// higher limit.
     counts_from: Time,
     /// True if no complete window has been measured since the limit was last raised.
     has_grown: bool,
@@ -200,9 +200,9 @@ impl Adaptive {
             && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 
-    /// Records the run time so far of a running job that has already exceeded `target`. If only jobs that have ended
-    /// were counted, a window would contain only the fast ones. Each job counts only in the window in which it exceeds
-    /// `target`.
+    /// Records the current run time of a job that is still running but has already exceeded `target`. If only jobs that
+    /// have ended were counted, a window would contain only the fast ones. Each job counts only in the window in which
+    /// it exceeds `target`.
     pub(crate) fn count_running(&mut self, now: Time, since: Time, tenant: u32) {
         let ran = now.since(since);
         if since >= self.counts_from && ran > self.limits.target && self.is_late_since_this_window(since) {
@@ -253,7 +253,7 @@ impl Adaptive {
         Some(LimitReport { from, to: self.limit, latency })
     }
 
-    /// Lowers the limit by the factor by which the latency exceeds `target`, but at most by half.
+    /// Lowers the limit in proportion to the excess of the latency over `target`, but at most by half.
     fn decrease(&mut self, now: Time, latency: u64, target: u64) {
         let from = match self.limits.mode {
             AdaptiveMode::Enforce => self.limit,

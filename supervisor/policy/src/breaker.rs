@@ -78,7 +78,8 @@ pub(crate) enum Admission {
     Closed,
     /// The job can be dispatched as a probe.
     Probe,
-    /// The job is rejected because all probes are in progress. The breaker does not know when it can admit another job.
+    /// The job is rejected because the maximum number of probes is in progress. The breaker does not know when it can
+    /// admit another job.
     Probing,
     /// This job and all further jobs are rejected for `retry_after`. The duration is zero if the open time has expired
     /// but no worker is ready for a probe.
@@ -254,8 +255,8 @@ impl Breaker {
 
     // Results of calls.
 
-    /// Counts a call by its result and run time. Calls claimed before the last transition are ignored. Otherwise, the
-    /// slow calls that opened the breaker could open it again when they end.
+    /// Counts a call by its result and run time. Calls claimed before the last transition are ignored. Otherwise, slow
+    /// calls that were still running when the breaker opened could open it again when they end.
     pub(crate) fn record(
         &mut self,
         now: Time,

@@ -11,9 +11,9 @@ use crate::time::Time;
 /// Length of the window over which calls and retries are counted (Finagle's `ttl`).
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Number of retries that are always allowed in a window. If there are few calls, the configured fraction amounts to
-/// less than one retry, although each job of a crashed worker should be retried once. The value is a tenth of
-/// Finagle's, because each retry can kill another worker.
+/// Number of retries that are always allowed in a window. With few calls, the configured fraction would not allow even
+/// one retry, although each job of a crashed worker should be retried once. The value is a tenth of Finagle's, because
+/// each retry can kill another worker.
 const RETRIES_FLOOR: u32 = 10;
 
 /// Retry limits.

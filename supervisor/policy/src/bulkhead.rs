@@ -90,11 +90,12 @@ pub struct Bulkhead<T> {
     spares_changed: bool,
     /// Slots whose workers the rolling restart has yet to replace, with the reason for the restart.
     rolling: VecDeque<(u32, RecycleReason)>,
-    /// Cause of the failure that stopped the last restart, or `None` if the restart was not stopped.
+    /// Cause of the failure that ended the last restart early, or `None` if no failure ended it.
     restart_failure: Option<String>,
     random: u64,
     counters: Counters,
-    /// Adaptive `Retry-After` values, indexed by priority code. Each value is created at the first rejection.
+    /// Adaptive `Retry-After` values, indexed by priority code. Each value is created when a job of its class is first
+    /// rejected.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
     /// True if queue pressure has been reported and has not ended yet.
     is_pressure_reported: bool,
@@ -265,7 +266,7 @@ impl<T> Bulkhead<T> {
 
     #[inline]
     fn report_deferred_events(&mut self) {
-        // Draining an empty vector has a cost, and most events do not defer anything.
+        // Most events defer nothing, and even draining an empty vector has a cost.
         if !self.deferred_events.is_empty() {
             self.actions.extend(self.deferred_events.drain(..).map(Action::Report));
         }
@@ -498,7 +499,8 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (send_number, is_wanted) = (job.send_number, job.record.is_some());
         if !is_wanted && !is_answered {
-            // The client received its outcome earlier, for example at the deadline. The worker has only finished now.
+            // The client received its outcome earlier, for example at the deadline. The worker has only now finished
+            // the job.
             self.counters.late_replies += 1;
         }
         let verdict = match reply {
@@ -658,12 +660,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Updates the deadline after which a worker's jobs cause the worker to be killed. A worker is killed after the
-    /// `grace` period if no client is waiting for any of its jobs, or if a job has exceeded the bulkhead's own deadline
-    /// or run limit. A client can therefore end its own job early, but not the jobs of other clients. A worker that
-    /// [ends each job itself](Self::kill_delay) has more time while clients are waiting for its other jobs. Until it is
-    /// killed, the worker gets no new jobs. While the worker is sending an oversized result, the `grace` period
-    /// restarts [whenever data arrives](Self::extend_kill_time).
+    /// Updates the time at which a worker will be killed because of its jobs. A worker is killed after the `grace`
+    /// period if no client is waiting for any of its jobs, or if a job has exceeded the bulkhead's own deadline or run
+    /// limit. A client can therefore end its own job early, but not the jobs of other clients. A worker that [ends each
+    /// job itself](Self::kill_delay) has more time while clients are waiting for its other jobs. Until it is killed,
+    /// the worker gets no new jobs. While the worker is sending an oversized result, the `grace` period restarts
+    /// [whenever data arrives](Self::extend_kill_time).
     pub(super) fn update_kill_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if !matches!(worker.phase, Phase::Ready | Phase::Draining) {

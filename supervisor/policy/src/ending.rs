@@ -1,4 +1,4 @@
-//! Deaths of workers and programs, and their consequences.
+//! Causes and consequences of the deaths of workers and programs.
 
 use std::fmt;
 

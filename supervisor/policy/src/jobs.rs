@@ -27,8 +27,8 @@ pub(crate) struct Job<T> {
     /// still has the job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
-    /// Time at which the queue timeout expires. Cleared when a job that held a permit is recalled. Ignored once
-    /// an attempt has crashed.
+    /// Time at which the queue timeout expires. Cleared when the job is recalled while it holds a permit. Ignored once
+    /// an attempt of the job has crashed.
     pub(crate) queue_timeout_at: Option<Time>,
     /// Time by which the client must get the outcome.
     pub(crate) deadline_at: Time,
@@ -124,8 +124,8 @@ pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
     sequence: u64,
-    /// An attempt to shrink the table is made only if at most this many jobs are left after a removal. After each
-    /// attempt, this value is set to half the current number of jobs.
+    /// Maximum number of remaining jobs at which a removal tries to shrink the table. After each attempt, this value is
+    /// set to half the current number of jobs.
     shrink_below: usize,
 }
 

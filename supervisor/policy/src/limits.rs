@@ -24,7 +24,7 @@ pub struct Limits {
     pub deadline: Duration,
     pub deadline_max: Duration,
     pub grace: Duration,
-    /// True if a worker itself kills all processes of a job when the job ends, as `exec` workers do.
+    /// True if workers kill all processes of a job themselves when the job ends, as `exec` workers do.
     pub worker_ends_jobs: bool,
     pub lookahead: Duration,
     pub restart: Restart,
@@ -167,8 +167,8 @@ pub struct Health {
     pub missed: u32,
 }
 
-/// Minimum value of [`Health::missed`] for which a worker can be told to send only every second heartbeat. Three of these
-/// heartbeats then fit into the maximum silence.
+/// Minimum value of [`Health::missed`] at which a worker can be asked to send only every second heartbeat. Three of
+/// these heartbeats then fit into the maximum silence.
 pub const RARE_HEARTBEATS_MISSED: u32 = 5;
 
 /// Limits at which a healthy worker is replaced.

@@ -1,6 +1,6 @@
 //! Chooses the worker for the next job: the worker with the fewest jobs. In case of a tie, chooses the worker with the
-//! lowest number, because its caches are the warmest. Every operation is O(1) for up to 64 workers, plus one machine
-//! word for every 64 additional workers.
+//! lowest number, because its caches are the warmest. Every operation takes constant time for up to 64 workers, and
+//! examines one more machine word for every 64 additional workers.
 
 /// Workers, grouped by their number of jobs. Because the number changes by at most one at a time, keeping track of the
 /// lowest number is cheap.

@@ -21,7 +21,7 @@ use crate::time::Time;
 pub struct WorkerId {
     /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Sequence number of the worker's start among the starts of all workers in the bulkhead.
+    /// Sequence number of the worker among all workers ever started in the bulkhead.
     pub generation: u32,
 }
 
@@ -45,8 +45,8 @@ pub struct Submission<T> {
     pub is_resendable: bool,
     /// Digest of the job's operation and payload, or `None` if the bulkhead does not use poison detection.
     pub digest: Option<Digest>,
-    /// True if the job was passed on from another bulkhead, which has already counted and charged the job.
-    /// `deadline_max` does not apply to the job.
+    /// True if another bulkhead passed the job on to this fallback. The other bulkhead has already counted the job and
+    /// charged the job's cost to its own rate limit. `deadline_max` does not apply to the job.
     pub is_fallback: bool,
     /// The job's tenant, as returned by [`crate::Bulkhead::tenant`] immediately before this submission.
     pub tenant: TenantId,
@@ -100,7 +100,7 @@ pub enum Reply {
 pub struct Capabilities {
     /// True if the worker sends heartbeats while jobs are running.
     pub has_dispatch_thread: bool,
-    /// True if the worker accepts a new `max_in_flight` after the welcome.
+    /// True if the worker accepts a new `max_in_flight` while it is running.
     pub can_resize: bool,
 }
 
@@ -152,20 +152,20 @@ pub enum Event<T> {
         /// Human-readable cause.
         message: String,
     },
-    /// A worker has sent HELLO and received its welcome.
+    /// A worker has sent HELLO and received its welcome message.
     Hello {
         /// Worker that sent HELLO.
         worker: WorkerId,
         /// Capabilities announced by the worker.
         capabilities: Capabilities,
-        /// The worker's journal. Without a journal, the worker's jobs are neither prefetched nor recalled.
+        /// The worker's journal. Without a journal, no jobs are prefetched to the worker or recalled from it.
         journal: Option<Box<dyn JobJournal>>,
     },
     /// A worker asks for more time to initialise.
     ExtendStart {
         /// Worker that requests more time.
         worker: WorkerId,
-        /// Time that the worker requests, counted from this event to the new start deadline.
+        /// Requested time between this event and the new start deadline.
         more: Duration,
     },
     /// A worker reports the status of its initialisation. If the start fails, the failure message contains the most
@@ -198,8 +198,8 @@ pub enum Event<T> {
     CpuTimeChecked {
         /// Worker that was examined.
         worker: WorkerId,
-        /// True if, since [`Action::RecordCpuTime`], the worker has been waiting for a processor and has got hardly any
-        /// processor time. In that case, the worker's silence is attributed to the machine.
+        /// True if the worker has been waiting for a processor since [`Action::RecordCpuTime`] and has used hardly any
+        /// processor time. The silence is then attributed to a busy machine.
         is_starved: bool,
     },
     /// A worker has sent a job's result.
@@ -227,7 +227,7 @@ pub enum Event<T> {
         worker: WorkerId,
         /// ID of the job, according to the worker.
         job: JobId,
-        /// Failure that the client gets as the outcome.
+        /// Failure to report to the client as the outcome.
         failure: HandlerFailure,
     },
     /// A worker violated the protocol, or closed its link although its process is still running. Further data from the
@@ -293,8 +293,8 @@ pub enum Event<T> {
     Drain,
     /// Accepts jobs again after [`Event::Drain`].
     Resume,
-    /// Clears the restart history, starts failed slots immediately, closes the breaker, and releases quarantined
-    /// payloads.
+    /// Clears the restart history, immediately starts workers in slots that have failed or are in backoff, closes the
+    /// breaker, and releases quarantined payloads.
     Reset,
     /// Changes individual limits immediately, without dropping any job.
     ChangeLimits(LimitChange),
@@ -320,8 +320,8 @@ pub enum Event<T> {
         /// True to force the breaker open, false to release it.
         open: bool,
     },
-    /// Caps the number of permits during an upgrade, because the successor uses the rest. This bulkhead's remaining
-    /// jobs never need more permits than the cap.
+    /// Caps the number of permits during an upgrade, so that the successor can use the rest. The remaining jobs of this
+    /// bulkhead never need more permits than the cap allows.
     CapPermits {
         /// Maximum number of permits, or `None` if there is no longer a successor.
         most: Option<u32>,
@@ -331,7 +331,7 @@ pub enum Event<T> {
     PredecessorHolds {
         /// Number of permits.
         permits: u32,
-        /// Number of jobs waiting in the predecessor. They count towards `max_queue`.
+        /// Number of jobs waiting in the predecessor. These jobs count towards `max_queue`.
         waiting: u32,
     },
     /// Quarantines a payload that the predecessor had quarantined.
@@ -364,7 +364,7 @@ pub enum Action<T> {
         worker: WorkerId,
         /// Job to send.
         job: JobId,
-        /// Time left until the job's deadline or the end of the job's run limit, whichever comes first.
+        /// Time left until the job reaches its deadline or its run limit, whichever comes first.
         remaining: Duration,
         /// True if the job is prefetched. A prefetched job counts as queued until the worker starts it.
         is_prefetched: bool,
@@ -406,7 +406,7 @@ pub enum Action<T> {
         /// Worker to drain.
         worker: WorkerId,
     },
-    /// Kill a worker and all its descendants. The kill is complete at [`Event::Exited`].
+    /// Kill a worker and all its descendants. The caller confirms the kill with [`Event::Exited`].
     Kill {
         /// Worker to kill.
         worker: WorkerId,
@@ -428,7 +428,7 @@ pub struct LimitChange {
     pub max_in_flight: Option<u32>,
     /// Maximum number of queued jobs. A decrease does not remove any job from the queue.
     pub max_queue: Option<u32>,
-    /// New rate limit, or `Some(None)` to remove the limit. Charges to a replaced limit still count.
+    /// New rate limit, or `Some(None)` to remove the limit. If one limit replaces another, earlier charges still count.
     pub rate_limit: Option<Option<RateLimit>>,
 }
 
@@ -552,8 +552,8 @@ pub enum OperatorEvent {
         slot: u32,
         /// Human-readable cause.
         message: String,
-        /// Time until the next attempt to replace outdated workers. `None` if there is no further attempt, because
-        /// only an operator's restart was under way.
+        /// Time until the next attempt to replace outdated workers, or `None` if no attempt will follow. A failed
+        /// replacement is not retried if only an operator's restart requested it.
         retry_in: Option<Duration>,
     },
     /// A slot's next worker will start after a delay.
@@ -599,7 +599,7 @@ pub enum OperatorEvent {
     },
     /// The adaptive limit has changed since the last report.
     LimitAdapted {
-        /// Adaptive limit in the last report.
+        /// Previously reported adaptive limit.
         from: u32,
         /// Current adaptive limit.
         to: u32,

@@ -107,7 +107,7 @@ impl Poison {
         current.map(|(digest, _)| *digest)
     }
 
-    /// Releases all quarantined payloads and forgets their crashes.
+    /// Releases all quarantined payloads and forgets all recorded crashes.
     pub(crate) fn reset(&mut self) {
         self.crashes.clear();
         self.quarantined.clear();

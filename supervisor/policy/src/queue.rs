@@ -1,5 +1,5 @@
 //! The waiting jobs of one bulkhead, and the choice of the next job. Classes are served strictly by priority. Within a
-//! class, tenants take turns and get equal shares by cost. Within a tenant, the oldest job is first. The queue knows
+//! class, tenants take turns and get equal shares by cost. Within a tenant, the oldest job comes first. The queue knows
 //! only a job's number, class, tenant and cost, and never rejects a job.
 //!
 //! Within a class, the order is deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit

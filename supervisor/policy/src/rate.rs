@@ -29,7 +29,7 @@ vocabulary! {
     }
 }
 
-/// Reason why a job exceeds the rate limit.
+/// Result for a job that exceeds the rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Excess {
     /// The job can pass after this delay if no other job passes in the meantime.

@@ -18,13 +18,13 @@ const UNSPACED_DEATHS_MAX: u32 = 10;
 /// so a machine can handle a hundred starts per second, but not a thousand.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Decision about starting the next worker after a worker has failed.
+/// Decision on when to start the next worker after a worker has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NextStart {
     /// Start another worker at this time.
     At(Time),
-    /// Workers in this slot have failed too often. At this time, start one worker as a probe to find out
-    /// whether workers can run again.
+    /// Workers in this slot have failed too often. At `probe_at`, one worker is started as a probe to find out whether
+    /// workers can run again.
     Failed { probe_at: Time },
 }
 

@@ -1,6 +1,6 @@
 //! Adaptive `Retry-After` for rejections caused by load, modelled on Kubernetes' API Priority and Fairness and on TCP's
 //! congestion window. The value starts at one second. It doubles while many jobs are rejected, and decreases by one
-//! second when few are.
+//! second when few jobs are rejected.
 
 use std::time::Duration;
 

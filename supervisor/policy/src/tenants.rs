@@ -1,6 +1,6 @@
 //! Table of a bulkhead's tenants. Each tenant has a small number that stays the same as long as the tenant has jobs.
-//! The table remembers a bounded number of tenants without jobs. The longest idle tenants are forgotten first.
-//! Forgetting them has little effect, because their rate-limit buckets are empty by then.
+//! The table remembers a bounded number of tenants without jobs. The tenants that have been idle the longest are
+//! forgotten first. This has little effect, because the rate-limit buckets of these tenants are empty by then.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -9,11 +9,11 @@ use crate::messages::{JobJournal, WorkerId};
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Maximum time between the request to start a process and the report that it is running. The time is long because the
-/// keeper starts one process at a time. The `start.handshake` timeout begins once the process is running.
+/// Maximum time between the request to start a process and the report that it is running. The timeout is long because
+/// the keeper starts one process at a time. The `start.handshake` timeout begins once the process is running.
 const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time between the request to fork a process from a template and the report that it is running. The time is
+/// Maximum time between the request to fork a process from a template and the report that it is running. The timeout is
 /// long because the template may request more time to initialise. If a template takes too long, the caller kills it,
 /// and the worker's start then fails.
 const FORK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -31,17 +31,18 @@ pub(crate) struct Worker {
     /// Number of consecutive times that the worker's silence was attributed to a busy machine.
     pub(crate) excused_silences: u32,
     pub(crate) has_dispatch_thread: bool,
-    /// `health.heartbeat` at the time of the welcome.
+    /// Value of `health.heartbeat` when the worker received its welcome message.
     pub(crate) heartbeat: Duration,
-    /// Minimum number of heartbeats that the worker must miss before it counts as hung. Above 0 if the welcome
-    /// asked for rare heartbeats.
+    /// Minimum number of heartbeats that the worker must miss before it counts as hung. Above 0 if the welcome message
+    /// requested rare heartbeats.
     pub(crate) missed_min: u32,
     pub(crate) revision: Revision,
-    /// True if the worker can change its `max_in_flight` after the welcome.
+    /// True if the worker can change its `max_in_flight` while it is running.
     pub(crate) can_resize: bool,
-    /// Most recent `max_in_flight` sent to the worker, or `u32::MAX` before the welcome.
+    /// Most recent `max_in_flight` sent to the worker, or `u32::MAX` before the welcome message.
     pub(crate) sent_max_in_flight: u32,
-    /// Journal of the jobs that the worker has started. Without a journal, jobs are neither prefetched nor recalled.
+    /// Journal of the jobs that the worker has started. Without a journal, no jobs are prefetched to the worker or
+    /// recalled from it.
     pub(crate) journal: Option<Box<dyn JobJournal>>,
     /// Number of jobs sent to the worker.
     pub(crate) sent: u64,
@@ -66,7 +67,7 @@ pub(crate) struct Worker {
     pub(crate) exclusivity: Exclusivity,
     /// Indexes of the jobs in flight.
     pub(crate) jobs: Vec<u32>,
-    /// Number of jobs that the dead worker had not started, according to the worker's own record.
+    /// Number of jobs that the worker had not started when it died, according to the worker's own record.
     pub(crate) unbegun: usize,
     /// Number of jobs in flight whose clients are still waiting.
     pub(crate) awaited_jobs: u32,
@@ -191,7 +192,7 @@ pub(crate) enum SilenceCheck {
     /// No check is in progress, because the worker is not silent.
     #[default]
     None,
-    /// The worker is silent. Until this time, the supervisor measures the worker's use of processor time.
+    /// The worker is silent. The supervisor measures the worker's processor time until this time.
     Observing { until: Time },
     /// The measurement is complete. The caller has been asked for the processor time that the worker used.
     AwaitingResult,
@@ -454,8 +455,8 @@ impl Worker {
         self.heartbeat.saturating_mul(missed.max(self.missed_min).saturating_add(1))
     }
 
-    /// Returns true if the worker must be replaced: it was started before an operator's `restart` command, or runs an
-    /// earlier version of the program or configuration.
+    /// Returns true if the worker must be replaced, because it was started before an operator's `restart` command or
+    /// runs an earlier version of the program or configuration.
     pub(crate) fn is_outdated(&self) -> bool {
         self.revision != Revision::UpToDate
     }

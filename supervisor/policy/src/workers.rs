@@ -2,10 +2,10 @@
 //! update all values derived from a worker or slot: the number of permits, the tables for choosing a worker, the links
 //! between workers and slots, and the timers.
 //!
-//! The limit also covers replaced workers. Jobs that are still running in a replaced worker are an overcommit of its
-//! slot. Each slot has a share of the permits. The overcommit first uses the part of this share that does not count
-//! towards the limit, which is the whole share while the slot has no ready worker. After that, it uses permits of the
-//! slot's new worker. It uses permits of other slots only if it exceeds the share.
+//! The limit also covers replaced workers. Jobs that are still running in a replaced worker count as overcommit of the
+//! worker's slot. Each slot has a share of the permits. The overcommit first uses the part of this share that does not
+//! count towards the limit, which is the whole share while the slot has no ready worker. After that, it uses permits of
+//! the slot's new worker. It uses permits of other slots only if it exceeds the share.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -160,7 +160,7 @@ pub(crate) struct Totals {
     /// Number of workers whose permits count towards the limit.
     pub(crate) ready: u32,
     /// Number of free permits of stalled workers. A stalled worker was late in starting a job, and gets no jobs until
-    /// it shows a sign of life.
+    /// its next sign of life.
     pub(crate) stalled_permits: u64,
     /// Total number of permits that count towards the limit.
     pub(crate) permits: u64,
@@ -273,8 +273,8 @@ impl Workers {
         Some(worker)
     }
 
-    /// Applies a change to a worker's jobs and updates all derived values. Updates the worker's timer only if a check
-    /// of whether the worker is late in starting a job is scheduled.
+    /// Applies a change to a worker's jobs and updates all derived values. Updates the worker's timer only if
+    /// `next_begin_check` is set.
     #[inline]
     pub(crate) fn edit_jobs<R>(
         &mut self,
@@ -504,7 +504,7 @@ impl Workers {
     }
 
     /// Returns the time of the next attempt to start a successor for a worker that has been given its last job. For a
-    /// standby, returns the time of the next check of whether the slot's worker is idle.
+    /// standby, returns the next time to check whether the slot's worker is idle.
     fn successor_check_at(&self, limits: &Limits, is_stopping: bool, worker: &Worker) -> Option<Time> {
         let can_start = || {
             let slot = self.slot(worker.assignment.slot());
@@ -732,7 +732,8 @@ impl Workers {
     }
 }
 
-/// Returns the number of jobs with a total run time of about `lookahead`, based on recent run times.
+/// Returns the number of jobs to prefetch so that their total run time is about `lookahead`. The result is based on
+/// recent run times.
 fn prefetch_depth(lookahead: Duration, service_ns: u64) -> usize {
     let lookahead = u64::try_from(lookahead.as_nanos()).unwrap_or(u64::MAX);
     usize::try_from(lookahead / service_ns.max(1)).unwrap_or(PREFETCHED_MAX).min(PREFETCHED_MAX)

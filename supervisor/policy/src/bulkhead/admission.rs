@@ -50,7 +50,7 @@ fn rejected_with(reason: RejectReason, message: String) -> Rejection {
     Verdict::Rejected { reason, message }.into()
 }
 
-/// Formats a duration in hours, minutes or seconds.
+/// Formats a duration in seconds, minutes or hours, rounded up.
 fn rounded_up(duration: Duration) -> String {
     match duration.as_secs_f64().ceil() as u64 {
         seconds @ ..=120 => format!("{seconds} s"),
@@ -140,7 +140,8 @@ impl<T> Bulkhead<T> {
             && submission.priority >= self.lowest_admitted()
             && let Some(worker) = self.next_worker_for(submission.preferred_worker)
         {
-            // No waiting job is overtaken. A waiting job that could use this permit would already have it.
+            // This job does not overtake any waiting job. A waiting job that could use this permit would already have
+            // it.
             return Ok(Some(worker));
         }
         self.check_tenant_queue(submission.tenant, has_share)?;
@@ -149,7 +150,8 @@ impl<T> Bulkhead<T> {
         Ok(None)
     }
 
-    /// Names no command, because an embedded supervisor has no admin API.
+    /// Returns the message for a quarantined job. The message mentions no command, because an embedded supervisor has
+    /// no admin API.
     fn quarantine_message(&self) -> String {
         let limits = self.limits.poison.as_ref();
         let (crashes, within) = limits.map_or((0, Duration::ZERO), |poison| (poison.crashes, poison.within));
@@ -231,7 +233,7 @@ impl<T> Bulkhead<T> {
         let waiting = self.queue.len_of_tenant(tenant.0) + self.tenants.get(tenant).prefetched as usize;
         let most = self.tenants.get(tenant).overrides.max_queue.or(self.limits.tenants.max_queue);
         let is_over = most.is_some_and(|most| waiting >= most as usize);
-        // Without a queue, a job cannot wait for another of its tenant's jobs to end.
+        // Without a queue, a job cannot wait until another job of the same tenant ends.
         if is_over || !has_share && self.limits.max_queue == 0 {
             let name = self.tenants.name(tenant).escape_debug().to_string();
             let message = match self.tenants.look_up(tenant).withheld {
@@ -304,8 +306,8 @@ impl<T> Bulkhead<T> {
         (self.jobs.get(oldest).priority <= priority).then_some((oldest, RejectReason::Evicted))
     }
 
-    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are starting or have
-    /// not started a job in time, minus the jobs that wait in a supervisor that is being replaced.
+    /// Returns the maximum number of waiting jobs. This is `max_queue`, plus the permits of starting workers and the
+    /// free permits of stalled workers, minus the number of jobs that are waiting in a predecessor.
     pub(super) fn waiting_max(&self) -> usize {
         let totals = self.workers.totals();
         let coming =

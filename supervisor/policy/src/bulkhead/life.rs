@@ -1,4 +1,4 @@
-//! Lifecycle of a bulkhead's workers: start, welcome, readiness, replacement, drain, kill, restart.
+//! Lifecycle of a bulkhead's workers: start, welcome, readiness, replacement, drain, kill and restart.
 
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    // From the spawn until the worker is ready.
+    // Start of a worker, from the spawn until the worker is ready.
 
     pub(super) fn spawned(&mut self, now: Time, id: WorkerId, pid: u32) {
         let handshake = self.limits.start.handshake;
@@ -173,7 +173,8 @@ impl<T> Bulkhead<T> {
             worker.next_replacement_at = now;
         });
         let Some(old) = old else { return };
-        // The replacement was already reported if the worker reached `recycle.jobs`. A dead worker is not replaced.
+        // If the worker reached `recycle.jobs`, the replacement was already reported. A dead worker is not reported as
+        // replaced.
         let recycled = self.reassign(old, |worker| {
             let is_reported = worker.is_dead() || worker.assignment.is_at_job_limit();
             // A worker that was already sent SIGKILL must not delay its replacement.
@@ -300,7 +301,7 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers.of_slot(slot) else { return };
         let (entry, standby) = (self.workers.slot(slot), self.standby(slot));
         let is_due = match reason {
-            // The slot might have a new worker since it was listed for the rolling restart.
+            // The slot might have received a new worker after it was listed for the rolling restart.
             RecycleReason::Restart | RecycleReason::Reload => worker.is_outdated(),
             RecycleReason::Resize => worker.sent_max_in_flight < self.limits.max_in_flight,
             _ => now >= worker.next_replacement_at,
@@ -449,7 +450,7 @@ impl<T> Bulkhead<T> {
             worker.kill_at = None;
         });
         self.actions.push(Action::Kill { worker: id, reason: reason.clone() });
-        // A process that was never reported as running does not need a report.
+        // If a process was never reported as running, its kill is not reported either.
         self.actions.extend(pid.map(|pid| Action::Report(OperatorEvent::WorkerKilled { pid, reason })));
     }
 
@@ -496,8 +497,9 @@ impl<T> Bulkhead<T> {
             return;
         }
         self.recycle(now, slot, RecycleReason::Age);
-        // Waits until this attempt has succeeded or failed. If no attempt was possible, a replaced worker is about to
-        // leave the slot. Replacements for other reasons do not need to wait, because nothing has failed.
+        // The next check takes place after this attempt has succeeded or failed. If no attempt was possible, a replaced
+        // worker is about to leave the slot. Replacements for other reasons do not need to wait, because nothing has
+        // failed.
         let again = match self.workers.slot(slot).successor {
             Some(_) => now + self.limits.start.handshake + self.limits.start.ready,
             None => now + RECYCLE_INTERVAL,
@@ -610,7 +612,7 @@ impl<T> Bulkhead<T> {
             }
             Assignment::Successor { reason, .. } => self.successor_failed(now, slot, reason),
             _ if is_not_needed && self.workers.slot(slot).successor.is_none() => {
-                // Has no effect while the bulkhead is stopping, because `spawn` then does nothing.
+                // While the bulkhead is stopping, `spawn` does nothing, so the slot stays empty.
                 self.set_slot(slot, SlotState::Empty);
                 self.spawn(now, slot, None);
             }
@@ -659,7 +661,7 @@ impl<T> Bulkhead<T> {
         if let Some(successor) = self.workers.slot(slot).successor {
             self.set_slot(slot, SlotState::Occupied(successor));
             self.reassign(successor, |worker| worker.assignment = Assignment::of_slot(slot, false));
-            // The next slot can have a successor now.
+            // The next slot in the rolling restart can get a successor now.
             self.continue_rolling_restart(now);
             return;
         }

@@ -20,8 +20,8 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 const SLOW_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl<T> Bulkhead<T> {
-    /// Handles the start of an oversized result. The client gets `failure` as the outcome. As with a cancelled job, the
-    /// job stays in its worker until the whole result has arrived.
+    /// Handles the start of an oversized result. The client gets `failure` as the outcome. Like a cancelled job, the
+    /// job stays in its worker. It leaves once the whole result has arrived.
     pub(super) fn result_too_large(
         &mut self,
         now: Time,

@@ -29,7 +29,7 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// Minimum time left before a job's deadline or queue timeout for the job to be prefetched, in multiples of
+/// Minimum time that must remain before a job's deadline or queue timeout for the job to be prefetched, in multiples of
 /// `lookahead`.
 const TIME_LEFT_FACTOR: u32 = 2;
 
@@ -105,7 +105,7 @@ impl<T> Bulkhead<T> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check of whether the worker has started its jobs in time.
+    /// Schedules a check that the worker has started its jobs in time.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
@@ -178,7 +178,8 @@ impl<T> Bulkhead<T> {
     /// was recalled.
     pub(super) fn recall_from_late_workers(&mut self, now: Time) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        // A job must not be recalled in the event that sends it, because the worker has not received it yet.
+        // A job that was sent while handling the current event is not recalled, because the worker has not received it
+        // yet.
         let is_due = |place: &u32| {
             *place != next && self.workers.get(*place).is_none_or(|worker| worker.last_progress_at < now)
         };
@@ -220,8 +221,8 @@ impl<T> Bulkhead<T> {
         None
     }
 
-    /// Recalls all jobs that a worker has not started. The job in `ending` ends. The other jobs return to the front of
-    /// their classes in the queue. Returns true if at least one job was recalled.
+    /// Recalls all jobs that a worker has not started. If `ending` contains a verdict, its job ends with this verdict.
+    /// All other jobs return to the front of their classes in the queue. Returns true if at least one job was recalled.
     pub(super) fn recall(&mut self, now: Time, place: u32, ending: Option<RecallTarget>) -> bool {
         let Some(worker) = self.workers.get(place).filter(|worker| !worker.is_dead()) else { return false };
         if !worker.may_have_unbegun() && self.to_resend.is_empty() {

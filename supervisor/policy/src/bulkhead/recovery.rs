@@ -2,7 +2,7 @@
 //! idempotent jobs are retried, and all other jobs end as crashed.
 //!
 //! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker that runs no other job.
-//! This identifies the culprit, and keeps it from affecting the same innocent job twice.
+//! This identifies the culprit, and prevents it from crashing the other jobs a second time.
 
 use bulkhead_shared::{JobId, Verdict};
 
@@ -28,7 +28,7 @@ pub(super) enum Suspicion {
 }
 
 impl Suspicion {
-    /// Returns the degree of suspicion against a job that a dead worker may have started. `jobs` is the number of all
+    /// Returns the degree of suspicion against a job that a dead worker may have started. `jobs` is the total number of
     /// jobs that the worker may have started.
     pub(super) fn of(ending: &Ending, jobs: usize) -> Self {
         match (ending.may_be_caused_by_job(), jobs) {
@@ -111,7 +111,7 @@ impl<T> Bulkhead<T> {
             && let JobState::InFlight { is_unread, .. } = &mut self.jobs.get(index).state
         {
             *is_unread = true;
-            // The worker's exit event follows and handles its jobs.
+            // The worker's exit event, which follows, handles the worker's jobs.
             self.edit_by_id(worker, |worker| worker.journal = None);
         }
     }

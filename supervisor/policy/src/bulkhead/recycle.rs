@@ -89,9 +89,9 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns true if a ready successor must wait until the slot's worker is given its last job. In that case,
-    /// schedules the first check of whether the slot's worker is idle, after four times the successor's start time. The
-    /// last job should have been given by then, because the successor is started when the last job is expected within
-    /// twice the start time.
+    /// schedules a first check after four times the successor's start time, to find out whether the slot's worker is
+    /// idle. The worker should have been given its last job by then, because the successor is started when the last job
+    /// is expected within twice the start time.
     pub(super) fn must_stand_by(&mut self, now: Time, slot: u32, place: u32, reason: RecycleReason) -> bool {
         let waits = self.has_jobs_left(slot, reason);
         if waits {

@@ -154,7 +154,8 @@ impl<T> Bulkhead<T> {
                 continue;
             }
             self.edit_timing(place, |worker| worker.next_replacement_at = now);
-            // A rolling restart does not replace this worker if the worker was started after the restart was requested.
+            // A pending restart of this slot is not enough, because it does not replace a worker that was started after
+            // the restart was requested.
             if !self.rolling.contains(&(slot, RecycleReason::Resize)) {
                 self.rolling.push_back((slot, RecycleReason::Resize));
             }
@@ -209,7 +210,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Restores the backoff or the stopped state that a slot had before the bulkhead was scaled to zero, so that
-    /// failing workers stay visible. Returns true if the slot must wait.
+    /// scaling to zero does not hide failing workers. Returns true if the slot must wait.
     fn restore_backoff(&mut self, now: Time, slot: u32) -> bool {
         let waits = |state: &SlotState| match state {
             SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,

@@ -78,7 +78,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns true if the restart policy allows a new worker in place of one that ended in this way.
+    /// Returns true if the restart policy allows a new worker to replace a worker that ended in this way.
     pub(super) fn may_restart(&self, effect: EndEffect) -> bool {
         match self.limits.restart.policy {
             RestartPolicy::Always => true,
@@ -91,7 +91,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. If the previous worker is
-    /// healthy, it is drained. Otherwise, it is left to finish starting or exiting.
+    /// healthy, it is drained. Otherwise, it continues to start or to exit.
     pub(super) fn take_over(&mut self, now: Time, slot: u32, spare: u32, reason: Option<RecycleReason>) {
         let Some(worker) = self.workers.get(spare) else { return };
         let spare_slot = worker.assignment.slot();

@@ -154,8 +154,7 @@ pub struct WorkerSummary {
     pub is_ready_spare: bool,
 }
 
-/// Description of a worker whose process has exited. The description is created before the state machine handles the
-/// exit.
+/// Description of a worker whose process has exited, created before the state machine handles the exit.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
     /// The worker's slot.
@@ -242,7 +241,7 @@ pub struct TenantView {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the tenants with the most jobs, up to `most` tenants. Jobs without a tenant are not included.
+    /// Returns the tenants with the most jobs, but at most `most` tenants. Jobs without a tenant are not included.
     pub fn tenants(&self, most: usize) -> Vec<TenantView> {
         let mut views: Vec<TenantView> = self
             .tenants
@@ -281,9 +280,9 @@ impl<T> Bulkhead<T> {
         self.poison.len(now)
     }
 
-    /// Charges the rate limit for a rejected job that is about to be passed on to a fallback and has not been charged
-    /// yet. Otherwise, jobs could use the fallback to avoid the rate limit. If the job exceeds the limit, changes the
-    /// counted reason to `rate_limited` and returns the time to wait.
+    /// Charges a rejected job to the rate limit before the job is passed on to a fallback. Otherwise, clients could use
+    /// the fallback to avoid the rate limit. The job must not have been charged before. If the job exceeds the limit,
+    /// counts the rejection as `rate_limited` instead, and returns the time to wait.
     pub fn charge_fallback(
         &mut self,
         now: Time,
@@ -395,8 +394,8 @@ impl<T> Bulkhead<T> {
         let in_flight = indexes.len() as u32;
         let mut jobs: Vec<HeldJob> =
             indexes.into_iter().map(|index| self.describe_held_job(now, index)).collect();
-        // Jobs that are reported as not started only by the worker's own record count as started. Otherwise, a worker
-        // could make another job look like the only suspect.
+        // If only the worker's own record says that a job was not started, the job counts as started. Otherwise, a
+        // worker could make another job look like the only suspect.
         let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32 + unbegun;
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
         jobs.truncate(jobs_max);

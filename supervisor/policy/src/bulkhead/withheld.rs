@@ -1,6 +1,6 @@
-//! Reduces a tenant's quota for a while after one of its jobs has ended a worker. Otherwise, a tenant could end one
-//! worker after another with short deadlines, cancellations or crashes. It could then use far more of the bulkhead than
-//! its quota while new workers start.
+//! Temporarily reduces a tenant's quota after one of the tenant's jobs has taken down a worker. Otherwise, a tenant
+//! could take down one worker after another with short deadlines, cancellations or crashes. While new workers start,
+//! the tenant could then use far more of the bulkhead than its quota.
 
 use super::Bulkhead;
 use crate::ending::{Ending, KillReason};
@@ -20,8 +20,8 @@ pub(super) struct Withheld {
 }
 
 impl<T> Bulkhead<T> {
-    /// Withholds one place from each tenant whose job may have caused a worker to end. `slot` is the worker's slot, and
-    /// `jobs` contains all of the worker's jobs.
+    /// Withholds one place in the quota of each tenant whose job may have caused a worker to end. `slot` is the
+    /// worker's slot, and `jobs` contains all of the worker's jobs.
     pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], ending: &Ending) {
         let is_late = |place| matches!(place, Some(JobState::InFlight { is_overdue: true, .. }));
         let has_late = jobs.iter().any(|&index| is_late(self.jobs.state(index)));

@@ -34,7 +34,7 @@ impl Steps {
     }
 }
 
-/// Random number generator SplitMix64 (Steele et al. 2014).
+/// SplitMix64 random number generator (Steele et al. 2014).
 struct Random(u64);
 
 impl Random {
@@ -244,7 +244,7 @@ fn tenants_with_unequal_numbers_of_clients_get_equal_shares() {
     // From the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats get shares that are equal within 1 %.
     let got = closed_loop(&[(8, 1), (7, 1)], 4, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
-    // Here, the numbers of clients differ much more.
+    // In this case, the numbers of clients differ far more.
     let got = closed_loop(&[(5, 1), (50, 1), (5000, 1)], 4, 3000);
     assert!(got.iter().all(|&share| share.abs_diff(4000) <= 40), "{got:?}");
 }
@@ -334,7 +334,7 @@ fn rounds_match_the_algorithm_in_the_paper() {
             let pop = |_: &_| queue.pop(Normal).map_or((usize::MAX, 0), |job| jobs[job as usize]);
             let mut got: Vec<(usize, u32)> = expected.iter().map(pop).collect();
             if cost_max > 1 {
-                // The only thing that may differ is the order within a round.
+                // Only the order within a round can differ.
                 got.sort_unstable();
                 expected.sort_unstable();
             }

@@ -82,7 +82,8 @@ impl Load {
         }
     }
 
-    /// Returns the lowest and highest limits during the last part of the run, which has the length `last`.
+    /// Returns the lowest and the highest limit during the final period of the run. `last` is the length of this
+    /// period.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))

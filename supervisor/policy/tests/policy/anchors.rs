@@ -1,6 +1,6 @@
 //! Cases taken from tests and bug reports of other systems, each with its source. Cases about permits, deadlines and
-//! workers are in `cases.rs`. Cases about the breaker, the queue and the retry budget are in the files of the code that
-//! they test.
+//! workers are in `cases.rs`. Unit tests of the breaker, the queue and the retry budget are next to the code that they
+//! test.
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
@@ -321,8 +321,8 @@ fn retry_budget_grows_with_the_number_of_jobs() {
     assert!((20..=24).contains(&retries), "{retries}");
 }
 
-/// A worker dies while running four jobs. Following Erlang's advice to find the culprit, each job is retried alone, so
-/// that the culprit cannot kill an innocent job a second time.
+/// A worker dies while running four jobs. Each job is retried alone to find the culprit, as Erlang recommends. The
+/// culprit therefore cannot crash the other jobs a second time.
 #[test]
 fn suspects_of_a_shared_crash_are_retried_alone() {
     let mut fixture = Fixture::ready(retrying(4, 1.0));
@@ -407,8 +407,8 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert!(fixture.submit_payload(7).is_some());
 }
 
-/// A worker's death during a job is not a failed start. Fifty bad payloads must therefore not stop the slot, because a
-/// stopped slot would affect all other jobs.
+/// A worker's death during a job is not a failed start, so even fifty bad payloads must not stop the slot. A stopped
+/// slot would affect all other jobs.
 #[test]
 fn quarantined_payloads_do_not_stop_the_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });

@@ -607,7 +607,7 @@ fn stop_waits_for_jobs_until_its_time_limit() {
 }
 
 /// The silence of a worker that gets no processor time does not prove that the worker is hung, and killing the worker
-/// would only add to the load. Such a silence is excused a limited number of times.
+/// would only add to the load. Such a silence is excused only a limited number of times.
 #[test]
 fn starved_worker_is_killed_later_than_hung_worker() {
     for (is_starved, looks) in [(true, 21), (false, 1)] {

@@ -1,4 +1,5 @@
-//! Tests of single rules, in one program because each further program takes seconds to compile and link.
+//! Tests of individual rules. They are in one program, because each additional program takes seconds to compile and
+//! link.
 
 #![expect(clippy::panic, reason = "a test reports failures by panicking")]
 

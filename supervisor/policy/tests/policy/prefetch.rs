@@ -1,4 +1,4 @@
-//! Prefetched jobs, and dispatched jobs that a worker has not started.
+//! Tests of prefetched jobs, and of dispatched jobs that the worker has not started.
 
 use std::time::Duration;
 

@@ -62,7 +62,8 @@ fn reload_keeps_rate_limit_charges() {
     fixture.job();
 }
 
-/// While there is no limit, the old charges no longer count, regardless of how the limit is removed and set again.
+/// Once a rate limit has been removed, earlier charges no longer count, regardless of how the limit was removed and set
+/// again.
 #[test]
 fn rate_limit_that_was_removed_leaves_no_charges() {
     let slow = RateLimit { per_second: 1.0, burst: 4, per: RatePer::Tenant };
@@ -188,7 +189,7 @@ fn lower_missed_does_not_apply_to_workers_with_rare_heartbeats() {
     for (before, is_checked) in [(RARE_HEARTBEATS_MISSED, false), (RARE_HEARTBEATS_MISSED - 1, true)] {
         let mut fixture = Fixture::ready(health(before));
         reconfigure(&mut fixture, health(1));
-        // Before it is checked, a silent worker is observed for one more interval.
+        // A silent worker is observed for one more interval before the supervisor checks the cause.
         for time in [3 * SECOND, SECOND] {
             fixture.now = fixture.now + time;
             fixture.apply(Event::Tick);

@@ -1,4 +1,5 @@
-//! Replaced workers: the number of running jobs during a replacement, workers that hang at exit, and `recycle.jobs`.
+//! Tests of replaced workers: number of running jobs during a replacement, workers that hang at exit, and
+//! `recycle.jobs`.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -261,7 +262,7 @@ fn restarting_a_starting_worker_does_not_stop_its_slot() {
     }
 }
 
-/// Returns the delays before the next attempt, from the events about failed replacements.
+/// Returns the retry delays in the events about failed replacements.
 fn failed_replacements(fixture: &Fixture) -> Vec<Option<Duration>> {
     let delay = |note: &OperatorEvent| match note {
         OperatorEvent::ReplacementFailed { retry_in, .. } => Some(*retry_in),

@@ -1,4 +1,4 @@
-//! Places withheld from a tenant's quota after one of its jobs has ended a worker.
+//! Tests that places are withheld from a tenant's quota after one of the tenant's jobs has taken down a worker.
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{

@@ -1,6 +1,6 @@
 //! A simple, independent implementation of the rules, without timers, indexes or redundant tables. From the events, the
 //! model computes which outcomes, dispatches, kills and starts are allowed or required, and compares them with policy's
-//! actions. The model values simplicity over speed.
+//! actions. The model is designed to be simple rather than fast.
 
 mod actions;
 mod adaptive;
@@ -26,9 +26,9 @@ use super::coverage::Coverage;
 use super::journal::Registry;
 use slots::{Slot, SlotState};
 
-/// Minimum time that a worker has to send the next part of an oversized result.
+/// Minimum time allowed for a worker to send the next part of an oversized result.
 const STALL_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
-/// Minimum time that a worker has to end an overdue job itself while clients are waiting for its other jobs.
+/// Minimum time allowed for a worker to end an overdue job itself while clients are waiting for its other jobs.
 const SLOW_END_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
@@ -59,7 +59,7 @@ pub(crate) struct Model {
     slots: Vec<Slot>,
     /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Time of the most recent start that early deaths delayed or might have delayed.
+    /// Time of the most recent start to which the minimum interval after early deaths applied.
     last_spaced_start: Option<Time>,
     /// Slots whose workers still have to be replaced by a rolling restart.
     rolling: BTreeSet<u32>,
@@ -67,7 +67,7 @@ pub(crate) struct Model {
     is_restarting: bool,
     counters: Counters,
     newest_generation: u32,
-    /// Number of times that a slot has become free because its worker exited or was killed.
+    /// Number of calls to `release_slots`. Determines the order in which workers left their slots.
     release_count: u64,
     newest_job: JobId,
     step: Step,
@@ -102,7 +102,7 @@ struct Job {
     /// Outcome of the previous attempt, or `None` during the first attempt.
     before: Option<Verdict>,
     is_suspect: bool,
-    /// True if the worker announced that it is about to exit and cannot have started the job.
+    /// True if the worker died before it could start the job.
     is_unread: bool,
     /// True if only the worker's own record says that the job was not started.
     is_by_journal: bool,
@@ -116,7 +116,7 @@ struct Job {
     is_overdue: bool,
     /// True if the worker is still sending an oversized result for the job.
     is_oversized: bool,
-    /// End of the queue timeout.
+    /// Time at which the queue timeout expires.
     queue_timeout_at: Option<Time>,
     worker: Option<u32>,
     /// Worker to which the job was prefetched, or `None` if the job is not prefetched.
@@ -146,7 +146,7 @@ struct Worker {
     is_stalled: bool,
     /// Value that `is_stalled` will have at the end of this step.
     stalls: bool,
-    /// `health.heartbeat` at the time of the welcome.
+    /// Value of `health.heartbeat` when the worker received its welcome message.
     heartbeat: Duration,
     /// Minimum number of heartbeats that the worker must miss before it counts as hung.
     missed_min: u32,
@@ -156,7 +156,7 @@ struct Worker {
     is_outdated: bool,
     /// True if the worker runs a previous program.
     has_old_program: bool,
-    /// Time of the next attempt to replace a worker with a previous program. Set if an attempt has failed.
+    /// Time of the next attempt to replace a worker that runs a previous program. Set after a failed attempt.
     retry_replacement_at: Option<Time>,
     /// Most recent `max_in_flight` sent to the worker.
     sent_max_in_flight: u32,
@@ -164,7 +164,7 @@ struct Worker {
     is_exclusive: bool,
     /// True if the worker had already been killed when another worker took over its slot.
     killed_before_replacement: bool,
-    /// Time at which the supervisor began to measure the silent worker's use of processor time.
+    /// Time at which the supervisor began to measure the silent worker's processor time.
     observed_since: Option<Time>,
     /// True once the caller has been asked how much processor time the silent worker used.
     was_checked: bool,
@@ -176,7 +176,7 @@ struct Worker {
     /// True if the worker has been given all the jobs that `recycle.jobs` allows.
     is_at_job_limit: bool,
     pid: Option<u32>,
-    /// True if the worker was started as a successor because the slot's worker is about to reach `recycle.jobs`.
+    /// True if the worker was started as a successor because the slot's worker was about to reach `recycle.jobs`.
     stands_by: bool,
     killed: Option<KillReason>,
     /// Consequences of the worker's exit, which are stored until its descendants are gone.
@@ -241,14 +241,14 @@ struct Step {
     ambiguous: BTreeSet<JobId>,
     /// Workers to notify of a new maximum number of jobs.
     to_resize: BTreeMap<WorkerId, u32>,
-    /// Jobs that must be cancelled in their workers.
+    /// Jobs that workers must be asked to cancel.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
     /// Jobs that are candidates for eviction. One of them must be evicted to make room for the submitted job. Empty if
     /// no eviction is needed.
     evictable: BTreeSet<JobId>,
-    /// True if the submitted job can be rejected instead of evicting another job, because several tenants have the most
-    /// jobs and the oldest job of one of these tenants has a higher priority.
+    /// True if the submitted job can be rejected instead of evicting another job, because several tenants are tied for
+    /// the most jobs and the oldest job of one of these tenants has a higher priority.
     may_be_full: bool,
     /// Job in `required` that is rejected to make room for the submitted job.
     shed: Option<JobId>,
@@ -268,7 +268,7 @@ enum Cause {
     Reset,
     Stop,
     Resize,
-    /// All workers are replaced. Slots that were waiting for the restart backoff can get a worker immediately.
+    /// All workers are replaced. Slots that were in restart backoff can get a worker immediately.
     Replace,
 }
 

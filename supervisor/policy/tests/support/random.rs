@@ -1,4 +1,4 @@
-//! Random number generator SplitMix64 (Steele et al. 2014). A single seed determines all random numbers in a
+//! SplitMix64 random number generator (Steele et al. 2014). A single seed determines all random numbers in a
 //! simulation.
 
 use std::time::Duration;

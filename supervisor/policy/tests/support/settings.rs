@@ -1,5 +1,5 @@
-//! Random limits, and random behaviour of workers and clients. Extreme values are as likely as average ones, because
-//! average histories do not find bugs.
+//! Random limits, and random behaviour of workers and clients. Extreme values are as likely as average values, because
+//! histories with only average values rarely find bugs.
 
 use std::time::Duration;
 

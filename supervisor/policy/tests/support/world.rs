@@ -1,7 +1,7 @@
-//! Everything outside policy: a caller that performs actions; workers that start, run jobs, misbehave and die; clients
-//! that submit and cancel jobs; and an operator. The world is realistic where policy depends on it: a killed process
-//! exits some time later, and messages from living workers arrive in order. Only messages from exited workers (ghosts)
-//! arrive at random times.
+//! Everything outside policy. A caller performs actions. Workers start, run jobs, misbehave and die. Clients submit and
+//! cancel jobs. An operator issues commands. The world is realistic where policy depends on it: a killed process exits
+//! some time later, and messages from living workers arrive in order. Only messages from exited workers (ghosts) arrive
+//! at random times.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
@@ -404,8 +404,8 @@ impl World {
         Some(event)
     }
 
-    /// Schedules the time at which all descendants of a worker have exited. Usually there are none, but sometimes they
-    /// take a long time.
+    /// Schedules the time at which all descendants of a worker have exited. Usually there are no descendants, but
+    /// sometimes they take a long time to exit.
     fn schedule_reaping(&mut self, now: Time, worker: WorkerId) {
         let within_ms = self.random.pick(&[0, 0, 0, 20, 3000]);
         let after = self.random.millis(0, within_ms);
@@ -458,7 +458,7 @@ impl World {
 
     fn reply(&mut self, now: Time, worker: WorkerId, job: JobId) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
-        // A cancelled job gets one reply, whichever comes first. A few workers send a second reply.
+        // Two replies can be scheduled for a cancelled job. Most workers send only the first of them.
         let known = process.jobs.iter().position(|&j| j == job);
         if known.is_none() && !self.random.percent(20) {
             return None;

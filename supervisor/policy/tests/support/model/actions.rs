@@ -259,7 +259,8 @@ impl Model {
             && !self.step.is_excused
             && let Some(worker) = self.live(id)
         {
-            // A worker without a dispatch thread does not need to send heartbeats if it has been given a job since.
+            // A worker without a dispatch thread does not need to send heartbeats if it has been given a job in the
+            // meantime.
             let is_due = worker.was_checked && (worker.has_dispatch_thread || worker.jobs.is_empty());
             assert!(!is_due || worker.killed.is_some(), "{id:?} is hung but was not killed");
         }

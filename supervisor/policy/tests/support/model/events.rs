@@ -558,7 +558,7 @@ impl Model {
         }
     }
 
-    /// Limits the remaining life of a worker to `grace` if the first of its jobs has just become overdue.
+    /// Limits the remaining lifetime of a worker to `grace` if the first of its jobs has just become overdue.
     fn shorten_kill_time(&mut self, were_in_time: &BTreeSet<u32>) {
         let at = self.now + self.limits.grace;
         for (place, worker) in &mut self.workers {
@@ -744,7 +744,7 @@ fn event_name(event: &Event<Tag>) -> &'static str {
     }
 }
 
-/// Returns the verdict on the jobs of a worker that has died.
+/// Returns the verdict for the jobs of a worker that has died.
 fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
     match (killed, death) {
         (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),

@@ -105,8 +105,8 @@ impl Model {
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_resendable)
     }
 
-    /// Returns two flags for a job that its worker has not started. The first is true if the job must end as a waiting
-    /// job does. The second is true if this depends on whether another job is recalled first.
+    /// Returns two flags for a job that its worker has not started. The first is true if the job must end like a
+    /// waiting job. The second is true if this depends on whether another job is recalled first.
     pub(super) fn can_be_recalled(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.prefetched).and_then(|place| self.workers.get(&place));

@@ -95,7 +95,7 @@ impl Model {
         }
     }
 
-    /// Returns the verdict to send to the client. If the job is waiting for another attempt, this is the verdict on the
+    /// Returns the verdict to send to the client. If the job is waiting for another attempt, this is the verdict of the
     /// previous attempt.
     pub(super) fn overall_verdict(&self, id: JobId, verdict: Verdict) -> Verdict {
         match self.jobs[&id].worker {

@@ -263,8 +263,8 @@ impl Model {
     }
 
     /// Applies the restart rules after a worker has failed. The first restart is immediate. Each later restart is
-    /// delayed by a random time, and the maximum of this time doubles. After more than `max` failures within `within`,
-    /// the slot stops.
+    /// delayed by a random time, whose maximum doubles with each failure. After more than `max` failures within
+    /// `within`, the slot stops.
     fn next(&mut self, slot: usize) -> NextStart {
         let (now, limits) = (self.now, &self.limits.restart);
         let slot = &mut self.slots[slot];

@@ -76,7 +76,7 @@ impl Model {
         }
     }
 
-    /// Returns true if a slot should have a working worker but has none.
+    /// Returns true if a slot should have a usable worker but does not.
     fn needs_spare(&self, slot: u32) -> bool {
         let state = self.slots[slot as usize].state;
         let current = match state {
@@ -118,7 +118,7 @@ impl Model {
         assert!(!self.has_live_spare(), "slot {slot} got a successor although there are spares");
     }
 
-    /// Checks that no spare is ready while a slot has no working worker.
+    /// Checks that no spare is ready while a slot has no usable worker.
     pub(super) fn check_spares(&self) {
         if self.is_stopping() {
             return;

@@ -1,4 +1,4 @@
-//! Places withheld from the quotas of tenants whose jobs have ended a worker.
+//! Places withheld from the quotas of tenants whose jobs have taken down a worker.
 
 use bulkhead_policy::{KillReason, TenantId, WorkerId};
 use bulkhead_shared::JobId;
@@ -7,7 +7,7 @@ use super::slots::SlotState;
 use super::{Model, Phase};
 
 impl Model {
-    /// Withholds one place from each tenant whose jobs may have caused this worker's death.
+    /// Withholds one place in the quota of each tenant whose jobs may have caused this worker's death.
     pub(super) fn withhold(&mut self, id: WorkerId, killed: Option<&KillReason>) {
         let worker = &self.workers[&id.place];
         if !self.is_current(worker)
