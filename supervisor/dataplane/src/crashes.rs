@@ -1,7 +1,7 @@
 //! Crash reports. Decides which deaths are reported, and collects the contents of each report.
 //!
 //! A report contains the state of a worker at the time of its death, including the payloads that are still in memory.
-//! Crashes are usually rare, because each crash costs a process. If they are frequent, most of them are only counted.
+//! Each crash costs a process, so crashes are usually rare. If crashes are frequent, most of them are only counted.
 
 mod start_failures;
 

@@ -180,8 +180,8 @@ impl Handover {
         self.is_leaving() || self.is_released() && self.transfer.is_some()
     }
 
-    /// Returns true if another connection can be passed on. Without a transfer socket, a connection that is passed on is
-    /// closed.
+    /// Returns true if another connection can be passed on now. Always true without a transfer socket, because passing
+    /// on a connection then only closes the connection.
     pub(super) fn has_room(&self) -> bool {
         self.transfer.as_ref().is_none_or(|transfer| transfer.outbox.len() < OUTBOX_MAX)
     }

@@ -244,8 +244,8 @@ pub(super) struct Leases {
     borrowers: HashMap<u64, Borrower, RandomState>,
     /// Revoked leases that clients might still use because they have not processed the recall.
     revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
-    /// Files that a worker might still read because the worker has not replied, even though the client already has the
-    /// job's outcome. Each entry starts with the worker's spawn number.
+    /// Files that a worker might still read although the client has already received the job's outcome, because the
+    /// worker has not replied. Each entry starts with the worker's spawn number.
     lingering: Vec<(u64, JobId, Arc<Files>)>,
     /// Clients that are waiting to be offered a lease.
     to_offer: VecDeque<SessionId>,
@@ -443,8 +443,8 @@ impl Leases {
 
     // Memory.
 
-    /// Returns true if `more` bytes of additional files fit into the memory budget. If not, recalls idle leases
-    /// to make room for a later request.
+    /// Returns true if additional files of `more` bytes in total fit into the memory budget. If not, recalls idle
+    /// leases to make room for a later request.
     fn make_room(&mut self, now: Time, more: u64, budget: Budget) -> bool {
         let most = budget.room();
         if more > most {

@@ -467,8 +467,8 @@ pub(super) struct Links {
     unfinished_reads: Vec<LinkIndex>,
     /// Earliest time at which a paused link must be read again.
     resume_at: Option<Time>,
-    /// Workers that could not be started, because the request to the keeper could not be sent. The policy module
-    /// learns of these failures at the end of the iteration.
+    /// Workers that could not be started, because the request to the keeper could not be sent. The failures are
+    /// reported to policy at the end of the iteration.
     failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
     /// Silent workers whose processor time could not be checked. At the end of the iteration, they are reported to
     /// policy as lacking processor time.

@@ -34,8 +34,8 @@ const TENANT_BYTES: usize = 512;
 /// Connection number for payloads that arrive over HTTP. No session has this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
-/// Maximum number of entries in a list of waiting jobs beyond twice the number of jobs that are actually waiting. At
-/// this limit, outdated entries are removed.
+/// Number of entries that a list of waiting jobs can have in addition to twice the number of waiting jobs. Outdated
+/// entries are removed when a list reaches this limit.
 const STALE_MAX: usize = 64;
 
 /// Memory charged for a job, and the holder that is charged.
@@ -327,7 +327,7 @@ impl Memory {
 }
 
 impl Charge {
-    /// Returns true if this charge is for a waiting job and is charged to the given holder.
+    /// Returns true if this charge is for a waiting job of the given holder.
     pub(super) fn is_of_waiting(&self, holder: Holder) -> bool {
         self.is_waiting && self.holder == holder
     }

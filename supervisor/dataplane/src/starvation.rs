@@ -1,5 +1,6 @@
 //! Distinguishes a worker that hangs from a worker that gets no processor time. `/proc` shows how long each thread was
-//! ready without running. The background thread reads these files at policy's request, and policy decides.
+//! ready without running. The background thread reads these statistics at policy's request, and policy decides whether
+//! the worker hangs.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;

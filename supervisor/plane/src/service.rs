@@ -70,7 +70,7 @@ struct Slice {
     /// Sequence number of the time slice. Slices older than a minute are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
-    /// Number of failed jobs for each error code that a handler gave, for the first [`CODES_MAX`] codes of the slice.
+    /// Number of failed jobs for each of the first [`CODES_MAX`] different error codes from handlers in the slice.
     codes: Vec<(String, u32)>,
 }
 

@@ -89,8 +89,8 @@ impl Bulkheads {
 
     // Fallbacks.
 
-    /// Counts the outcome of a job that was passed on to a fallback, for the compartment to which the client submitted
-    /// the job.
+    /// Counts the final outcome of a job that was passed on to a fallback. The outcome is counted for the compartment
+    /// to which the client submitted the job.
     pub(crate) fn count_fallback_end(
         &mut self,
         compartments: &mut Compartments,
@@ -107,7 +107,8 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the outcome of a job that was passed on to a fallback, for the fallback.
+    /// Counts the outcome of a job in the fallback `target`. The outcome is counted for `origin`, the bulkhead to which
+    /// the client submitted the job.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,
@@ -183,7 +184,7 @@ impl Bulkheads {
 
     // Demand.
 
-    /// Records the load that a compartment has had since the previous call for it, and stores its current load. Called
+    /// Records a compartment's load since the previous call for this compartment, and stores the current load. Called
     /// at most once per iteration for each compartment.
     pub(crate) fn record_load(
         &mut self,
