@@ -65,7 +65,7 @@ owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     presence: Presence,
-    /// Program to start new workers with.
+    /// Program that new workers run.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
@@ -329,8 +329,8 @@ impl Bulkheads {
         entry.has_poison_detection || targets.any(|target| self[target].has_poison_detection)
     }
 
-    /// Returns the names of this bulkhead, if it needs payload digests, and of the bulkheads that need payload digests
-    /// because they use this bulkhead as a fallback.
+    /// Returns the name of this bulkhead, if it needs payload digests. If poison detection is on for this bulkhead,
+    /// also returns the names of the bulkheads that use it as a fallback.
     pub(super) fn needing_payload_bytes(&self, bulkhead: BulkheadIndex) -> Vec<Arc<str>> {
         let entry = &self[bulkhead];
         let own = self.needs_payload_bytes(bulkhead).then_some(bulkhead);

@@ -2,10 +2,10 @@
 //! descriptor can take as long as its sender wants, so the data plane itself never closes received descriptors.
 //!
 //! Since Linux 6.16, the kernel can refuse descriptors when a peer tries to send them. On an older kernel, the data
-//! plane receives the descriptors into a buffer with room for the maximum per message, and passes them to closing
-//! threads. The closing threads also close sockets with unread data, because the data might contain descriptors. While
-//! too many descriptors are waiting to be closed, the data plane peeks before each read, and receives no further
-//! descriptors.
+//! plane receives the descriptors and passes them to closing threads. The buffer has room for the maximum number of
+//! descriptors per message. The closing threads also close sockets with unread data, because the data might contain
+//! descriptors. While too many descriptors are waiting to be closed, the data plane peeks before each read, and
+//! receives no further descriptors.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -201,7 +201,8 @@ fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
 
 fn close_descriptors(descriptors: Vec<OwnedFd>) {
     for descriptor in descriptors {
-        // A slow close is usually caused by `SO_LINGER`. The call fails for descriptors that are not sockets.
+        // A slow close is usually caused by `SO_LINGER`, so lingering is turned off. This fails for descriptors that
+        // are not sockets.
         let _ = rustix::net::sockopt::set_socket_linger(&descriptor, None);
     }
 }

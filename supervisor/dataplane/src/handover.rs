@@ -267,7 +267,7 @@ mod tests {
         handover.hold(compartment, (4, 2));
         assert_eq!(handover.update(compartment, (4, 2)), None);
         assert_eq!(handover.update(compartment, (4, 1)), Some((4, 1)));
-        // Fewer workers are ready, but waiting jobs will need their permits later.
+        // Fewer workers are ready, but the waiting jobs will still need permits later.
         assert_eq!(handover.update(compartment, (2, 3)), None);
         assert_eq!(handover.update(compartment, (3, 0)), Some((3, 0)));
         assert_eq!(handover.update(compartment, (0, 0)), Some((0, 0)));

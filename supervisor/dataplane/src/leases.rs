@@ -290,7 +290,7 @@ impl Leases {
         self.live > 0
     }
 
-    /// Returns true if [`Leases::check_deadlines`] must be called, now or later.
+    /// Returns true if [`Leases::check_deadlines`] must be called regularly.
     pub(super) fn needs_checks(&self) -> bool {
         !self.by_number.is_empty()
     }

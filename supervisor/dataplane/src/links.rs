@@ -105,7 +105,7 @@ enum ReadState {
     },
 }
 
-/// Cause of a worker's death, unless policy decided to end the worker.
+/// Cause of a worker's death that was not decided by policy.
 enum EndCause {
     /// No cause is known.
     None,
@@ -252,8 +252,8 @@ impl Link {
         Some(self.ordered.program.sandbox().describe(&self.running()?.observed))
     }
 
-    /// Removes and returns the worker's PID and output. Returns `None` if the output was already passed to the
-    /// control plane.
+    /// Removes and returns the worker's output, together with the worker's PID. Returns `None` if the output was
+    /// already passed to the control plane.
     pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
         let running = self.running_mut()?;
         Some((running.pid, running.output.take()?))

@@ -18,7 +18,7 @@ use super::slab::{BulkheadIndex, CompartmentIndex};
 /// Minimum size, in bytes, of an incomplete frame whose connection can be closed to free memory.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Fixed overhead of a waiting job in bytes. Includes the job's entries in the tables of this module, the policy and
+/// Fixed overhead of a waiting job in bytes. Includes the job's entries in the tables of this module, of policy and of
 /// the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;

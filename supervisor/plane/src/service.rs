@@ -16,7 +16,7 @@ const SLICE: Duration = Duration::from_secs(5);
 /// Number of time slices in the window over which outcomes are counted. Together, the slices cover one minute.
 const SLICES: usize = 12;
 
-/// Minimum number of jobs that have ended in the last minute. With fewer jobs, the service level is always `ok`.
+/// Number of jobs that must have ended in the last minute for the service level to differ from `ok`.
 const JOBS_MIN: u64 = 10;
 
 /// Percentage of unsuccessful jobs above which the service counts as degraded.

@@ -143,8 +143,8 @@ impl Bulkheads {
         self.has_unreported_fallbacks
     }
 
-    /// Returns the fallbacks for which an event is due, each with the number of jobs passed on since its last
-    /// event.
+    /// Returns the fallbacks for which an event is due, each with the number of jobs passed on since the last event
+    /// about this fallback.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();

@@ -304,7 +304,7 @@ impl DataPlane {
     // The successor.
 
     /// Restores the values that were set at runtime. The values of a bulkhead and of its tenants can depend on each
-    /// other, so values that conflict at first are set again after the others.
+    /// other. Values that conflict at first are therefore set again after the others.
     fn restore(&mut self, bulkheads: &[BulkheadState], tenants: &[TenantState]) -> Result<(), String> {
         let (mut bulkheads, mut tenants) = (Vec::from_iter(bulkheads), Vec::from_iter(tenants));
         loop {

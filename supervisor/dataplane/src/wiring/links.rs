@@ -325,9 +325,9 @@ impl DataPlane {
             Some(watch) if self.keeper.is_running() => {
                 self.background.check_starvation(compartment, worker, watch);
             }
-            // The worker is dead, its link is not being read, or it was not observed because too many checks are
-            // pending. A dead worker counts as starved until its death is reported to policy, which happens once all
-            // its processes are gone.
+            // The worker is dead, its link is not being read, or the worker was not observed because too many checks
+            // are pending. A dead worker counts as starved until its death is reported to policy, which happens once
+            // all processes of the worker are gone.
             _ => self.links.defer_starvation_result(compartment, worker),
         }
     }

@@ -72,7 +72,7 @@ impl DataPlane {
         self.reporter.notify(context.report(slot, names, (worker, post), confinement, jobs));
     }
 
-    /// Reports the number of crashes that had no crash report, for each bulkhead whose event is due.
+    /// Reports the number of crashes without a crash report, for each bulkhead for which an event is due.
     pub(crate) fn report_skipped_crashes(&mut self) {
         for (bulkhead, crashes) in self.crashes.take_skipped(self.now) {
             let what = EventKind::CrashesNotReported { crashes, reported_per_second: 1 };
