@@ -65,7 +65,7 @@ owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     presence: Presence,
-    /// Program that new workers run.
+    /// Program with which new workers are started.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,

@@ -54,7 +54,7 @@ fn kernel_refuses() -> bool {
     })
 }
 
-/// Method of reading from sockets and closing them. Depends on whether the kernel can refuse descriptors.
+/// Method of reading from and closing sockets. Depends on whether the kernel can refuse descriptors.
 pub(crate) enum Intake {
     /// The kernel refuses descriptors.
     Refusing,

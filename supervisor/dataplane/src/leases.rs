@@ -160,7 +160,7 @@ impl State {
     }
 }
 
-/// State of the loan of a lease's files to a worker. The worker is identified by its spawn number.
+/// State of a loan of memory files to a worker. The worker is identified by its spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LoanState {
     None,

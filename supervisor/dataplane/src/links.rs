@@ -700,8 +700,8 @@ impl Links {
         self.has_closed || self.has_outputs
     }
 
-    /// Returns the links that were closed by workers that have not been reported dead. The flag is true if the worker
-    /// has taken too long to exit.
+    /// Returns the closed links of workers that have not been reported dead. The flag is true if the worker has taken
+    /// too long to exit.
     pub(super) fn check_closed(&mut self, now: Time) -> Vec<(LinkIndex, bool)> {
         let closed = self.slab.iter().filter_map(|(index, link)| match link.reads {
             ReadState::Closed { at } => Some((index, now.since(at) >= EXIT_AFTER_CLOSE)),

@@ -82,7 +82,7 @@ pub(super) enum Eviction {
     Job(Holder),
 }
 
-/// Reason for charging memory for a job.
+/// Reason why memory is charged for a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum ChargeKind {
     /// The job is waiting with its payload.

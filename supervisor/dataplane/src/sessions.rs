@@ -78,8 +78,8 @@ pub(super) struct Session {
     pub(super) outbox: Outbox,
     /// Holder that is charged for the client's memory.
     pub(super) holder: Holder,
-    /// Bulkhead of the large frame that is being received. If no large frame is being received, the bulkhead
-    /// of the last job.
+    /// Bulkhead of the large frame that is being received, or bulkhead of the last job if no large frame is being
+    /// received.
     pub(super) frame_for: Option<BulkheadIndex>,
     /// Memory files lent to the client in messages that the client may not have read yet.
     pub(super) unread: ReceiverLoans,
@@ -261,8 +261,8 @@ impl Session {
     }
 
     /// Ends the pause in reading once the client has read enough of its output. Returns true if a pause has ended.
-    /// Extends the time limit for an incomplete frame by the pause, because the rest of the frame may have arrived during
-    /// the pause.
+    /// Extends the time limit for an incomplete frame by the pause, because the rest of the frame may have arrived
+    /// during the pause.
     fn end_pause(&mut self, now: Time) -> bool {
         if self.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE {
             return false;
@@ -382,7 +382,7 @@ impl Sessions {
     /// Removes a session. Returns the session, and the memory counted for its incomplete frame.
     pub(super) fn close(&mut self, index: SessionIndex) -> Option<(Session, Counted)> {
         let session = self.slab.retire(index)?;
-        // Otherwise, the next session with this index could be flushed in place of this one.
+        // Without this, the next session with this index could be flushed in place of this one.
         self.dirty.retain(|dirty| *dirty != index);
         self.unread_bytes -= session.counted_unread;
         self.clients -= usize::from(session.permit.is_none());
@@ -470,7 +470,7 @@ impl Sessions {
         }
         session.phase = Phase::Closing;
         let refused = Refused { reason: reason.code(), message };
-        // Fits into a frame, because the supervisor's own messages are short.
+        // The rejection fits into a frame, because the supervisor's own messages are short.
         let _ = session.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
         self.needs_checks = true;
         self.schedule_flush(index);

@@ -17,8 +17,8 @@ use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartment
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
-    /// Returns the live changes that a reload would discard because they conflict with the new configuration, or because
-    /// their bulkhead is rebuilt.
+    /// Returns the live changes that a reload would discard because they conflict with the new configuration, or
+    /// because their bulkhead is rebuilt.
     pub(crate) fn dropped_changes(&self, compartments: &Compartments, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &ChangedBulkhead| {
             let bulkhead = self.find(&reconfigured.spec.name)?;

@@ -35,7 +35,8 @@ pub(super) enum TenantState {
     /// The compartment has had no workers and no jobs since the given time. Jobs that were passed on to other bulkheads
     /// count as jobs of the compartment.
     Unused(Time),
-    /// The compartment has no workers, but must still count the outcomes of jobs that were passed on to other bulkheads.
+    /// The compartment has no workers, but must still count the outcomes of jobs that were passed on to other
+    /// bulkheads.
     AwaitingFallback,
     /// The compartment has no workers and is waiting to get some.
     StartAnnounced,
