@@ -14,11 +14,11 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Shortest delay in accepting connections that is reported as an event.
+/// Minimum delay in accepting connections for which an event is sent.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reciprocal of the maximum share of one processor's time to spend on accepting connections.
+/// Accepting connections uses at most `1 / ACCEPT_PART` of one processor's time.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
@@ -100,7 +100,7 @@ impl Acceptor {
         self.is_pending.then(|| self.budget.resume_at())
     }
 
-    /// Returns true if there is enough time budget to accept a connection. If not, deregisters the listener.
+    /// Returns true if the time budget allows a connection to be accepted. Otherwise, deregisters the listener.
     pub(super) fn can_accept(&mut self, poll: &Poll, now: Time) -> bool {
         let has_time = self.budget.has_time(now);
         if !has_time && !self.is_deregistered {
@@ -162,8 +162,8 @@ impl Acceptor {
         Some(EventKind::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 
-    /// Registers the listener with the event loop again once no connection is waiting. If a connection has arrived in
-    /// the meantime, the event loop reports it immediately.
+    /// Registers the listener with the event loop again if it is deregistered. If a connection has already arrived, the
+    /// event loop reports it immediately.
     fn resume_listening(&mut self, poll: &Poll) -> io::Result<()> {
         if self.is_deregistered
             && let Some(listener) = &self.listener

@@ -32,8 +32,8 @@ const KEEPER_START_MAX: Duration = Duration::from_secs(10);
 /// Delay before the second attempt to start a keeper. Doubles with each further attempt.
 const KEEPER_RETRY_PAUSE: Duration = Duration::from_millis(10);
 
-/// Maximum time to wait during shutdown for a keeper that is being started. Longer than sweeping the processes of the
-/// lost keeper and starting another one usually take together.
+/// Maximum time to wait during shutdown for a keeper that is being started. Killing the processes of the lost keeper
+/// and starting another keeper usually takes less time.
 const LAST_KEEPER_TIMEOUT: Duration = Duration::from_secs(120);
 
 enum Task {
@@ -158,7 +158,7 @@ impl Background {
             match self.done.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(Done::Keeper(keeper)) => return keeper,
                 Ok(_) => {}
-                // The time is over, or the threads have exited.
+                // The timeout has expired, or the threads have exited.
                 Err(_) => return Err(io::Error::other("no keeper has started in time")),
             }
         }

@@ -65,7 +65,7 @@ owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     presence: Presence,
-    /// Program to start new workers with.
+    /// Program with which new workers are started.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
@@ -124,7 +124,7 @@ struct Isolated {
     idle: BTreeSet<(Time, CompartmentIndex)>,
     /// Compartments without workers and jobs, ordered by the time since which they have been unused.
     unused: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments that have workers or jobs, or are waiting for workers. All others are scaled to zero.
+    /// Compartments that have workers or jobs, or are waiting for workers. All other compartments are scaled to zero.
     active: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is open, half open or forced open.
     tripped: BTreeSet<CompartmentIndex>,
@@ -276,7 +276,7 @@ impl Bulkheads {
         self.slab.insert(BulkheadEntry { demand, ..BulkheadEntry::new(spec, shared) })
     }
 
-    /// Returns how an operator has closed a bulkhead.
+    /// Returns whether an operator has drained the bulkhead or forced its breaker open.
     pub(super) fn closed_by_operator(&self, compartments: &Compartments, name: &str) -> ClosedByOperator {
         let entry = self.find(name).map(|bulkhead| &self[bulkhead]);
         entry.map_or_else(ClosedByOperator::default, |entry| ClosedByOperator {
@@ -285,8 +285,8 @@ impl Bulkheads {
         })
     }
 
-    /// Closes a rebuilt bulkhead that an operator has closed. Returns the events that must then be applied to the
-    /// compartments.
+    /// Closes a rebuilt bulkhead if an operator had closed it before it was rebuilt. Returns the events that must then
+    /// be applied to the compartments.
     pub(super) fn close_again(&mut self, name: &str, closed: ClosedByOperator) -> Vec<CompartmentEvent> {
         let Some(bulkhead) = self.find(name) else { return Vec::new() };
         if closed.is_draining {
@@ -329,8 +329,8 @@ impl Bulkheads {
         entry.has_poison_detection || targets.any(|target| self[target].has_poison_detection)
     }
 
-    /// Returns the names of bulkheads that need payload digests: this bulkhead, if it needs them, and the bulkheads
-    /// that need them because they use this one as a fallback.
+    /// Returns the name of this bulkhead, if it needs payload digests. If poison detection is on for this bulkhead,
+    /// also returns the names of the bulkheads that use it as a fallback.
     pub(super) fn needing_payload_bytes(&self, bulkhead: BulkheadIndex) -> Vec<Arc<str>> {
         let entry = &self[bulkhead];
         let own = self.needs_payload_bytes(bulkhead).then_some(bulkhead);

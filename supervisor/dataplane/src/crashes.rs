@@ -1,7 +1,7 @@
 //! Crash reports. Decides which deaths are reported, and collects the contents of each report.
 //!
 //! A report contains the state of a worker at the time of its death, including the payloads that are still in memory.
-//! Crashes are usually rare, because each crash costs a process. If they are frequent, most of them are only counted.
+//! Each crash costs a process, so crashes are usually rare. If crashes are frequent, most of them are only counted.
 
 mod start_failures;
 
@@ -39,7 +39,7 @@ pub(super) struct Crashes {
     reports: u32,
     /// Permits for storing crash reports. Each report holds a permit until it has been stored.
     permits: Arc<Semaphore>,
-    /// Crash state of each bulkhead that has had a crash.
+    /// State of crash reporting for each bulkhead that has had a crash.
     by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
     /// Total number of crashes that have neither a report nor an event yet.
     skipped: u64,
@@ -112,7 +112,7 @@ impl ReportLimit {
     }
 }
 
-/// Circumstances of a death.
+/// Circumstances of a crash, or of a job that was still running at its deadline.
 pub(super) struct CrashContext {
     victim: Victim,
     cause: Cause,

@@ -1,10 +1,11 @@
-//! Handles descriptors that clients and workers send along with bytes in violation of the protocols. Closing a
+//! Handles descriptors that clients and workers attach to their data in violation of the protocols. Closing a
 //! descriptor can take as long as its sender wants, so the data plane itself never closes received descriptors.
 //!
 //! Since Linux 6.16, the kernel can refuse descriptors when a peer tries to send them. On an older kernel, the data
-//! plane receives the descriptors, with room for the maximum per message, and passes them to closing threads. The
-//! closing threads also close sockets with unread data, because the data might contain descriptors. While too many
-//! descriptors are waiting to be closed, the data plane peeks before each read, and receives no further descriptors.
+//! plane receives the descriptors and passes them to closing threads. The buffer has room for the maximum number of
+//! descriptors per message. The closing threads also close sockets with unread data, because the data might contain
+//! descriptors. While too many descriptors are waiting to be closed, the data plane peeks before each read, and
+//! receives no further descriptors.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -38,7 +39,7 @@ pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 /// Error message for a peer that sent descriptors.
 pub(crate) const NOT_TAKEN: &str = "the peer sent descriptors, which this socket does not accept";
 
-/// Returns the number of descriptors that this process must keep free for descriptors received from peers.
+/// Returns the number of open files that this process must reserve for descriptors received from peers.
 pub fn reserve() -> u64 {
     if kernel_refuses() { 0 } else { HELD_MAX as u64 }
 }
@@ -53,7 +54,7 @@ fn kernel_refuses() -> bool {
     })
 }
 
-/// Method of reading from sockets and closing them. Depends on whether the kernel can refuse descriptors.
+/// Method of reading from and closing sockets. Depends on whether the kernel can refuse descriptors.
 pub(crate) enum Intake {
     /// The kernel refuses descriptors.
     Refusing,
@@ -200,7 +201,8 @@ fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
 
 fn close_descriptors(descriptors: Vec<OwnedFd>) {
     for descriptor in descriptors {
-        // A slow close is usually caused by `SO_LINGER`. The call fails for descriptors that are not sockets.
+        // A slow close is usually caused by `SO_LINGER`, so lingering is turned off. This fails for descriptors that
+        // are not sockets.
         let _ = rustix::net::sockopt::set_socket_linger(&descriptor, None);
     }
 }

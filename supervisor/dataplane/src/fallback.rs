@@ -13,7 +13,8 @@ use super::{JobData, link_bytes};
 
 /// State of a job that can be passed on to a fallback.
 pub(super) struct FallbackState {
-    /// Bulkhead and compartment to which the client submitted the job. The outcome is counted there.
+    /// Bulkhead and compartment to which the client submitted the job. The outcome is counted for this bulkhead and
+    /// compartment.
     entry: (BulkheadIndex, CompartmentIndex),
     chain: Arc<[Arc<str>]>,
     /// Index in `chain` of the next bulkhead to try.

@@ -180,8 +180,8 @@ impl Handover {
         self.is_leaving() || self.is_released() && self.transfer.is_some()
     }
 
-    /// Returns true if another connection can be passed on. Without a transfer socket, a connection that is passed on is
-    /// closed.
+    /// Returns true if another connection can be passed on now. Always true without a transfer socket, because passing
+    /// on a connection then only closes the connection.
     pub(super) fn has_room(&self) -> bool {
         self.transfer.as_ref().is_none_or(|transfer| transfer.outbox.len() < OUTBOX_MAX)
     }
@@ -267,7 +267,7 @@ mod tests {
         handover.hold(compartment, (4, 2));
         assert_eq!(handover.update(compartment, (4, 2)), None);
         assert_eq!(handover.update(compartment, (4, 1)), Some((4, 1)));
-        // Fewer workers are ready, but waiting jobs will need their permits later.
+        // Fewer workers are ready, but the waiting jobs will still need permits later.
         assert_eq!(handover.update(compartment, (2, 3)), None);
         assert_eq!(handover.update(compartment, (3, 0)), Some((3, 0)));
         assert_eq!(handover.update(compartment, (0, 0)), Some((0, 0)));

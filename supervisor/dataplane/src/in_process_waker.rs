@@ -102,8 +102,8 @@ impl InProcessWaker {
             return Poll::Pending;
         }
         let unwanted = ready.parked.replace(Parked::Task(context.waker().clone()));
-        // Must be dropped after the lock is released. The last waker of a task can own clients, and clients signal when
-        // they are dropped.
+        // Releases the lock before dropping the old waker. The last waker of a task can own clients, and clients signal
+        // when they are dropped.
         drop(ready);
         drop(unwanted);
         Poll::Pending

@@ -29,13 +29,13 @@ pub(super) struct KeeperLink {
     early_deaths: u32,
     /// Time of the ping whose reply is outstanding, or `None` if no reply is outstanding.
     pinged_at: Option<Time>,
-    /// Reports from the keeper that are deferred until later.
+    /// Reports from the keeper that have been received but not handled yet.
     deferred_reports: VecDeque<Report>,
-    /// Workers to start for which the keeper has not received an order yet.
+    /// Worker start orders that have not been sent to the keeper yet.
     worker_orders: VecDeque<WorkerOrder>,
 }
 
-/// There are workers only while a keeper is running.
+/// State of the keeper. Workers exist only while a keeper is running.
 enum State {
     Running(Box<Keeper>),
     /// The background thread is starting another keeper.
@@ -44,7 +44,7 @@ enum State {
     Failed,
 }
 
-/// A worker to start. The order is sent when a keeper is running and the current iteration has time left.
+/// A worker to start. The order is sent once a keeper is running and the limit on orders per iteration allows it.
 pub(super) struct WorkerOrder {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,

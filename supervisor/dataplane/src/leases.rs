@@ -160,7 +160,7 @@ impl State {
     }
 }
 
-/// State of the loan of a lease's files to a worker. The worker is identified by its spawn number.
+/// State of a loan of memory files to a worker. The worker is identified by its spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LoanState {
     None,
@@ -244,8 +244,8 @@ pub(super) struct Leases {
     borrowers: HashMap<u64, Borrower, RandomState>,
     /// Revoked leases that clients might still use because they have not processed the recall.
     revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
-    /// Files that a worker might still read because the worker has not replied, even though the client already has the
-    /// job's outcome. Each entry starts with the worker's spawn number.
+    /// Files that a worker might still read although the client has already received the job's outcome, because the
+    /// worker has not replied. Each entry starts with the worker's spawn number.
     lingering: Vec<(u64, JobId, Arc<Files>)>,
     /// Clients that are waiting to be offered a lease.
     to_offer: VecDeque<SessionId>,
@@ -290,7 +290,7 @@ impl Leases {
         self.live > 0
     }
 
-    /// Returns true if [`Leases::check_deadlines`] must be called, now or later.
+    /// Returns true if [`Leases::check_deadlines`] must be called regularly.
     pub(super) fn needs_checks(&self) -> bool {
         !self.by_number.is_empty()
     }
@@ -443,8 +443,8 @@ impl Leases {
 
     // Memory.
 
-    /// Returns true if `more` bytes of additional files fit into the memory budget. If not, recalls idle leases
-    /// to make room for a later request.
+    /// Returns true if additional files of `more` bytes in total fit into the memory budget. If not, recalls idle
+    /// leases to make room for a later request.
     fn make_room(&mut self, now: Time, more: u64, budget: Budget) -> bool {
         let most = budget.room();
         if more > most {

@@ -766,7 +766,7 @@ impl DataPlane {
     }
 
     /// Keeps the payload of a job that was accepted but not yet dispatched, and charges its memory. A payload in a
-    /// memory file is only charged.
+    /// memory file is charged, but stays in the file.
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let policy = &mut self.compartments[index].policy;
         if policy.record_mut(job).is_some_and(|record| record.held.file.is_some()) {
@@ -1104,8 +1104,8 @@ impl DataPlane {
         }
         for index in self.sessions.indices() {
             self.read_session(index, usize::MAX);
-            // A client that continues to send is disconnected like the others. It has already been sent all its
-            // outcomes.
+            // A client that keeps sending is disconnected like the others, because all its outcomes have already been
+            // sent.
             self.abandon_frame(index, RejectReason::Draining, "the supervisor is stopping");
         }
     }

@@ -105,7 +105,7 @@ enum ReadState {
     },
 }
 
-/// Cause of a worker's death, unless policy decided to end the worker.
+/// Cause of a worker's death that was not decided by policy.
 enum EndCause {
     /// No cause is known.
     None,
@@ -252,8 +252,8 @@ impl Link {
         Some(self.ordered.program.sandbox().describe(&self.running()?.observed))
     }
 
-    /// Removes and returns the worker's PID and output. Returns `None` if the output was already passed to the
-    /// control plane.
+    /// Removes and returns the worker's output, together with the worker's PID. Returns `None` if the output was
+    /// already passed to the control plane.
     pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
         let running = self.running_mut()?;
         Some((running.pid, running.output.take()?))
@@ -467,8 +467,8 @@ pub(super) struct Links {
     unfinished_reads: Vec<LinkIndex>,
     /// Earliest time at which a paused link must be read again.
     resume_at: Option<Time>,
-    /// Workers that could not be started, because the request to the keeper could not be sent. The policy module
-    /// learns of these failures at the end of the iteration.
+    /// Workers that could not be started, because the request to the keeper could not be sent. The failures are
+    /// reported to policy at the end of the iteration.
     failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
     /// Silent workers whose processor time could not be checked. At the end of the iteration, they are reported to
     /// policy as lacking processor time.
@@ -700,8 +700,8 @@ impl Links {
         self.has_closed || self.has_outputs
     }
 
-    /// Returns the links that were closed by workers that have not been reported dead. The flag is true if the worker
-    /// has taken too long to exit.
+    /// Returns the closed links of workers that have not been reported dead. The flag is true if the worker has taken
+    /// too long to exit.
     pub(super) fn check_closed(&mut self, now: Time) -> Vec<(LinkIndex, bool)> {
         let closed = self.slab.iter().filter_map(|(index, link)| match link.reads {
             ReadState::Closed { at } => Some((index, now.since(at) >= EXIT_AFTER_CLOSE)),

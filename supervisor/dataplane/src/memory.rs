@@ -18,7 +18,7 @@ use super::slab::{BulkheadIndex, CompartmentIndex};
 /// Minimum size, in bytes, of an incomplete frame whose connection can be closed to free memory.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Fixed overhead of a waiting job in bytes. Includes the job's entries in the tables of this module, the policy and
+/// Fixed overhead of a waiting job in bytes. Includes the job's entries in the tables of this module, of policy and of
 /// the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
@@ -34,8 +34,8 @@ const TENANT_BYTES: usize = 512;
 /// Connection number for payloads that arrive over HTTP. No session has this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
-/// Maximum number of entries in a list of waiting jobs beyond twice the number of jobs that are actually waiting. At
-/// this limit, outdated entries are removed.
+/// Number of entries that a list of waiting jobs can have in addition to twice the number of waiting jobs. Outdated
+/// entries are removed when a list reaches this limit.
 const STALE_MAX: usize = 64;
 
 /// Memory charged for a job, and the holder that is charged.
@@ -82,7 +82,7 @@ pub(super) enum Eviction {
     Job(Holder),
 }
 
-/// Reason for charging memory for a job.
+/// Reason why memory is charged for a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum ChargeKind {
     /// The job is waiting with its payload.
@@ -327,7 +327,7 @@ impl Memory {
 }
 
 impl Charge {
-    /// Returns true if this charge is for a waiting job and is charged to the given holder.
+    /// Returns true if this charge is for a waiting job of the given holder.
     pub(super) fn is_of_waiting(&self, holder: Holder) -> bool {
         self.is_waiting && self.holder == holder
     }

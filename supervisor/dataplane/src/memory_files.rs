@@ -42,8 +42,8 @@ impl File {
 
 /// Creates a memory file of fixed size. Fails with `EFBIG` if the size exceeds the file size limit (`RLIMIT_FSIZE`).
 pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd> {
-    // In an embedded supervisor, this can run on the application's own thread, which `ftruncate` would kill with
-    // SIGXFSZ.
+    // In an embedded supervisor, this can run on the application's own thread. Without this check, `ftruncate` would
+    // kill the application with SIGXFSZ.
     if getrlimit(Resource::Fsize).current.is_some_and(|limit| bytes > limit) {
         return Err(Errno::FBIG);
     }

@@ -57,7 +57,8 @@ pub(super) fn job_cancelled_event(view: &JobView<'_, Box<JobData>>) -> EventKind
     }
 }
 
-/// Returns the event about a breaker that an operator has forced open or released. Returns `None` if nothing has changed.
+/// Returns the event about a breaker that an operator has forced open or released. Returns `None` if nothing has
+/// changed.
 pub(super) fn forced_breaker_event(was_open: bool, is_open: bool) -> Option<(Severity, EventKind)> {
     let (closed, forced) = (BreakerState::Closed.into(), BreakerState::ForcedOpen.into());
     let (calls, failure_rate, slow_rate) = (None, None, None);
@@ -79,7 +80,7 @@ fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
         Death::Exit(code) => (Some(code), None),
         Death::Signal(signal) => (None, Some(bulkhead_linux::signals::name(signal).into())),
-        // In these cases, the process was killed.
+        // In all of these cases, SIGKILL ended the process.
         Death::Violation(_) | Death::Oom | Death::TmpFull => (None, Some("SIGKILL".into())),
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bulkhead_api::EventKind;
 use bulkhead_policy::Time;
 
-/// Minimum delay of an iteration for it to count as a pause of the supervisor.
+/// Minimum delay of an iteration that counts as a pause of the supervisor.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
 
 /// Minimum interval between events about pauses.
@@ -23,9 +23,9 @@ pub(super) struct PauseDetector {
 
 impl PauseDetector {
     /// Checks at the beginning of an iteration whether the supervisor was paused. Returns the length of the pause, if
-    /// any, and an event, unless one was sent a short time ago. `due` is the time at which the iteration should have
-    /// started, and `boot_ns` is the time since boot, including suspended time. The data plane's clock stands still
-    /// while the machine is suspended, so no deadlines expire.
+    /// any, and an event, unless one was sent recently. `due` is the time at which the iteration should have started,
+    /// and `boot_ns` is the time since boot, including suspended time. The data plane's clock stands still while the
+    /// machine is suspended, so no deadlines expire.
     pub(super) fn detect(
         &mut self,
         now: Time,

@@ -1,6 +1,6 @@
-//! Reports rejected clients to operators, for the jobs socket, the admin socket and individual jobs. The first
-//! rejection is reported immediately. Later ones are counted and reported at intervals, so that the number of events
-//! does not grow with the number of clients.
+//! Reports rejected connections and jobs to operators. A connection can be rejected by the jobs socket or the admin
+//! socket. The first rejection is reported immediately. Later ones are counted and reported at intervals, so that the
+//! number of events does not grow with the number of clients.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::slab::BulkheadIndex;
 /// Minimum interval between events about the same group of clients.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Number of separately reported groups at which all further users are reported as one group.
+/// Number of groups that are reported separately before all further users are reported as one group.
 const SUBJECTS_MAX: usize = 64;
 
 /// Group of clients whose rejections are reported together.

@@ -1,5 +1,5 @@
-//! Sends events, notices and worker output to the control plane. Never formats text or blocks. If a channel is full,
-//! the message is dropped and counted.
+//! Sends events, notices and worker output to the control plane. Never blocks or formats text. If a channel is full, an
+//! event or notice is dropped and counted, and worker output is returned to the caller.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

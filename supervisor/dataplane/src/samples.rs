@@ -27,7 +27,7 @@ pub(super) enum HeldAction {
     Kill,
 }
 
-/// A sample in progress. `subject` is context for the caller.
+/// A sample in progress. `subject` is context that the caller provided.
 struct Running<S> {
     due: Time,
     subject: S,

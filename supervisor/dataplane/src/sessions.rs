@@ -59,7 +59,7 @@ const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 /// only after its last connection has been closed.
 const LAST_READ_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Reciprocal of the maximum share of one processor's time to spend on reading from low-priority clients.
+/// Reading from low-priority clients uses at most `1 / LOW_PRIORITY_PART` of one processor's time.
 const LOW_PRIORITY_PART: i64 = 16;
 
 /// Maximum number of unfinished jobs per client.
@@ -78,8 +78,8 @@ pub(super) struct Session {
     pub(super) outbox: Outbox,
     /// Holder that is charged for the client's memory.
     pub(super) holder: Holder,
-    /// Bulkhead of the large frame that is being received. If no large frame is being received, the bulkhead
-    /// of the last job.
+    /// Bulkhead of the large frame that is being received, or bulkhead of the last job if no large frame is being
+    /// received.
     pub(super) frame_for: Option<BulkheadIndex>,
     /// Memory files lent to the client in messages that the client may not have read yet.
     pub(super) unread: ReceiverLoans,
@@ -99,7 +99,7 @@ pub(super) struct Session {
     is_dirty: bool,
     /// Start of the current pause, during which the client is not read because its send backlog is too large.
     paused_since: Option<Time>,
-    /// Permit held by a client that the control plane accepted. The client then does not count as a client of
+    /// Permit held by a client that the control plane accepted. A client with a permit does not count as a client of
     /// the jobs socket.
     permit: Option<OwnedSemaphorePermit>,
     /// True if the inbox begins with a request that belongs to the successor. The data plane then stops reading
@@ -109,8 +109,8 @@ pub(super) struct Session {
     takes_goaway: bool,
     /// True if GOAWAY was sent. Further requests are dropped.
     pub(super) is_going_away: bool,
-    /// Time at which the client was first found to have no jobs. Set only after GOAWAY, or if another supervisor has
-    /// taken over but cannot take over this connection.
+    /// Time at which the client was first found to have no jobs. Set only after GOAWAY, or if the connection cannot be
+    /// passed on to another supervisor that has taken over.
     left_over_since: Option<Time>,
     /// Number of SUBMIT frames handled so far, including those of rejected jobs.
     submits: u64,
@@ -200,8 +200,8 @@ impl Session {
         }
     }
 
-    /// Extends the timeouts by the length of a pause in which the supervisor did not read. The client could not make
-    /// progress during the pause.
+    /// Extends the timeouts by the length of a pause during which the supervisor did not read. The client could not
+    /// make progress during the pause.
     fn extend_timeouts(&mut self, late: Duration, now: Time) {
         let hello_since = match &mut self.phase {
             Phase::AwaitingHello { since } => Some(since),
@@ -261,8 +261,8 @@ impl Session {
     }
 
     /// Ends the pause in reading once the client has read enough of its output. Returns true if a pause has ended.
-    /// Extends the time limit for an incomplete frame by the pause, because the rest of the frame may have arrived during
-    /// the pause.
+    /// Extends the time limit for an incomplete frame by the pause, because the rest of the frame may have arrived
+    /// during the pause.
     fn end_pause(&mut self, now: Time) -> bool {
         if self.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE {
             return false;
@@ -382,7 +382,7 @@ impl Sessions {
     /// Removes a session. Returns the session, and the memory counted for its incomplete frame.
     pub(super) fn close(&mut self, index: SessionIndex) -> Option<(Session, Counted)> {
         let session = self.slab.retire(index)?;
-        // Otherwise, the next session with this index could be flushed in place of this one.
+        // Without this, the next session with this index could be flushed in place of this one.
         self.dirty.retain(|dirty| *dirty != index);
         self.unread_bytes -= session.counted_unread;
         self.clients -= usize::from(session.permit.is_none());
@@ -470,7 +470,7 @@ impl Sessions {
         }
         session.phase = Phase::Closing;
         let refused = Refused { reason: reason.code(), message };
-        // Fits into a frame, because the supervisor's own messages are short.
+        // The rejection fits into a frame, because the supervisor's own messages are short.
         let _ = session.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
         self.needs_checks = true;
         self.schedule_flush(index);
@@ -798,7 +798,7 @@ impl Sessions {
         late
     }
 
-    /// Extends the timeouts of all clients by the length of a pause in which the supervisor did not read.
+    /// Extends the timeouts of all clients by the length of a pause during which the supervisor did not read.
     pub(super) fn extend_timeouts(&mut self, late: Duration, now: Time) {
         self.slab.values_mut().for_each(|session| session.extend_timeouts(late, now));
     }

@@ -219,8 +219,8 @@ impl Shares {
         self.eviction_below(scope.unwrap_or(ROOT), most).or_else(|| self.eviction_below(ROOT, most))
     }
 
-    /// Chooses memory to free from the child that exceeds its equal share the most. Frees the child's largest frame or,
-    /// if the child has no frame, a job.
+    /// Chooses memory to free from the child that exceeds its equal share the most. This is the child's largest frame
+    /// or, if the child has no frame, a job.
     fn eviction_below(&self, parent: Holder, most: usize) -> Option<Eviction> {
         let share = self.room(parent, most) / self.nodes[parent.0 as usize].active.max(1);
         let mut over = self.largest_first(parent).take_while(|&child| self.bytes(child).all > share);

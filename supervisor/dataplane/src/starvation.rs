@@ -1,5 +1,6 @@
 //! Distinguishes a worker that hangs from a worker that gets no processor time. `/proc` shows how long each thread was
-//! ready without running. The background thread reads these files at policy's request, and policy decides.
+//! ready without running. The background thread reads these statistics at policy's request, and policy decides whether
+//! the worker hangs.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -143,7 +144,8 @@ mod tests {
             eprintln!("NOT RUN: this kernel does not report how long threads wait for a processor");
             return;
         }
-        // No thread has waited for half of this hour. The current thread is running, so its state is overwritten.
+        // No thread has waited for half of the hour between the two records. The current thread is running, so its
+        // state is changed to not ready.
         for thread in now.threads.values_mut().chain(later.threads.values_mut()) {
             thread.is_ready = false;
         }

@@ -102,7 +102,7 @@ impl Templates {
         self.effects.pop_front()
     }
 
-    /// Returns true if [`Self::check_deadlines`] must be called, now or later.
+    /// Returns true if [`Self::check_deadlines`] must be called regularly.
     pub(super) fn needs_checks(&self) -> bool {
         self.needs_checks
     }

@@ -1,10 +1,11 @@
-//! Limits the number of descriptors in transit. These are memory files in messages that their receivers have not read.
+//! Limits the number of descriptors in transit, which belong to memory files in messages that their receivers have not
+//! read.
 //!
 //! The descriptors that an unprivileged supervisor has in transit, to all receivers together, cannot exceed its limit
 //! on open files. A single receiver that never reads could exhaust this limit, and then no descriptor could be sent to
-//! the keeper. Each receiver is therefore sent only a few descriptors until the kernel reports that it has read
-//! everything, and all receivers together can use only part of the limit. When a connection is closed, its unread loans
-//! still count until the peer has closed the connection too.
+//! the keeper. Each receiver is therefore sent only a few descriptors until the kernel reports that the receiver has
+//! read everything. All receivers together can use only part of the limit. When a connection is closed, its unread
+//! loans still count until the peer has closed the connection too.
 
 use std::os::fd::{AsFd, OwnedFd};
 

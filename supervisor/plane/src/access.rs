@@ -269,7 +269,7 @@ mod tests {
         assert!(may(one, "a", "") && may(one, "b", "t") && !may(one, "b", "other"));
         assert!(may(two, "a", "any") && may(two, "b", ""));
         assert!(Tokens::default().find(b"the-first-of-the-tokens").is_none());
-        // Only the user's entry applies to the jobs socket.
+        // Only the entry for a user applies to the jobs socket.
         assert_eq!(Access::new(&config, 0).rules.len(), 1);
     }
 }

@@ -42,7 +42,7 @@ pub struct WorkerProcess {
     pub bulkhead: Arc<str>,
     pub pid: u32,
     pub generation: u32,
-    /// Number of jobs that the worker was given.
+    /// Number of jobs sent to the worker.
     pub jobs_given: u64,
     /// True if the worker has unfinished jobs.
     pub is_busy: bool,
@@ -156,7 +156,7 @@ pub enum Command {
         /// Permit that limits the number of connections opened by the control plane. Released when the data plane
         /// closes the connection.
         permit: OwnedSemaphorePermit,
-        /// Sender of the jobs.
+        /// HTTP client that submits the jobs.
         client: HttpClient,
     },
     /// Start tracking the memory used by a token's incoming payloads whose length is not known in advance.
@@ -209,7 +209,7 @@ impl Command {
             Self::Scrape { reply } => reply.is_closed(),
             Self::Observe { reply, .. } => reply.is_closed(),
             Self::WorkerProcesses { reply } => reply.is_closed(),
-            // The client's response already says that no job was started.
+            // The client has already received a response saying that no job was started.
             Self::Replay { accepted, .. } => accepted.is_closed(),
             _ => false,
         }

@@ -395,7 +395,7 @@ fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
-/// Stands for any ID that belongs to a single worker. No file has this owner or group.
+/// Placeholder for the IDs of a worker with a separate UID. No file has this owner or group.
 const OWNER_OF_NOTHING: Identity = Identity { uid: u32::MAX, gid: u32::MAX };
 
 /// Returns warnings about missing layers, and about valid settings that weaken the sandbox.
@@ -537,7 +537,7 @@ impl LayerResolver<'_> {
     }
 
     /// Requires Landlock scopes, unless a separate UID or a PID namespace already prevents a worker from sending
-    /// signals to processes outside it. Does nothing if Landlock itself is missing.
+    /// signals to processes other than its own. Does nothing if Landlock itself is missing.
     fn require_signal_isolation(&mut self, layers: &Layers, identity: WorkerIdentity) {
         if layers.landlock && identity != WorkerIdentity::Each && !layers.namespaces.pid {
             self.require(Layer::LandlockScopes);

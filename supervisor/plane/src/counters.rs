@@ -58,7 +58,7 @@ pub struct SpoolCounters {
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct RejectedJob {
     pub bulkhead: String,
-    /// Tenant to count the job for. Empty if the client has no permission for the job's tenant.
+    /// Tenant for which the job is counted. Empty if the client has no permission for the job's tenant.
     pub tenant: String,
     pub priority: Priority,
     pub reason: RejectReason,

@@ -66,7 +66,7 @@ pub fn cause_of(ending: &Ending) -> Option<Cause> {
         (Some(KillReason::Protocol(_)), _) => CauseKind::Protocol,
         (Some(KillReason::NoHello), _) => CauseKind::NoHello,
         (Some(KillReason::NotReady), _) => CauseKind::NotReady,
-        // In all other cases, the supervisor killed the process although it was not at fault.
+        // In all other cases, the supervisor killed the process although the process was not at fault.
         (Some(_), _) => return None,
     };
     let (exit_code, signal, system_call) = match ending.death {

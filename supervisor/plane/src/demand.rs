@@ -9,7 +9,7 @@ use bulkhead_policy::{AdaptiveMode, Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
-/// Load of a compartment, which is a bulkhead or an isolated tenant. The load has not changed since the time `since`.
+/// Load of a compartment, which is a bulkhead or an isolated tenant. The load has been constant since `since`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Load {
     since: Time,
@@ -105,7 +105,7 @@ impl Demand {
         if self.windows.is_over(now) {
             self.windows.roll(now);
             self.windows.current.under_limits.base = counters.clone();
-            // For a window without observations, there are also no counters to compare with.
+            // A window without observations also has no counters to compare with.
             let previous = &mut self.windows.previous;
             if previous.demand.total() == 0 {
                 previous.under_limits.base = counters.clone();

@@ -162,7 +162,7 @@ pub struct State {
     pub pid: u32,
     /// True if the upgrade must continue even if a bulkhead that is ready in the predecessor fails in the successor.
     pub is_forced: bool,
-    /// Soft resource limits from before the predecessor raised them. Each limit is paired with its resource
+    /// Soft resource limits that applied before the predecessor raised them. Each limit is paired with its resource
     /// number. `u64::MAX` means unlimited.
     pub soft_limits: Vec<(u32, u64)>,
     /// Names of the descriptors for sockets that the service manager created.

@@ -202,7 +202,7 @@ impl Program {
 
 /// Resolves the confinement of a symbolizer. It equals the worker's confinement, but without write access or network
 /// access, and with the `strict` profile if this machine supports that profile. Even if a manipulated crash record
-/// takes over the symbolizer, it gains no rights that the worker did not have.
+/// compromises the symbolizer, the symbolizer has no rights that the worker did not have.
 fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &SandboxSupport) -> Sandbox {
     let resolve = |profile| {
         let mut bulkhead = bulkhead.clone();
@@ -273,7 +273,7 @@ pub struct HostNotFound {
 }
 
 /// Looks for the host program next to the current executable and in `PATH`. Returns an absolute path, because the
-/// keeper has another working directory.
+/// keeper has a different working directory.
 pub fn find_host() -> Option<PathBuf> {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(HOST)));
     let path = std::env::var_os("PATH").unwrap_or_default();

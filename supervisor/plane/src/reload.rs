@@ -421,7 +421,7 @@ mod tests {
         let (before, after) = (parse(PLAIN), config::parse(&text, "/etc/workers.toml".as_ref()).unwrap());
         let changes = super::changes(&before, &after);
         let of_supervisor = config::reference().into_iter().filter(|key| key.table == "supervisor");
-        // Addresses need token files, and are not part of this test.
+        // HTTP addresses need token files, so they are not part of this test.
         let written = of_supervisor.filter(|key| !key.name.starts_with("http") && key.name != "jobs_http");
         let (waiting, holding): (Vec<_>, Vec<_>) =
             written.partition(|key| key.on_reload == config::OnReload::NeedsRestart);

@@ -16,7 +16,7 @@ const SLICE: Duration = Duration::from_secs(5);
 /// Number of time slices in the window over which outcomes are counted. Together, the slices cover one minute.
 const SLICES: usize = 12;
 
-/// Minimum number of jobs that have ended in the last minute. With fewer jobs, the service level is always `ok`.
+/// Number of jobs that must have ended in the last minute for the service level to differ from `ok`.
 const JOBS_MIN: u64 = 10;
 
 /// Percentage of unsuccessful jobs above which the service counts as degraded.
@@ -70,7 +70,7 @@ struct Slice {
     /// Sequence number of the time slice. Slices older than a minute are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
-    /// Number of failed jobs for each error code that a handler gave, for the first [`CODES_MAX`] codes of the slice.
+    /// Number of failed jobs for each of the first [`CODES_MAX`] different error codes from handlers in the slice.
     codes: Vec<(String, u32)>,
 }
 

@@ -1,8 +1,8 @@
 //! Allocates UIDs for workers. No other process on this host uses an allocated UID.
 //!
-//! An ID is skipped if a user database, systemd, a process or another supervisor uses it. As long as a worker or
-//! bulkhead has an ID, the supervisor locks one byte, at the offset that equals the ID, in a file shared by all
-//! supervisors. Two supervisors therefore never use the same ID, and a supervisor blocks only the IDs that it needs.
+//! An ID is skipped if a user database, systemd, a process or another supervisor uses it. While a worker or bulkhead
+//! has an ID, the supervisor locks one byte in a file shared by all supervisors. The byte's offset equals the ID. Two
+//! supervisors therefore never use the same ID, and a supervisor blocks only the IDs that it needs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
@@ -229,7 +229,7 @@ impl IdAllocator {
     pub fn lock_inherited(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for id in std::mem::take(&mut state.inherited) {
-            // If this fails, another supervisor has just locked the ID. The workers keep it.
+            // If this fails, another supervisor has just locked the ID. The workers keep using the ID.
             let _ = self.lock(&mut state, id);
         }
     }
@@ -336,8 +336,8 @@ impl Drop for IdAllocator {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = &state.lock_file {
-            // A length of 0 includes the end of the file. If this fails, the IDs stay locked until all copies of the
-            // descriptor are closed.
+            // A length of 0 extends the range to the end of the file. If this fails, the IDs stay locked until all
+            // copies of the descriptor are closed.
             let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&byte_range(libc::F_UNLCK, 0, 0)));
         }
     }

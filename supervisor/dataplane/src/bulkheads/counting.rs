@@ -89,8 +89,8 @@ impl Bulkheads {
 
     // Fallbacks.
 
-    /// Counts the outcome of a job that was passed on to a fallback, for the compartment to which the client submitted
-    /// the job.
+    /// Counts the final outcome of a job that was passed on to a fallback. The outcome is counted for the compartment
+    /// to which the client submitted the job.
     pub(crate) fn count_fallback_end(
         &mut self,
         compartments: &mut Compartments,
@@ -107,7 +107,8 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the outcome of a job that was passed on to a fallback, for the fallback.
+    /// Counts the outcome of a job in the fallback `target`. The outcome is counted for `origin`, the bulkhead to which
+    /// the client submitted the job.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,
@@ -142,8 +143,8 @@ impl Bulkheads {
         self.has_unreported_fallbacks
     }
 
-    /// Returns the fallbacks for which an event is due, each with the number of jobs passed on since its last
-    /// event.
+    /// Returns the fallbacks for which an event is due, each with the number of jobs passed on since the last event
+    /// about this fallback.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();
@@ -183,7 +184,7 @@ impl Bulkheads {
 
     // Demand.
 
-    /// Records the load that a compartment has had since the previous call for it, and stores its current load. Called
+    /// Records a compartment's load since the previous call for this compartment, and stores the current load. Called
     /// at most once per iteration for each compartment.
     pub(crate) fn record_load(
         &mut self,

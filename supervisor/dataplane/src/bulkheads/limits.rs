@@ -17,8 +17,8 @@ use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartment
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
-    /// Returns the live changes that a reload would discard because they conflict with the new configuration, or because
-    /// their bulkhead is rebuilt.
+    /// Returns the live changes that a reload would discard because they conflict with the new configuration, or
+    /// because their bulkhead is rebuilt.
     pub(crate) fn dropped_changes(&self, compartments: &Compartments, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &ChangedBulkhead| {
             let bulkhead = self.find(&reconfigured.spec.name)?;
@@ -158,7 +158,7 @@ impl BulkheadEntry {
                 false => merged.dropped.push((*key).to_owned()),
             }
         }
-        // Live changes for tenants are kept or discarded all together, because there can be thousands of them.
+        // Live changes for tenants are either all kept or all discarded, because there can be thousands of them.
         if fits(&merged.limits, &own) {
             merged.own = own;
         } else if merged.own != own {
@@ -354,7 +354,7 @@ fn own_with_live(
     merged.filter(|(_, numbers)| *numbers != TenantConfig::default()).collect()
 }
 
-/// Returns an error if one worker would run several programs at once without isolating them from each other.
+/// Returns an error if one worker would run several programs at once that are not isolated from each other.
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.why_single_program() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Conflict(format!(

@@ -2,8 +2,8 @@
 //! others.
 //!
 //! A tenant's compartment outlives its workers, because it contains the rate limit, the breaker and the restart
-//! history. Otherwise, a tenant could reset these by pausing. If there are too many compartments, the compartment that
-//! has been unused the longest is removed first.
+//! history. Otherwise, a tenant could reset them by submitting no jobs for a while. If there are too many compartments,
+//! the compartment that has been unused the longest is removed first.
 
 use std::sync::Arc;
 
@@ -33,11 +33,12 @@ pub(crate) enum Effect {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TenantState {
     /// The compartment has had no workers and no jobs since the given time. Jobs that were passed on to other bulkheads
-    /// count as well.
+    /// count as jobs of the compartment.
     Unused(Time),
-    /// The compartment has no workers, but must still count the outcomes of jobs that were passed on to other bulkheads.
+    /// The compartment has no workers, but must still count the outcomes of jobs that were passed on to other
+    /// bulkheads.
     AwaitingFallback,
-    /// The compartment has no workers and is waiting for them.
+    /// The compartment has no workers and is waiting to get some.
     StartAnnounced,
     /// The compartment has workers but has had no jobs since the given time.
     Idle(Time),
@@ -167,7 +168,7 @@ impl Bulkheads {
         let isolated = self.tenants(bulkhead);
         isolated.by_tenant.insert(name, index);
         isolated.unused.insert((now, index));
-        // These commands apply to the whole bulkhead, including compartments created later.
+        // Stop, drain and force-open commands apply to the whole bulkhead, including compartments created later.
         let (is_draining, is_forced_open) = (isolated.is_draining, isolated.is_forced_open);
         let stop = is_stopping.then(|| Effect::Apply(index, Event::Stop { by: now }));
         let drain = is_draining.then(|| Effect::ApplyQuietly(index, Event::Drain));
@@ -216,7 +217,7 @@ impl Bulkheads {
         !isolated.is_draining && (has_workers || isolated.has_room())
     }
 
-    /// Adds a tenant whose job was accepted to the list of tenants waiting for workers.
+    /// Adds a tenant to the list of tenants waiting for workers. Called when the tenant's job has been accepted.
     pub(crate) fn wait_for_workers(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) {
         self.tenants(bulkhead).waiting.push_back(compartment);
         self.schedule_update(bulkhead);

@@ -69,7 +69,7 @@ impl ReadPosition {
     }
 
     /// Determines how many bytes the worker has read, by counting the bytes that the worker left unread. Called when
-    /// the worker is gone or must not read any more.
+    /// the worker is gone or must stop reading.
     pub(crate) fn end(&mut self) -> u64 {
         let Some(theirs) = self.theirs.take() else { return self.written };
         let mut left = 0;

@@ -21,8 +21,8 @@ const FOR_A_JOB: i64 = 2;
 /// would appear to be hanging.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
 
-/// Maximum number of notices by which a worker can exceed its budget even though its link is paused (see
-/// `docs/protocol.md`). A worker that exceeds this number is killed. The count is reset when the budget is full.
+/// Maximum number of excess notices that are not compensated by pauses (see `docs/protocol.md`). A worker that exceeds
+/// this number is killed. The count is reset when the budget is full.
 const EXCESS_MAX: i64 = 300_000;
 
 /// Budget for a worker's notices.
@@ -64,7 +64,7 @@ impl UnsolicitedFrames {
         self.remaining -= 1 + (bytes / 8192) as i64;
     }
 
-    /// Stores the status, replacing any that arrived earlier during the same read.
+    /// Stores the status, replacing any status that arrived earlier during the same read.
     pub(super) fn set_status(&mut self, text: String) {
         self.status = Some(text);
     }
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn kills_worker_only_after_a_flood_of_notices() {
-        // The number of notices in a full socket if each notice is sent separately.
+        // A full socket holds about 250 notices if each notice is sent separately.
         assert_eq!(flood(250), None);
         assert!(flood(5000).is_some_and(|seconds| (10..30).contains(&seconds)), "{:?}", flood(5000));
         // Large notices are charged by their size.

@@ -251,7 +251,7 @@ mod tests {
             assert_eq!(crowd.read(10, |index| index != 200), 200);
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
-        // The connection does not delay the others either. It loses its precedence once it has used its quantum.
+        // Connection 200 loses precedence once its quantum is used up, so the other connections are not delayed.
         let mut its_own = 0;
         for _ in 0..1000 {
             crowd.push(200);

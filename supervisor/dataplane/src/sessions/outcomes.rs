@@ -36,7 +36,7 @@ impl Sessions {
     ) {
         let session = self.slab.get_mut(index).filter(|session| session.phase != Phase::Closing);
         let Some(session) = session else { return };
-        // Fits into a frame, because each text was checked against its maximum length when it was received.
+        // The outcome fits into a frame, because each text was checked against its maximum length when it was received.
         let number = job.map(JobId::to_bytes);
         let run_limit = run_limit.map(encode_run_limit);
         let result = result.map(LeaseRef::to_bytes);

@@ -53,7 +53,7 @@ fn rejects_client_stalled_mid_frame() {
     assert_eq!(sessions.check_timeouts(at(32)).len(), 1);
 }
 
-/// A pause in reading does not count towards the time limit for a frame, neither during the pause nor afterwards.
+/// A pause in reading counts towards the time limit for a frame neither during the pause nor afterwards.
 #[test]
 fn read_pause_extends_time_limit_for_a_frame() {
     let mut sessions = Sessions::new();

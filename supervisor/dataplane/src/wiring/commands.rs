@@ -206,7 +206,7 @@ fn new_rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimi
     RateLimit { per_second, burst: burst.unwrap_or_else(|| per_second.ceil() as u32), per }
 }
 
-/// Converts a changed rate limit. `so_far` says to what the current rate limit applies.
+/// Converts a changed rate limit. Keeps the current scope, `so_far`, unless the change specifies another scope.
 fn changed_rate_limit(rate: &ChangedRate, so_far: RatePer) -> RateLimit {
     let per = match rate.per {
         Some(ChangedPer::Bulkhead) => RatePer::Bulkhead,

@@ -35,7 +35,8 @@ const PASSED_ON_PER_ITERATION_MAX: usize = 64;
 
 impl DataPlane {
     pub(crate) fn run_handover_command(&mut self, command: HandoverCommand) {
-        // A missing receiver is not a problem here, because the control plane then ends the upgrade in another way.
+        // Errors from `send` are ignored, because a control plane that no longer waits for a reply ends the upgrade on
+        // its own.
         match command {
             HandoverCommand::Prepare { lifeline, reply } => {
                 let prepared = self.prepare_handover(lifeline);
@@ -103,8 +104,8 @@ impl DataPlane {
         Ok((bulkheads, tenants, listener))
     }
 
-    /// Performs the handover steps that are due. Runs before output is written, so that the successor learns of a free
-    /// permit before a client learns of the outcome.
+    /// Performs the handover steps that are due. Runs before output is written, so that the successor is notified of a
+    /// free permit before a client receives the outcome.
     pub(crate) fn advance_handover(&mut self) {
         if !self.handover.is_under_way() {
             return;
@@ -167,7 +168,7 @@ impl DataPlane {
         }
         let incoming = self.incoming_jobs();
         for index in holders {
-            // A compartment without an entry was removed after its last job.
+            // A compartment that is not in the table was removed after its last job.
             let needs: Needs = match self.compartments.get(index) {
                 Some(compartment) => compartment.policy.needed_permits(incoming_in(&incoming, index)),
                 None => (0, 0),
@@ -194,8 +195,8 @@ impl DataPlane {
     /// Passes idle connections on to the successor. If the upgrade can no longer fail, stops this data plane once the
     /// last job and connection have ended. Runs after output has been written.
     pub(crate) fn pass_on_sessions(&mut self) {
-        // When the supervisors are stopping, both stop together. Further requests are then rejected here, because the
-        // successor might have exited.
+        // When the supervisor is stopping, the successor stops too. Further requests are then rejected here, because
+        // the successor might have exited.
         if !self.handover.moves_connections() || self.is_stopping {
             return;
         }
@@ -215,7 +216,7 @@ impl DataPlane {
         }
         // GOAWAY is sent immediately, so that the client does not have to wait before it sends its next job.
         self.flush_connections();
-        // The successor may not have had room for earlier messages.
+        // Earlier messages might not have fit into the transfer socket.
         self.flush_transfer();
         if self.handover.is_leaving() {
             self.end_idle_workers();
@@ -302,8 +303,8 @@ impl DataPlane {
 
     // The successor.
 
-    /// Restores the values that were set at runtime. A value of a bulkhead can depend on the values of its tenants, and
-    /// the other way round. Therefore, values that conflict are set again after the others.
+    /// Restores the values that were set at runtime. The values of a bulkhead and of its tenants can depend on each
+    /// other. Values that conflict at first are therefore set again after the others.
     fn restore(&mut self, bulkheads: &[BulkheadState], tenants: &[TenantState]) -> Result<(), String> {
         let (mut bulkheads, mut tenants) = (Vec::from_iter(bulkheads), Vec::from_iter(tenants));
         loop {
@@ -489,8 +490,8 @@ impl DataPlane {
         }
     }
 
-    /// Closes the transfer socket. If the other supervisor has exited, the connections in the outbox are lost along with
-    /// the others that it had.
+    /// Closes the transfer socket. If the other supervisor has exited, the connections in the outbox are lost along
+    /// with that supervisor's other connections.
     pub(crate) fn close_transfer(&mut self) {
         if let Some(transfer) = self.handover.transfer.take() {
             let _ = self.poll.registry().deregister(&mut SourceFd(&transfer.socket.as_raw_fd()));
@@ -519,7 +520,7 @@ fn is_failure(attempt: Result<(), String>, first: &mut Option<String>) -> bool {
     attempt.map_err(|error| first.get_or_insert(error)).is_err()
 }
 
-/// Returns the change that restores a bulkhead's live values. `own` are the values in the successor's file.
+/// Returns the change that restores a bulkhead's live values. `own` contains the values in the successor's file.
 fn live_change(state: &BulkheadState, own: Numbers) -> Change {
     let (file, live) = (&state.file, &state.live);
     Change {

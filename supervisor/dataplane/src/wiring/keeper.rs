@@ -214,7 +214,7 @@ impl DataPlane {
 
     /// Handles the report that all processes of a lost keeper, including all workers, are gone.
     pub(crate) fn keeper_reaped(&mut self) {
-        // Spares come first, so that a slot is not taken over by a spare that is also dead.
+        // Handles spares first, so that a dead worker's slot is not given to a spare that is also dead.
         let compartments = &self.compartments;
         let is_spare = |link: &Link| compartments[link.compartment()].policy.is_spare(link.worker());
         for spawn in self.links.spawns(is_spare) {

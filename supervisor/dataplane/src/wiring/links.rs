@@ -158,7 +158,7 @@ impl DataPlane {
         let compartment_of_job = &mut self.compartments[compartment];
         let bulkhead = compartment_of_job.bulkhead;
         let Some(record) = compartment_of_job.policy.record_mut(job) else {
-            // Otherwise, the link's job count would differ from policy's.
+            // The link must be ended, because its job count would otherwise differ from policy's.
             debug_assert!(false, "the worker replied to {job} before the supervisor sent the job");
             let message = "the worker sent a result for a job that it had not received yet".to_owned();
             return self.end_link_for_violation(index, message);
@@ -265,7 +265,7 @@ impl DataPlane {
     /// full, keeps the read ends open and tries again later. Otherwise, the worker would die because it could not write
     /// its output.
     pub(crate) fn forward_output(&mut self, index: LinkIndex) {
-        // The worker may be gone by the time of a later attempt.
+        // When the attempt is repeated, the worker may already be gone.
         let Some(link) = self.links.get_mut(index) else { return };
         let Some((pid, (stdout, stderr))) = link.take_output() else { return };
         let bulkhead = self.bulkheads.owner(&self.compartments[link.compartment()]).name.clone();
@@ -290,8 +290,8 @@ impl DataPlane {
         link.set_watch(self.background.watch(&watch).then_some(watch));
     }
 
-    /// Reads heartbeats from the journals of this worker and its neighbors in the table of links, so that the neighbors
-    /// do not each need an iteration of their own.
+    /// Reads heartbeats from the journals of this worker and its neighbors in the table of links. Reading the journals
+    /// together saves an iteration for each neighbor.
     fn read_journal_beats(&mut self, index: LinkIndex) {
         if !self.links[index].beats_in_journal() {
             return;
@@ -318,14 +318,16 @@ impl DataPlane {
                 return;
             }
         }
-        // The heartbeats might be waiting in a link that is not being read.
+        // If the link is paused, heartbeats might be waiting in the socket, so the worker's processor time is not
+        // checked.
         let read = index.filter(|&index| !self.links[index].unsolicited.is_paused());
         match read.and_then(|index| self.links[index].take_watch()) {
             Some(watch) if self.keeper.is_running() => {
                 self.background.check_starvation(compartment, worker, watch);
             }
-            // The worker is dead, its link is not being read, or it was not observed because too many checks are
-            // pending. A dead worker counts as starved until its death is reported to policy, which happens once all its processes are gone.
+            // The worker is dead, its link is not being read, or the worker was not observed because too many checks
+            // are pending. A dead worker counts as starved until its death is reported to policy, which happens once
+            // all processes of the worker are gone.
             _ => self.links.defer_starvation_result(compartment, worker),
         }
     }
@@ -348,7 +350,7 @@ impl DataPlane {
                 let message = "the worker closed its link to the supervisor but is still running".to_owned();
                 self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
             } else {
-                // The report of the death might be late. A keeper that does not report anything is replaced.
+                // The report of the death might be late. A keeper that does not reply to the ping is replaced.
                 self.keeper.ping(self.now);
                 self.links.check_closed_again();
             }

@@ -53,7 +53,7 @@ impl DataPlane {
         self.send_crash_report(index, (worker, &post), None, context);
     }
 
-    /// Sends a crash report. If the worker's link has already been removed from the table, pass the link as `link`.
+    /// Sends a crash report. If the worker's link has already been removed from the table, it must be passed as `link`.
     fn send_crash_report(
         &mut self,
         index: CompartmentIndex,
@@ -72,7 +72,7 @@ impl DataPlane {
         self.reporter.notify(context.report(slot, names, (worker, post), confinement, jobs));
     }
 
-    /// Reports the number of crashes that had no crash report, for each bulkhead whose event is due.
+    /// Reports the number of crashes without a crash report, for each bulkhead for which an event is due.
     pub(crate) fn report_skipped_crashes(&mut self) {
         for (bulkhead, crashes) in self.crashes.take_skipped(self.now) {
             let what = EventKind::CrashesNotReported { crashes, reported_per_second: 1 };
@@ -117,7 +117,7 @@ impl DataPlane {
     }
 
     /// Returns the ID of the crash report that explains a job's outcome. The report is about the crash that ended the
-    /// job, or about the job still running at its deadline.
+    /// job, or about a job that was still running at its deadline.
     pub(crate) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         match answer.verdict {
             Verdict::DeadlineRunning => self.samples.report(),

@@ -218,7 +218,8 @@ impl DataPlane {
     pub(crate) fn check_sessions(&mut self) {
         self.accept();
         if self.handover.pauses_reading() {
-            // Clients cannot make progress. The next check follows after the same interval.
+            // While reading is paused, clients cannot make progress, so their timeouts are extended until the next
+            // check.
             return self.sessions.extend_timeouts(CHECK_INTERVAL, self.now);
         }
         for (index, message) in self.sessions.check_timeouts(self.now) {

@@ -1,4 +1,4 @@
-//! Frames from workers: handshake, replies and notices. A worker is not trusted any more than a client. All frames are
+//! Frames from workers: handshake, replies and notices. A worker is trusted no more than a client. All frames are
 //! checked, and a worker that violates the protocol is killed.
 //!
 //! A link is removed when the keeper reports the death of its worker. Such reports are deferred during a read, so a
@@ -78,7 +78,7 @@ impl DataPlane {
             Ok(received)
         });
         if is_mid_frame && result.is_ok() {
-            // The arrival of a large reply is a sign of life, regardless of how long it takes.
+            // A worker that is sending a large reply counts as alive, regardless of how long the reply takes to arrive.
             self.apply(compartment, Event::FrameReceived { worker }, Incoming::None);
         }
         match result {
@@ -429,7 +429,8 @@ impl DataPlane {
         let compartment_of_link = &self.compartments[compartment];
         let (entry, limits) =
             (self.bulkheads.owner(compartment_of_link), compartment_of_link.policy.limits());
-        // Each heartbeat wakes up the worker, so heartbeats that are read from the journal can be rarer.
+        // Heartbeats that are read from the journal can be less frequent. This reduces the number of times that the
+        // worker wakes up.
         let can_be_rarer = link.beats_in_journal() && limits.health.missed >= RARE_HEARTBEATS_MISSED;
         let interval = entry.heartbeat.saturating_mul(if can_be_rarer { 2 } else { 1 });
         let welcome = WorkerWelcome {

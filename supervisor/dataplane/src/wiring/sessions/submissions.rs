@@ -149,7 +149,7 @@ impl DataPlane {
                 format!("the payload of {size} bytes is larger than max_payload ({most} bytes)"),
             ));
         }
-        // Part of the frame might already be held.
+        // Part of the frame might already be counted.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_frame.bytes());
         let budget = self.limits.buffered_bytes_max;
         if !self.memory.can_hold(session.holder, Some(bulkhead), more, budget) {
