@@ -1,5 +1,5 @@
-//! Combines several futures, called parts, into one that polls only the parts whose wakers were called. A part that is
-//! woken during a poll, by another part, is polled in the same pass without involving the runtime.
+//! Combines several futures, called parts, into one that polls only the parts whose wakers were called. If a part wakes
+//! another part during a poll, the other part is polled in the same pass without involving the runtime.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};

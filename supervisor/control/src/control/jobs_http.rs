@@ -1,6 +1,6 @@
 //! Jobs over HTTP for load balancers and remote clients (`jobs_http`): a listener that accepts only jobs and health
-//! checks, and keeps connections alive. A separate thread serves the listener, so clients cannot delay the admin API,
-//! however many there are. The listener closes after the data plane has shut down.
+//! checks, and keeps connections alive. A separate thread serves the listener, so that any number of clients cannot
+//! delay the admin API. The listener closes after the data plane has shut down.
 
 use std::io;
 use std::net::TcpListener;
@@ -131,7 +131,7 @@ async fn identify(
     mut request: Request,
     next: Next,
 ) -> Response {
-    // Other methods are not served.
+    // The router rejects all other methods.
     if request.method() != Method::POST {
         return next.run(request).await;
     }

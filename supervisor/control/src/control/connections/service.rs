@@ -99,7 +99,7 @@ async fn serve_connection<S: Socket>(
         return;
     }
     served.as_mut().graceful_shutdown();
-    // An idle connection is no longer counted, because another client is waiting for the permit.
+    // An idle connection gives up its permit immediately, because another client is waiting for it.
     let permit = Some(permit).filter(|_| !progress.is_waiting());
     while timeout(CLOSE_TIMEOUT, served.as_mut()).await.is_err() && !progress.is_waiting() {}
     drop(permit);
