@@ -43,7 +43,7 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // A file system that is mounted inside the folder is not emptied, and the folder then remains.
+        // A file system that is mounted inside the folder is not emptied, so the folder cannot be removed.
         let emptied = folder::empty(&self.folder, ENTRIES_MAX);
         let removed = emptied.and_then(|_| rustix::fs::unlinkat(CWD, &self.path, AtFlags::REMOVEDIR));
         if let Err(errno) = removed

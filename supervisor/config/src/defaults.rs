@@ -1,6 +1,5 @@
-//! Constants of the configuration: limits of values, fixed values such as file modes and names, and the few defaults
-//! that are used outside of the module that declares their key. The other defaults are declared with their keys, in
-//! `keys`.
+//! Constants of the configuration: limits, fixed file modes, paths and names, and a few defaults that other modules
+//! need as well. All other defaults are declared with their keys, in `keys`.
 //!
 //! A name that ends in `_CEILING` is the maximum value of a key, or of a product or total of several keys. `_MAX` is
 //! any other maximum, and `_MIN` is a minimum.
@@ -107,7 +106,7 @@ pub const TENANT_LABELS_CEILING: u64 = 1000;
 pub const ID_MAX: u64 = u32::MAX as u64 - 1;
 /// Maximum number of IDs in `worker_uids`.
 pub const WORKER_UIDS_MAX: u64 = 1_000_000;
-/// Maximum number of `[[access]]` rules in a file.
+/// Maximum number of `[[access]]` rules in the configuration, including the files in `conf.d`.
 pub const ACCESS_MAX: usize = 1024;
 /// Maximum number of tenants in an `[[access]]` rule.
 pub const ACCESS_TENANTS_MAX: usize = 1024;

@@ -144,7 +144,7 @@ fn add<'s>(sources: &Sources, document: &mut DeTable<'s>, fragment: DeTable<'s>,
         }
         let span = value.span();
         match (document.get_mut(name.as_str()).map(Spanned::get_mut), value.into_inner()) {
-            // Keys that are invalid in all files are reported when the document is read.
+            // Keys that are not valid in any file are reported later, when the merged document is read.
             (None, value) => drop(document.insert(key, Spanned::new(span, value))),
             (Some(DeValue::Table(all)), DeValue::Table(more)) if name == "bulkhead" => {
                 add_bulkheads(sources, all, more, problems);

@@ -141,7 +141,7 @@ fn advice_raises_adaptive_maximum_together_with_processes() {
     assert_eq!(proposed_of(&second), [count("adaptive.max", 4)]);
     assert!(kept(overloaded(), &of(4, 2), "max_queue").contains("but first add permits"));
     assert!(kept(overloaded(), &of(4, 2), "processes").contains("at most 2: first raise `adaptive.max`"));
-    // The configuration rejects a maximum above the permits of any tenant.
+    // The configuration rejects a maximum that exceeds the number of permits of any tenant.
     let bound = Settings { adaptive_ceiling: 2, ..of(4, 2) };
     assert_eq!(proposed(overloaded(), &bound, "processes"), None);
     assert_eq!(proposed(overloaded(), &bound, "adaptive.max"), None);

@@ -141,7 +141,7 @@ pub(super) struct Handover {
     has_predecessor: AtomicBool,
     /// Notified when every bulkhead has started.
     pub(super) started: Notify,
-    /// Link to the other supervisor in an upgrade. Present once both supervisors are serving.
+    /// Link to the other supervisor during an upgrade. Set once both supervisors are serving.
     other: Mutex<Option<Arc<Link>>>,
     /// Numbers of stop signals and STOP messages received so far.
     stops: Mutex<StopRequests>,
@@ -247,8 +247,8 @@ impl Handover {
         has_effect
     }
 
-    /// Records a STOP message from the other supervisor in an upgrade. Returns false if the message must be ignored
-    /// because it duplicates a signal.
+    /// Records a STOP message that the other supervisor sent during an upgrade. Returns false if the message must be
+    /// ignored because it duplicates a signal.
     pub(super) fn stop_received(&self) -> bool {
         self.stop_requested(|stops| stops.messages += 1)
     }
@@ -264,11 +264,11 @@ impl Handover {
     }
 }
 
-/// Link to the other supervisor in an upgrade.
+/// Link to the other supervisor during an upgrade.
 #[derive(Debug)]
 pub(super) struct Link(AsyncFd<OwnedFd>);
 
-/// A message from the other supervisor in an upgrade.
+/// A message from the other supervisor during an upgrade.
 pub(super) struct Incoming {
     bytes: Vec<u8>,
     pub(super) kind: u8,
@@ -328,7 +328,7 @@ impl Link {
         Ok(())
     }
 
-    /// Sends a message without contents. Returns an error if the socket's buffer is full.
+    /// Sends a message that consists only of its kind. Returns an error if the socket's buffer is full.
     pub(super) fn send_now(&self, kind: u8) -> io::Result<()> {
         die_on_request("send", kind);
         let mut outbox = Outbox::default();

@@ -28,8 +28,8 @@ use super::waiting::{HEALTH_MAX, ListenerRules, REFUSED_MAX, WaitingConnections}
 use super::{CLOSE_TIMEOUT, Shared, routes, tcp, tokens};
 use crate::observe::metrics::JobsHttpNumbers;
 
-/// Returns the maximum number of descriptors that `jobs_http` clients can use. A connection to a client also needs a
-/// connection to the data plane, which uses two descriptors.
+/// Returns the maximum number of descriptors that `jobs_http` clients can use. In addition to its own descriptor, each
+/// client connection uses two descriptors for a connection to the data plane.
 pub(super) fn descriptors(config: &SupervisorConfig) -> u64 {
     let connections = config.jobs_http.map_or(0, |_| 4 * config.jobs_http_max + HEALTH_MAX + REFUSED_MAX);
     connections as u64

@@ -317,8 +317,7 @@ impl Upgrade {
         });
         let probation = self.probation(successor).await?;
         if matches!(probation, Probation::Passed) {
-            // If the service manager does not know about the new main process, it kills that process when this one
-            // exits.
+            // Without this message, the service manager would kill the new program when this process exits.
             name_main_process(successor.pid).await.map_err(failed("main"))?;
         }
         Ok((successor, probation))

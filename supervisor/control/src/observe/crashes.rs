@@ -739,7 +739,7 @@ mod tests {
             store.add(boxed(1));
             (2..=9).for_each(|number| store.add(start_failure(number, 1)));
             assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
-            // A report with a higher count replaces the stored report and the file.
+            // A report with a higher count replaces the stored report, including its file.
             store.add(start_failure(8, 2));
             assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
             let again = store.get(boxed(8).id).unwrap();

@@ -163,8 +163,8 @@ impl Events {
         self.lock().seq
     }
 
-    /// Continues the numbering of events after `number`, which is the last number used by the previous supervisor in an
-    /// upgrade.
+    /// Continues the numbering of events after `number`. In an upgrade, this is the last number that the previous
+    /// supervisor used.
     pub fn continue_after(&self, number: u64) {
         let mut ring = self.lock();
         ring.seq = ring.seq.max(number);

@@ -1,7 +1,7 @@
 //! Backtraces for crash reports. A separate thread starts a symbolizer for each crash record, one at a time.
 //!
 //! Each symbolizer has a separate keeper, so neither the data plane nor the workers' keeper knows about symbolizers. A
-//! symbolizer's answer is as untrusted as the record.
+//! symbolizer's answer must not be trusted more than the crash record.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -120,7 +120,7 @@ impl SymbolizerOptions {
         let mut keeper = None;
         let answer = self.ask(&mut keeper, record, id, bytes, deadline);
         let is_gone = keeper.is_none_or(|keeper| has_ended(keeper).unwrap_or(false));
-        // An ID must not be reused while its processes may still be running.
+        // An ID must not be reused while processes with this ID may still be running.
         if let (Some(ids), Some(id), true) = (ids, id, is_gone) {
             ids.free(id);
         }

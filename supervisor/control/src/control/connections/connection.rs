@@ -78,13 +78,13 @@ impl<S> Connection<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
-    /// Closes a connection whose request did not arrive in time. If part of the request has arrived, the client is sent
-    /// an error first.
+    /// Closes a connection whose request did not arrive in time. If part of the request has arrived, first sends an
+    /// error to the client.
     fn time_out(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.timer.as_mut().poll(cx));
         if self.phase == Phase::Head {
             let response = responses::raw(StatusCode::REQUEST_TIMEOUT, "the request did not arrive in time");
-            // The response is best effort, because the client may not read it.
+            // Errors are ignored, because the client may not read the response.
             let _ = Pin::new(&mut self.socket).poll_write(cx, &response);
         }
         Poll::Ready(Err(ErrorKind::TimedOut.into()))
