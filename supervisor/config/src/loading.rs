@@ -232,8 +232,8 @@ fn moved_span(span: Range<usize>, by: usize) -> Range<usize> {
 
 /// Returns the paths of the configuration files in a folder: those ending in `.toml`, except for hidden files, which
 /// editors leave behind. Returns an empty list if the folder does not exist. Returns an error if the folder is a
-/// symbolic link without a target. Otherwise, a reload while the link is being replaced would remove the folder's
-/// bulkheads.
+/// symbolic link without a target. Otherwise, a reload that happens while the link is being replaced would remove the
+/// folder's bulkheads.
 fn names_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => match folder.symlink_metadata() {

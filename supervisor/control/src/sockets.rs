@@ -1,4 +1,4 @@
-//! Binds the supervisor's listening sockets. A socket file appears only once it has the right mode and the socket is
+//! Binds the supervisor's listening sockets. A socket file appears only after its mode has been set and the socket is
 //! listening. The socket of a running supervisor is never replaced, but the socket of a dead supervisor is removed. A
 //! socket whose file was removed can be recreated. A socket that was bound by the service manager is used as it is.
 

@@ -1,5 +1,6 @@
-//! Combines several futures, called parts, into a single future. It polls only the parts whose wakers were called. If a
-//! part wakes another part during a poll, the other part is polled in the same pass without involving the runtime.
+//! Combines several futures, called parts, into a single future. This future polls only the parts whose wakers were
+//! called. If a part wakes another part during a poll, the other part is polled in the same pass without involving the
+//! runtime.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -175,8 +175,8 @@ impl Handover {
 
     // Listeners.
 
-    /// Returns true if this supervisor accepts connections. If it does not, an upgrade is in progress and the other
-    /// supervisor owns the listeners.
+    /// Returns true if this supervisor accepts connections. If it does not, the other supervisor owns the listeners
+    /// because of an upgrade.
     pub(super) fn is_listening(&self) -> bool {
         *self.listening.borrow()
     }

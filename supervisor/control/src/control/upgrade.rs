@@ -317,7 +317,8 @@ impl Upgrade {
         });
         let probation = self.probation(successor).await?;
         if matches!(probation, Probation::Passed) {
-            // Without this message, the service manager would kill the new program when this process exits.
+            // The service manager must know the new main process. Otherwise, it would kill the new program when this
+            // process exits.
             name_main_process(successor.pid).await.map_err(failed("main"))?;
         }
         Ok((successor, probation))
