@@ -328,7 +328,7 @@ fn read_in_background(pipe: OwnedFd) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut pipe = std::fs::File::from(pipe);
         let mut start = Vec::new();
-        // Output that cannot be read is missing from the report.
+        // Errors are ignored. Output that cannot be read is then missing from the report.
         let _ = (&mut pipe).take(OUTPUT_BYTES_MAX).read_to_end(&mut start);
         let _ = io::copy(&mut pipe, &mut io::sink());
         String::from_utf8_lossy(&start).into_owned()

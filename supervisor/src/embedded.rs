@@ -57,8 +57,8 @@ pub enum KeeperProgram {
     #[default]
     ThisProgram,
     /// Another program: either `bulkhead-supervisor` or a program whose `main` calls [`keeper_main_if_asked`]. Must be
-    /// built from the same version of this library. A relative path refers to the current directory at the start.
-    /// `PATH` is not searched, even if the path contains no `/`.
+    /// built from the same version of this library. A relative path is resolved against the current directory when the
+    /// supervisor starts. `PATH` is not searched, even if the path contains no `/`.
     Program(PathBuf),
 }
 
@@ -107,9 +107,9 @@ impl Builder {
         self
     }
 
-    /// Sets the path of the host program for bulkheads with `library` or `exec`. A relative path refers to the current
-    /// directory at the start. By default, `bulkhead-worker` is searched for next to the current executable and in
-    /// `PATH`.
+    /// Sets the path of the host program for bulkheads with `library` or `exec`. A relative path is resolved against
+    /// the current directory when the supervisor starts. By default, `bulkhead-worker` is searched for next to the
+    /// current executable and in `PATH`.
     pub fn host(mut self, program: impl Into<PathBuf>) -> Self {
         self.host = Some(program.into());
         self
@@ -180,7 +180,7 @@ impl Builder {
                 Err(StartError::NotAKeeper)
             }
             KeeperProgram::ThisProgram => Ok("/proc/self/exe".into()),
-            // Absolute, because the program is executed again if the keeper is lost.
+            // Made absolute, because the program is executed again if the keeper is lost.
             KeeperProgram::Program(program) => {
                 Ok(std::path::absolute(program).map_err(system("start the keeper"))?)
             }
@@ -193,10 +193,10 @@ impl Builder {
         // Blocked, because the application's signals must be handled on its own threads.
         let all = nix::sys::signal::SigSet::all();
         all.thread_set_mask().map_err(|errno| system("block signals")(errno.into()))?;
-        // Ignores errors, because the supervisor also works without shorter slices, which old kernels do not support.
+        // Errors are ignored, because short slices are optional, and old kernels do not support them.
         let _ = set_time_slice(SLICE);
         let Self { config, host, .. } = self;
-        // The keeper and the workers have other working directories.
+        // Made absolute, because the keeper and the workers have other working directories.
         let host = host.map(std::path::absolute).transpose().map_err(system("find the host program"))?;
         let host = program::require_host(&config, host)?;
         let (keeper, found) = Keeper::start_detached(keeper).map_err(system("start the keeper"))?;

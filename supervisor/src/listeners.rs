@@ -1,5 +1,5 @@
-//! Listening sockets of a supervisor: opened by the supervisor, passed by the service manager, or taken over from the
-//! previous supervisor in an upgrade.
+//! Listening sockets of a supervisor: opened by the supervisor, passed by the service manager, or taken over from a
+//! predecessor during an upgrade.
 
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;

@@ -43,14 +43,14 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // A file system mounted inside is not emptied, and the folder then remains.
+        // A file system that is mounted inside the folder is not emptied, so the folder cannot be removed.
         let emptied = folder::empty(&self.folder, ENTRIES_MAX);
         let removed = emptied.and_then(|_| rustix::fs::unlinkat(CWD, &self.path, AtFlags::REMOVEDIR));
         if let Err(errno) = removed
             && errno != rustix::io::Errno::NOENT
         {
             tracing::warn!(folder = %self.path.display(), "failed to remove the supervisor's own directory: {errno}");
-            // Written now, because the program is about to exit, which stops the logging thread.
+            // The warning is written now, because the program is about to exit, which stops the logging thread.
             bulkhead_control::observe::logging::finish();
         }
     }

@@ -78,13 +78,13 @@ pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError 
     move |error| RunError::System(what, error)
 }
 
-/// Defers the signals that a supervisor handles until [`run`] has started the supervisor. Must be called before the
+/// Blocks the signals that a supervisor handles, until [`run`] has started the supervisor. Must be called before the
 /// process has started any other thread.
 pub fn defer_signals() -> Result<(), RunError> {
     crate::inherited::defer_signals().map_err(system("block signals"))
 }
 
-/// Runs a supervisor until a signal stops it. If `while_open` is set, the supervisor also stops, immediately, when the
+/// Runs a supervisor until a signal stops it. If `while_open` is set, the supervisor also stops immediately when the
 /// peer of that descriptor is gone. This function affects the whole process: the process becomes a child subreaper and
 /// handles SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2.
 ///
@@ -141,16 +141,16 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
     if let (Some(ids), Some((_, taken))) = (support.ids(), &taken) {
         ids.inherit(taken.permanent_ids.clone());
     }
-    // Before the keeper starts, because the keeper inherits this process's state.
+    // Must be done before the keeper starts, because the keeper inherits this process's state.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_proc_visibility().map_err(system(
         "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
          (ProtectProc=default in a systemd unit)",
     ))?;
-    // Ignores errors, because the supervisor also works without shorter slices, which old kernels do not support.
+    // Errors are ignored, because short slices are optional, and old kernels do not support them.
     let _ = set_time_slice(SLICE);
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    // After the keeper has started, so that workers keep the original limits.
+    // Raised only after the keeper has started, so that workers keep the original limits.
     crate::inherited::raise_limits(&config);
     let open_files = OpenFiles::raise(descriptors::reserve(), control::tcp_descriptors);
     let prerequisites = Prerequisites {
@@ -185,7 +185,7 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     if let Some(at) = arguments.iter().position(|argument| argument == TAKE_OVER_ARGUMENT) {
         arguments.drain(at..(at + 2).min(arguments.len()));
     }
-    // Not resolved, so that the path leads to the new program once a package or link has been replaced.
+    // The path is not resolved, so that it leads to the new program after an update of the package or link.
     let name = PathBuf::from(arguments.first().ok_or("the name of the program is unknown")?);
     let path = if name.components().count() > 1 {
         std::path::absolute(&name).map_err(|error| error.to_string())?
@@ -226,8 +226,8 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
-    /// Starts all parts except for the data plane. `open` creates the listening sockets, unless they come from the
-    /// previous supervisor in an upgrade.
+    /// Starts all parts except for the data plane. `open` creates the listening sockets, unless they are taken over
+    /// from a predecessor.
     pub(crate) fn prepare(
         prerequisites: Prerequisites,
         mut taken: Option<(Link, TakeOver)>,
@@ -456,7 +456,8 @@ mod tests {
         }
     }
 
-    /// Not a real test: another test runs this function in a child process, as a supervisor whose data plane panics.
+    /// Not a real test. Another test runs this function in a child process that stands for a supervisor whose data
+    /// plane panics.
     #[test]
     fn helper_child_data_plane_panics() {
         if std::env::var_os(MARK).is_none() {

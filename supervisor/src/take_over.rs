@@ -174,7 +174,7 @@ impl TakeOver {
         for (number, soft) in self.state.iter().flat_map(|state| &state.soft_limits) {
             if let Some(resource) = RAISED.into_iter().find(|resource| *resource as u32 == *number) {
                 let current = Some(*soft).filter(|soft| *soft != u64::MAX);
-                // Fails only above the hard limit, which has not changed.
+                // The call fails only if the value exceeds the hard limit, which has not changed.
                 let _ = setrlimit(resource, Rlimit { current, maximum: getrlimit(resource).maximum });
             }
         }

@@ -16,7 +16,7 @@ pub const OTHER_TENANTS: &str = "_other";
 pub struct Config {
     /// Absolute path of the configuration file.
     pub path: PathBuf,
-    /// Absolute paths of the files in `conf.d` that are part of the configuration, in name order.
+    /// Absolute paths of the files in `conf.d` that are part of the configuration, sorted by name.
     pub fragments: Vec<PathBuf>,
     /// Settings of `[supervisor]`.
     pub supervisor: SupervisorConfig,

@@ -1,7 +1,8 @@
-//! Limits of configuration values, and the few defaults that are used outside of the module that declares their key.
-//! The other defaults are declared with their keys, in `keys`.
+//! Constants of the configuration: limits, fixed file modes, paths and names, and a few defaults that other modules
+//! need as well. All other defaults are declared with their keys, in `keys`.
 //!
-//! A name that ends in `_CEILING` is the maximum value of a key, `_MAX` is any other maximum.
+//! A name that ends in `_CEILING` is the maximum value of a key, or of a product or total of several keys. `_MAX` is
+//! any other maximum, and `_MIN` is a minimum.
 
 use std::time::Duration;
 
@@ -59,35 +60,37 @@ pub const FRAGMENTS_MAX: usize = 256;
 pub const FILE_BYTES_MAX: u64 = 4 * 1024 * 1024;
 /// Maximum number of bulkheads.
 pub const BULKHEADS_MAX: usize = 1024;
-/// Maximum value of the `max_clients` key.
+/// Maximum value of the `max_clients` and `jobs_http_max` keys.
 pub const CLIENTS_CEILING: u64 = 1_000_000;
-/// Maximum number of worker processes in a bulkhead.
+/// Maximum value of the `processes` key.
 pub const PROCESSES_CEILING: u64 = 1024;
 /// Maximum value of the `start.spares` key.
 pub const SPARES_CEILING: u64 = 64;
-/// Maximum number of jobs in flight per worker.
+/// Maximum value of a bulkhead's `max_in_flight` key, which limits each worker separately.
 pub const IN_FLIGHT_CEILING: u64 = bulkhead_shared::limits::IN_FLIGHT_CEILING as u64;
-/// Maximum number of queued jobs in a bulkhead.
+/// Maximum value of the `max_queue` keys of bulkheads and tenants.
 pub const QUEUE_CEILING: u64 = 1_000_000;
-/// Maximum number of permits in a bulkhead. The number of permits is `processes` × `max_in_flight`.
+/// Maximum number of permits, which is the product `processes` × `max_in_flight`. Also the maximum value of keys that
+/// limit permits, such as `adaptive.max`.
 pub const PERMITS_CEILING: u64 = 1_000_000;
-/// Maximum value of a rate limit, in jobs per second. Also the maximum burst size in jobs.
+/// Maximum value of the `rate_limit.per_second` and `rate_limit.burst` keys, in jobs per second and in jobs.
 pub const RATE_CEILING: u64 = 1_000_000_000;
 /// Minimum value of the `breaker.window` key. Shorter windows would mostly measure timing noise.
 pub const BREAKER_WINDOW_MIN: Duration = Duration::from_millis(100);
 /// Maximum value of the `breaker.min_calls` key.
 pub const BREAKER_CALLS_CEILING: u64 = 1_000_000;
-/// Maximum number of jobs that a half-open breaker admits as probes.
+/// Maximum value of the `breaker.probes` key.
 pub const BREAKER_PROBES_CEILING: u64 = 1000;
 /// Maximum value of the `retry.attempts` key.
 pub const RETRY_CEILING: u64 = 100;
 /// Maximum value of the `poison.crashes` key.
 pub const POISON_CEILING: u64 = 1000;
-/// Maximum number of fallbacks for a bulkhead.
+/// Maximum number of names in the `fallback` key.
 pub const FALLBACKS_MAX: usize = 8;
-/// Maximum number of isolated tenants that have workers at the same time.
+/// Maximum value of the `tenants.max_active` key.
 pub const TENANTS_ACTIVE_CEILING: u64 = 1024;
-/// Maximum total number of worker processes in a bulkhead with isolated tenants.
+/// Maximum total number of worker processes and spares of all isolated tenants of a bulkhead. This total depends on
+/// `processes`, `start.spares` and `tenants.max_active`.
 pub const ISOLATED_WORKERS_CEILING: u64 = 16_384;
 /// Maximum number of `[bulkhead.NAME.tenant.TENANT]` tables in a bulkhead.
 pub const TENANT_TABLES_MAX: usize = 1024;
@@ -97,14 +100,13 @@ pub const RESTART_CEILING: u64 = 1000;
 pub const MISSED_CEILING: u64 = 1000;
 /// Maximum value of the `crash_keep` key.
 pub const CRASH_KEEP_CEILING: u64 = 10_000;
-/// Maximum number of tenants with a separate label in the metrics. Each label adds several lines per bulkhead
-/// to the metrics page.
+/// Maximum value of the `tenant_labels` key. Each label adds several lines per bulkhead to the metrics page.
 pub const TENANT_LABELS_CEILING: u64 = 1000;
 /// Maximum user or group ID. The kernel uses `u32::MAX` for "no ID".
 pub const ID_MAX: u64 = u32::MAX as u64 - 1;
 /// Maximum number of IDs in `worker_uids`.
 pub const WORKER_UIDS_MAX: u64 = 1_000_000;
-/// Maximum number of `[[access]]` rules in a file.
+/// Maximum number of `[[access]]` rules in the configuration, including the files in `conf.d`.
 pub const ACCESS_MAX: usize = 1024;
 /// Maximum number of tenants in an `[[access]]` rule.
 pub const ACCESS_TENANTS_MAX: usize = 1024;

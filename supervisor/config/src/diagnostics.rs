@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::sources::{Source, Sources};
 
-/// Maximum number of problems that a report shows. The report only counts the remaining problems.
+/// Maximum number of problems that a report shows. Of the remaining problems, the report shows only the number.
 /// [`ConfigErrors::problems`] returns all problems.
 const SHOWN_MAX: usize = 100;
 

@@ -65,9 +65,9 @@ pub use units::{format_duration, format_size};
 
 /// Reads and validates a configuration file, together with the files in the folder `conf.d` next to it.
 ///
-/// Files in `conf.d` whose names end in `.toml` add bulkheads and access rules, in name order. They must be writable
-/// only by root and the supervisor's user. The programs, libraries and folders named in the files must exist. Changes
-/// nothing on disk.
+/// Files in `conf.d` whose names end in `.toml` add bulkheads and access rules, in the order of their names. These
+/// files must be writable only by root and the supervisor's user. The programs, libraries and folders named in the
+/// files must exist. Changes nothing on disk.
 ///
 /// # Errors
 ///

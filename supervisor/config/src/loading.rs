@@ -144,7 +144,7 @@ fn add<'s>(sources: &Sources, document: &mut DeTable<'s>, fragment: DeTable<'s>,
         }
         let span = value.span();
         match (document.get_mut(name.as_str()).map(Spanned::get_mut), value.into_inner()) {
-            // Keys that are invalid in all files are reported when the document is read.
+            // Keys that are not valid in any file are reported later, when the merged document is read.
             (None, value) => drop(document.insert(key, Spanned::new(span, value))),
             (Some(DeValue::Table(all)), DeValue::Table(more)) if name == "bulkhead" => {
                 add_bulkheads(sources, all, more, problems);
@@ -231,8 +231,9 @@ fn moved_span(span: Range<usize>, by: usize) -> Range<usize> {
 }
 
 /// Returns the paths of the configuration files in a folder: those ending in `.toml`, except for hidden files, which
-/// editors leave behind. Returns an empty list if the folder does not exist. A symbolic link without a target is an
-/// error, because the folder's bulkheads would be removed if the link were replaced during a reload.
+/// editors leave behind. Returns an empty list if the folder does not exist. Returns an error if the folder is a
+/// symbolic link without a target. Otherwise, a reload that happens while the link is being replaced would remove the
+/// folder's bulkheads.
 fn names_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => match folder.symlink_metadata() {

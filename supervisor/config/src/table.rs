@@ -28,7 +28,7 @@ pub(crate) trait Value: Clone {
     }
 }
 
-/// A type of value that a key can have as its default.
+/// A type whose values can be the default of a key.
 pub(crate) trait Scalar {
     fn default_value(&self, kind: Kind) -> DefaultValue;
 }

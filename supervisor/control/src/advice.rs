@@ -38,7 +38,7 @@ pub(crate) struct Settings {
     pub(crate) deadline_max: Duration,
     /// True if `deadline_max` is set. Otherwise, it is the same as `deadline`.
     pub(crate) has_deadline_max: bool,
-    /// Minimum value of `deadline_max`, because of `run_limit` and `adaptive.target`.
+    /// Minimum value of `deadline_max` that `run_limit` and `adaptive.target` permit.
     pub(crate) deadline_max_least: Duration,
     /// State of the adaptive limit. `None` if no adaptive limit is configured.
     pub(crate) adaptive: Option<Adaptive>,

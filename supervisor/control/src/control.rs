@@ -37,7 +37,7 @@ use admin_socket::CONNECTIONS_MAX;
 
 /// Returns the maximum number of descriptors that TCP clients can use at the same time.
 pub fn tcp_descriptors(config: &SupervisorConfig) -> u64 {
-    // Each job needs a connection to the data plane, which has two ends.
+    // Each job needs two descriptors, one for each end of its connection to the data plane.
     const ADMIN: usize = CONNECTIONS_MAX
         + waiting::WAITING_MAX
         + waiting::HEALTH_MAX
@@ -193,8 +193,7 @@ pub(crate) struct Control {
     handover: Handover,
     /// Cache of processes that are known not to be descendants of the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
-    /// Marker that each unfinished HTTP job request references. The reference count shows whether any job request is
-    /// unfinished.
+    /// Marker referenced by each unfinished job request over HTTP. The reference count shows whether there are any.
     job_requests: Arc<()>,
     /// Permits that limit the number of concurrent jobs submitted over the admin API.
     jobs: Arc<Semaphore>,

@@ -1,7 +1,6 @@
-//! Binds the supervisor's listening sockets. By the time a socket file appears, the file has the right mode and the
-//! socket is listening. The socket of a running supervisor is never replaced, but the socket of a dead supervisor is
-//! removed. A socket whose file was removed can be recreated. A socket that was bound by the service manager is used as
-//! it is.
+//! Binds the supervisor's listening sockets. A socket file appears only after its mode has been set and the socket is
+//! listening. The socket of a running supervisor is never replaced, but the socket of a dead supervisor is removed. A
+//! socket whose file was removed can be recreated. A socket that was bound by the service manager is used as it is.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
@@ -131,7 +130,7 @@ impl BoundSocket {
         (listener, is_inherited): (UnixListener, bool),
         lock: OwnedFd,
     ) -> Self {
-        // If there is no file, the identity matches no file, so the socket can be recreated.
+        // If the file is missing, the default identity matches no file, so the socket can be recreated later.
         let identity = identity(path).unwrap_or_default();
         let (path, listener, lock) = (path.to_owned(), Some(listener), lock.into());
         Self { path, mode, folder_mode, identity, listener, lock, is_owner: false, is_inherited }
@@ -346,7 +345,8 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
         }
         Ok(found) => found.permissions().mode() & 0o777,
     };
-    // The connection stays open, so that a program that accepts no connections gets only one from here.
+    // The connection stays open during the retries, so that a program that accepts no connections gets only one in its
+    // backlog.
     let mut connection = None;
     let connect = || {
         if connection.as_ref().is_some_and(is_connected) {
@@ -380,7 +380,7 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
     }
 }
 
-/// Connects to a socket. A blocking `connect(2)` would wait as long as the listener's backlog is full.
+/// Connects to a socket without blocking. A blocking `connect(2)` would wait while the listener's backlog is full.
 fn connect_without_waiting(path: &Path) -> Result<OwnedFd, Errno> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

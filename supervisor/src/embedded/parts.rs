@@ -1,5 +1,6 @@
-//! Combines several futures, called parts, into one that polls only the parts whose wakers were called. A part that is
-//! woken during a poll, by another part, is polled in the same pass without involving the runtime.
+//! Combines several futures, called parts, into a single future. This future polls only the parts whose wakers were
+//! called. If a part wakes another part during a poll, the other part is polled in the same pass without involving the
+//! runtime.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,8 +22,8 @@ impl CombinedWaker {
         let mut waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner);
         let is_known = waker.as_ref().is_some_and(|known| known.will_wake(context.waker()));
         let unwanted = if is_known { None } else { waker.replace(context.waker().clone()) };
-        // Dropped after the lock is released. Dropping a task's last waker can drop the task, which can call `wake` on
-        // a part, which takes the lock.
+        // The old waker is dropped after the lock is released. Dropping a task's last waker can drop the task, and the
+        // task can then wake a part, which needs the lock.
         drop(waker);
         drop(unwanted);
         self.is_polled.store(true, Ordering::SeqCst);

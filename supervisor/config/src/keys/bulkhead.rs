@@ -267,7 +267,8 @@ impl BulkheadConfig {
     }
 }
 
-/// Program that a bulkhead's workers run. Paths are absolute, and the files existed when the configuration was read.
+/// Program that the workers of a bulkhead run. All paths are absolute, and each path existed when the configuration was
+/// read.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Program {

@@ -1,5 +1,5 @@
-//! The `tenants` table, and the `[bulkhead.NAME.tenant.TENANT]` tables with per-tenant settings. The file's author
-//! chooses the names of the latter, so only the keys in these tables have rows.
+//! The `tenants` table, and the `[bulkhead.NAME.tenant.TENANT]` tables with per-tenant settings. The author of the file
+//! chooses the tenant names, so only the keys inside the per-tenant tables have rows.
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ table! {
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
 }
 
-/// Settings in the `tenants` table. They either limit each tenant's share of the workers or isolate the tenants: if
+/// Settings in the `tenants` table. They either limit each tenant's share of the workers or isolate the tenants. If
 /// `isolation` is set, the other fields are `None`. At least one field is set.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TenantsConfig {

@@ -8,8 +8,8 @@ use crate::keys::bulkhead::{BulkheadConfig, Program};
 use crate::keys::exec::{ExitStatus, ExitStatusKeys};
 use crate::reader::{Field, Origin};
 
-/// Default exit statuses, from `sysexits.h`. EX_USAGE and EX_DATAERR are the caller's fault. After EX_TEMPFAIL, the job
-/// can be retried.
+/// Default exit statuses, from `sysexits.h`. EX_USAGE and EX_DATAERR mean that the caller is at fault. After
+/// EX_TEMPFAIL, the job can be retried.
 const CALLER: [u8; 2] = [64, 65];
 const RETRYABLE: [u8; 1] = [75];
 

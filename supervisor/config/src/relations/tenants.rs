@@ -64,7 +64,7 @@ impl Checker<'_> {
         );
     }
 
-    /// Rejects a limit on a tenant's share of shared workers if tenants are isolated.
+    /// Rejects a per-tenant limit on shared workers if tenants are isolated.
     fn check_common_share(&mut self, name: &str, field: &Field<u32>, isolate: &WithDefault<bool>) {
         let isolate = isolate.resolved();
         let Some(given) = field.given() else { return };

@@ -224,7 +224,7 @@ fn unreadable_fragments_are_errors() {
     assert!(errors.to_string().contains("conf.d: Not a directory"), "{errors}");
 }
 
-/// Otherwise, a reload would remove all bulkheads that are defined in the folder.
+/// If a link without a target were accepted, a reload would remove all bulkheads that are defined in the folder.
 #[test]
 fn fragments_folder_without_link_target_is_an_error() {
     let folder = Folder::new();

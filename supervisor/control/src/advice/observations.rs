@@ -22,7 +22,7 @@ pub(crate) struct ResourceUsage {
     pub(crate) cpu_ms: u64,
     /// Number of samples of workers that had jobs since the previous sample.
     pub(crate) samples: u64,
-    /// Number of these samples that were not a worker's first. Only these samples contribute to `cpu_ms`.
+    /// Number of samples in `samples` that were not the first sample of a worker. Only these contribute to `cpu_ms`.
     pub(crate) repeated_samples: u64,
     /// Largest resident size of any worker in bytes. `None` if no worker was measured, or if jobs do not run
     /// in the worker process itself.
@@ -98,12 +98,12 @@ pub(super) fn can_lower(seen: &Observations) -> bool {
     missing(seen).is_none() && seen.watched >= LOWER_AFTER
 }
 
-/// Returns the number of jobs that were rejected because no permit or queue place was free, by reason.
+/// Returns the number of jobs that were rejected because there was no free permit or place in the queue, by reason.
 pub(super) fn rejections_by_reason(seen: &Observations) -> impl Iterator<Item = (&'static str, u64)> {
     CAPACITY_REJECTIONS.iter().filter_map(|reason| Some((reason.name(), *seen.rejected.get(reason.name())?)))
 }
 
-/// Returns the total number of jobs that were rejected because no permit or queue place was free.
+/// Returns the total number of jobs that were rejected because there was no free permit or place in the queue.
 pub(super) fn rejections(seen: &Observations) -> u64 {
     rejections_by_reason(seen).map(|(_, count)| count).sum()
 }

@@ -251,7 +251,8 @@ fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
 }
 
 /// Returns the number of permits that keeps all processors busy, or `None` if jobs are not CPU-bound. If the processor
-/// time of a job is unknown, jobs can be CPU-bound, so there should not be more processes than processors.
+/// time of a job is unknown, jobs might be CPU-bound, so the number of processes should not exceed the number of
+/// processors.
 fn processors_permit(seen: &Observations, settings: &Settings, machine: &Machine) -> Option<u64> {
     match seen.processors_per_job {
         Some(each) if each >= CPU_BOUND => {
@@ -474,7 +475,7 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     }
     let wait = seen.queue_ms.max.max(settings.queue_timeout.map_or(0.0, millis));
     let longest = seen.run_ms.max + wait;
-    // If `deadline_max` is not set, it falls with the deadline.
+    // If `deadline_max` is not set, it decreases along with the deadline.
     let least = if settings.has_deadline_max { Duration::ZERO } else { settings.deadline_max_least };
     let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN).max(least);
     if can_lower(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= settings.deadline {

@@ -136,12 +136,12 @@ fn advice_raises_adaptive_maximum_together_with_processes() {
     };
     let count = |key: &str, count| (key.to_owned(), Setting::Count(count));
     assert_eq!(proposed_of(&first), [count("processes", 4), count("adaptive.max", 4)]);
-    // If only the command is run, more processes have no effect.
+    // An operator who raises only `processes` is advised to raise `adaptive.max` as well.
     let second = advice(overloaded(), &of(4, 2));
     assert_eq!(proposed_of(&second), [count("adaptive.max", 4)]);
     assert!(kept(overloaded(), &of(4, 2), "max_queue").contains("but first add permits"));
     assert!(kept(overloaded(), &of(4, 2), "processes").contains("at most 2: first raise `adaptive.max`"));
-    // The configuration rejects a maximum above the permits of any tenant.
+    // The configuration rejects a maximum that exceeds the number of permits of any tenant.
     let bound = Settings { adaptive_ceiling: 2, ..of(4, 2) };
     assert_eq!(proposed(overloaded(), &bound, "processes"), None);
     assert_eq!(proposed(overloaded(), &bound, "adaptive.max"), None);
@@ -217,7 +217,7 @@ fn demand_at_limit_includes_waiting_and_rejected_jobs() {
     ] {
         assert!(reason.contains(part), "{reason}");
     }
-    // Without a queue, half of the demand is only visible as rejections.
+    // If there is no queue, half of the demand shows up only as rejected jobs.
     let lost = Observations {
         demand: Marks { p50: 4, p99: 4, max: 4 },
         rejected: [("queue_full".into(), 50_000)].into(),

@@ -39,7 +39,7 @@ pub(super) struct UsageSamples {
 struct ProcessSample {
     /// Total processor time used by the process, in milliseconds.
     cpu_ms: u64,
-    /// Number of jobs that the worker had been given when the sample was taken.
+    /// Number of jobs given to the worker before the sample was taken.
     jobs_given: u64,
 }
 
@@ -79,7 +79,7 @@ impl UsageSamples {
     fn sample_process(&mut self, process: &WorkerProcess) -> Option<&mut ResourceUsage> {
         let (rss_bytes, cpu_ms) = process::peak_usage(process.pid)?;
         let sample = ProcessSample { cpu_ms, jobs_given: process.jobs_given };
-        // Processor time before the first sample is ignored, because the process has usually spent it starting up.
+        // Processor time before the first sample is ignored, because it was mostly spent on starting the process.
         let before = self.last_samples.insert(process.pid, sample).map_or(cpu_ms, |last| last.cpu_ms);
         let now = self.now();
         let pair = self.by_bulkhead.entry(process.bulkhead.clone()).or_default();
@@ -135,7 +135,8 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
         for process in own {
             let is_new = !samples.last_samples.contains_key(&process.pid);
             samples.sample_process(process);
-            // Otherwise, the next periodic sample would count as repeated, although it covers only a moment.
+            // The entry is removed, because otherwise the next periodic sample would count as a repeated sample,
+            // although it covers only a moment.
             if is_new {
                 samples.last_samples.remove(&process.pid);
             }

@@ -28,9 +28,8 @@ pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time, at shutdown, for accepting the remaining connections and receiving their requests.
 pub(super) const LAST_ACCEPT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Age above which a connection on which no request has arrived is closed at shutdown. Longer than
-/// `LAST_ACCEPT_TIMEOUT`, because a new client may not have been scheduled yet. Connections that a browser opens in
-/// advance are usually older.
+/// Age above which a connection without a request is closed at shutdown. Longer than `LAST_ACCEPT_TIMEOUT`, because a
+/// new client may not have been scheduled yet. Connections that a browser opens in advance are usually older.
 const LAST_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Maximum time, at shutdown, for reading a request that has already arrived.
@@ -151,7 +150,7 @@ impl<S: Socket> Dispatcher<S> {
             () = tokio::time::sleep_until(accepted + REQUEST_TIMEOUT) => false,
             () = shutdown_timeout => true,
         };
-        // A short wait is necessary, because the runtime notices newly arrived bytes only at its next poll.
+        // The runtime notices newly arrived bytes only at its next poll, so a short wait is necessary.
         let last = tokio::time::timeout(LAST_PEEK_TIMEOUT, socket.peek(head));
         if has_begun { last.await.ok()?.ok() } else { None }
     }

@@ -20,7 +20,7 @@ use bulkhead_shared::codec::Message;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 
-/// Maximum time, in addition to `drain_timeout`, to wait for the other supervisor in an upgrade to exit.
+/// Maximum time, in addition to `drain_timeout`, to wait until the other supervisor exits at the end of an upgrade.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
 /// Maximum time to wait until the link to the other supervisor accepts a message.
@@ -31,7 +31,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct HandoverOptions {
     /// Program to start as the successor, or the reason why this supervisor cannot be upgraded.
     pub program: Result<SuccessorProgram, String>,
-    /// Predecessor that this supervisor takes over from. `None` if this supervisor was not started by an upgrade.
+    /// Predecessor from which this supervisor takes over. `None` if this supervisor was not started by an upgrade.
     pub predecessor: Option<Predecessor>,
     /// Soft resource limits that were in effect before this supervisor raised them, by resource number.
     pub soft_limits: Vec<(u32, u64)>,
@@ -48,7 +48,7 @@ pub struct SuccessorProgram {
     pub arguments: Vec<OsString>,
 }
 
-/// The predecessor in an upgrade, from which this supervisor takes over.
+/// The predecessor, from which this supervisor takes over in an upgrade.
 pub struct Predecessor {
     /// Descriptor of the link over which the two supervisors exchange messages.
     pub link: OwnedFd,
@@ -68,10 +68,11 @@ pub struct Predecessor {
     pub jobs: UnixListener,
 }
 
-/// Delays the exit of the service's main process until the other supervisor in an upgrade has exited.
+/// During an upgrade, delays the exit of the service's main process until the other supervisor has exited.
 #[derive(Debug, Default)]
 pub struct ProcessEnd {
-    /// Descriptor that becomes readable when the other supervisor in an upgrade has exited.
+    /// Descriptor that becomes readable when the other supervisor has exited. `None` if this process need not exit
+    /// last.
     awaited: Mutex<Option<OwnedFd>>,
     has_failed: AtomicBool,
 }
@@ -90,7 +91,7 @@ impl ProcessEnd {
         self.has_failed.store(true, Ordering::SeqCst);
     }
 
-    /// If this process must exit last, waits for the other supervisor in an upgrade to exit. Returns false if this
+    /// If this process must exit last in an upgrade, waits until the other supervisor has exited. Returns false if this
     /// process must report a failure to the service manager.
     pub fn wait(&self, drain_timeout: Duration) -> bool {
         if let Some(other) = self.lock().take()
@@ -140,7 +141,7 @@ pub(super) struct Handover {
     has_predecessor: AtomicBool,
     /// Notified when every bulkhead has started.
     pub(super) started: Notify,
-    /// Link to the other supervisor in an upgrade. Present once both supervisors are serving.
+    /// Link to the other supervisor during an upgrade. Set once both supervisors are serving.
     other: Mutex<Option<Arc<Link>>>,
     /// Numbers of stop signals and STOP messages received so far.
     stops: Mutex<StopRequests>,
@@ -174,8 +175,8 @@ impl Handover {
 
     // Listeners.
 
-    /// Returns true if this supervisor accepts connections. If it does not, the other supervisor in an upgrade owns the
-    /// listeners.
+    /// Returns true if this supervisor accepts connections. If it does not, the other supervisor owns the listeners
+    /// because of an upgrade.
     pub(super) fn is_listening(&self) -> bool {
         *self.listening.borrow()
     }
@@ -223,7 +224,7 @@ impl Handover {
 
     // Stopping.
 
-    /// Sets the link over which the other supervisor in an upgrade is notified when this one stops.
+    /// Sets the link used during an upgrade to notify the other supervisor when this one stops.
     pub(super) fn set_other(&self, link: Option<Arc<Link>>) {
         *self.other.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
@@ -235,7 +236,7 @@ impl Handover {
         stops.has_effect()
     }
 
-    /// Records a stop signal and notifies the other supervisor in an upgrade. Returns false if the signal must be
+    /// Records a stop signal and, during an upgrade, notifies the other supervisor. Returns false if the signal must be
     /// ignored because it duplicates a STOP message.
     pub(super) fn signalled(&self) -> bool {
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
@@ -246,8 +247,8 @@ impl Handover {
         has_effect
     }
 
-    /// Records a STOP message from the other supervisor in an upgrade. Returns false if the message must be ignored
-    /// because it duplicates a signal.
+    /// Records a STOP message that the other supervisor sent during an upgrade. Returns false if the message must be
+    /// ignored because it duplicates a signal.
     pub(super) fn stop_received(&self) -> bool {
         self.stop_requested(|stops| stops.messages += 1)
     }
@@ -263,11 +264,11 @@ impl Handover {
     }
 }
 
-/// Link to the other supervisor in an upgrade.
+/// Link to the other supervisor during an upgrade.
 #[derive(Debug)]
 pub(super) struct Link(AsyncFd<OwnedFd>);
 
-/// A message from the other supervisor in an upgrade.
+/// A message from the other supervisor during an upgrade.
 pub(super) struct Incoming {
     bytes: Vec<u8>,
     pub(super) kind: u8,
@@ -327,7 +328,7 @@ impl Link {
         Ok(())
     }
 
-    /// Sends a message without contents. Returns an error if the socket's buffer is full.
+    /// Sends a message that consists only of its kind. Returns an error if the socket's buffer is full.
     pub(super) fn send_now(&self, kind: u8) -> io::Result<()> {
         die_on_request("send", kind);
         let mut outbox = Outbox::default();

@@ -94,7 +94,7 @@ pub(super) async fn complete_with(
     if is_retryable(status) {
         headers.entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
-    // Outcomes have these headers. All other responses come from the router, which runs no jobs.
+    // Responses with an outcome already have these headers. No job has begun for any other response.
     if is_job || is_retryable(status) {
         let retryable = if is_retryable(status) { "true" } else { "false" };
         headers.entry(EXECUTED).or_insert(HeaderValue::from_static("no"));
@@ -124,8 +124,8 @@ mod tests {
     use super::super::responses;
     use super::*;
 
-    /// Number of places in each file where a request is answered with 503 or 429. Such a response means that no job has
-    /// begun, so check this before you add a place.
+    /// Number of places in each file where a request is answered with 503 or 429. Such a response tells the client that
+    /// no job has begun, so before you add a place, make sure that this is true.
     const PLACES: &[(&str, usize)] = &[
         // The data plane did not reply to a request for counters or limits.
         ("advice.rs", 2),
@@ -133,7 +133,8 @@ mod tests {
         ("metrics.rs", 1),
         // Health checks.
         ("readiness.rs", 3),
-        // No crash report was read, or no replay was accepted. A replay never begins unless a client is waiting for it.
+        // No crash report was read, or a replay was not accepted. A replay begins only while a client is waiting for
+        // it.
         ("crashes.rs", 4),
         ("reload.rs", 3),
         ("streams.rs", 1),

@@ -1,6 +1,6 @@
 //! Jobs over HTTP. Each job connects to the data plane as a client, using the jobs protocol. Therefore all jobs go
-//! through the same admission, and losing the HTTP connection cancels the job. The data plane counts the bytes of
-//! payloads and results that are sent or read slowly.
+//! through the same admission, and losing the HTTP connection cancels the job. The data plane also accounts for the
+//! payloads and results of slow clients.
 
 mod headers;
 mod responses;

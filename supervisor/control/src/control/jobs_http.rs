@@ -1,6 +1,6 @@
 //! Jobs over HTTP for load balancers and remote clients (`jobs_http`): a listener that accepts only jobs and health
 //! checks, and keeps connections alive. A separate thread serves the listener, so clients cannot delay the admin API,
-//! however many there are. The listener closes after the data plane has shut down.
+//! regardless of their number. The listener closes after the data plane has shut down.
 
 use std::io;
 use std::net::TcpListener;
@@ -28,8 +28,8 @@ use super::waiting::{HEALTH_MAX, ListenerRules, REFUSED_MAX, WaitingConnections}
 use super::{CLOSE_TIMEOUT, Shared, routes, tcp, tokens};
 use crate::observe::metrics::JobsHttpNumbers;
 
-/// Returns the maximum number of descriptors that `jobs_http` clients can use. A connection to a client also needs a
-/// connection to the data plane, which uses two descriptors.
+/// Returns the maximum number of descriptors that `jobs_http` clients can use. Each served client uses three
+/// descriptors, two of them for a connection to the data plane. Each waiting client uses one.
 pub(super) fn descriptors(config: &SupervisorConfig) -> u64 {
     let connections = config.jobs_http.map_or(0, |_| 4 * config.jobs_http_max + HEALTH_MAX + REFUSED_MAX);
     connections as u64
@@ -131,7 +131,7 @@ async fn identify(
     mut request: Request,
     next: Next,
 ) -> Response {
-    // Other methods are not served.
+    // The router rejects all other methods.
     if request.method() != Method::POST {
         return next.run(request).await;
     }

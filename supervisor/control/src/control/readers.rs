@@ -1,6 +1,6 @@
 //! The low-priority reader thread, which serves metrics, events, logs and the dashboard. It runs at the lowest
-//! priority, so that on a busy machine jobs take precedence over readers, however many there are. The main thread of
-//! the control plane serves health checks and operators' requests.
+//! priority, so that on a busy machine jobs take precedence over any number of readers. The main thread of the control
+//! plane serves health checks and operators' requests.
 
 use std::io;
 use std::thread::JoinHandle;

@@ -123,7 +123,8 @@ mod tests {
         runtime.block_on(async {
             let (readiness, counters) = (Readiness::default(), SharedCounters::default());
             for _ in 0..1000 {
-                // Replies in the poll that sends the command, because a request fails without a reply within two seconds.
+                // Replies in the same poll that sends the command, because a request fails if no reply arrives within
+                // two seconds.
                 let reply = poll_fn(|_| {
                     while let Ok(Command::States { reply }) = receiver.try_recv() {
                         asked += 1;

@@ -138,7 +138,7 @@ impl Reloads {
         support.ids().map(|ids| ids.permanent()).unwrap_or_default()
     }
 
-    /// Locks the user IDs that the predecessor in an upgrade kept locked until it exited.
+    /// After an upgrade, locks the user IDs that the predecessor kept locked until it exited.
     pub(super) async fn lock_inherited_ids(&self) {
         if let Some(ids) = self.active_config.lock().await.support.ids() {
             ids.lock_inherited();
@@ -287,9 +287,9 @@ fn add_dropped_live_changes(changes: &mut Changes, mut dropped: LiveDropped) {
     }
 }
 
-/// Reads the configuration file and prepares the reload on a separate thread, because a disk can be slow and a network
-/// file system can hang forever. The caller waits only for a limited time, and shutdown does not wait at all. While the
-/// thread hangs, no other thread is started.
+/// Reads the configuration file and prepares the reload. This happens on a separate thread, because a disk can be slow
+/// and a network file system can hang forever. The caller waits only for a limited time, and shutdown does not wait at
+/// all. No other such thread is started while this one hangs.
 async fn prepare(reloads: &Reloads, active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
     let Ok(permit) = reloads.reader.clone().try_acquire_owned() else { return Err(ReloadError::ReadTimeout) };
     let active_config = active_config.clone();

@@ -53,7 +53,7 @@ impl SocketFiles {
         Self { sockets, next_admin: watch::Sender::new(None), missing: Mutex::default(), admin }
     }
 
-    /// Records whether the sockets are served by this supervisor or by the other supervisor in an upgrade.
+    /// Records whether this supervisor serves the sockets or, during an upgrade, the other supervisor does.
     pub(super) fn set_owner(&self, is_owner: bool) {
         for (_, bound) in self.each() {
             bound.lock().unwrap_or_else(PoisonError::into_inner).set_owner(is_owner);
@@ -61,7 +61,7 @@ impl SocketFiles {
     }
 
     /// Returns the descriptors that a successor needs: the locks of both sockets and the listener of the admin socket.
-    /// Each descriptor comes with the socket's name and path.
+    /// Each descriptor is returned with the socket's name and path.
     pub(super) fn descriptors(&self) -> io::Result<Vec<(&'static str, String, OwnedFd)>> {
         let locks = [inherited::JOBS_LOCK, inherited::ADMIN_LOCK];
         let mut found = Vec::new();
@@ -122,8 +122,8 @@ impl Control {
             match used {
                 Ok(()) => self.report_socket(Severity::Info, EventKind::SocketRenewed { socket, path }),
                 Err(problem) => {
-                    // The new listener is already closed. The next attempt binds the socket again only if the file is
-                    // missing.
+                    // The file is removed, because the new listener is already closed and the next attempt binds the
+                    // socket only if the file is missing.
                     if bound.exists() {
                         let _ = std::fs::remove_file(bound.path());
                     }

@@ -144,7 +144,7 @@ pub(super) async fn events(
     }))
 }
 
-/// Concatenates `head` and the frames of a group of events. Each frame is preceded by `before`.
+/// Concatenates `head` and the frames of a group of events, and inserts `before` in front of each frame.
 pub(super) fn concatenate(head: impl Into<Vec<u8>>, before: &str, piece: &Piece) -> Bytes {
     let mut bytes: Vec<u8> = head.into();
     for event in &piece.events {

@@ -89,7 +89,8 @@ fn give_up(control: &Shared, why: &str) {
     }
 }
 
-/// Waits until the predecessor has closed the link. The predecessor sends no messages before the successor is ready.
+/// Waits until the predecessor has closed the link. No message can be lost, because the predecessor sends none before
+/// the successor is ready.
 async fn ended(link: &Link) {
     while let Ok(Some(_)) = link.receive().await {}
 }
@@ -164,7 +165,8 @@ async fn serve_beside(control: &Shared, link: &Arc<Link>, lifeline: &AsyncFd<Own
                         control.handover.set_main(true);
                         let awaited = lifeline.as_fd().try_clone_to_owned().ok();
                         control.handover.end.wait_for(awaited);
-                        // The predecessor's last message may be nearly as old as the watchdog's time limit.
+                        // Sent now, because the predecessor's last watchdog message may be nearly as old as the
+                        // watchdog's time limit allows.
                         control.notify_systemd(&[NotifyState::Watchdog]);
                     }
                     kind::STOP => control.stop_with_other(),

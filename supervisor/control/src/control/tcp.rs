@@ -31,7 +31,7 @@ use bulkhead_linux::listener::{has_handshakes, stop_new_connections};
 /// Maximum number of connections to accept from the backlog of a listener that is closing.
 const BACKLOG_MAX: usize = 4096;
 
-/// Time between two checks of a closing listener for handshakes.
+/// Interval between checks for unfinished handshakes on a closing listener.
 const HANDSHAKE_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Authentication challenges in the response to a request without a token. The second challenge makes a browser ask the
@@ -98,13 +98,13 @@ pub(super) async fn accept_until_shutdown(
     // kernel cannot stop new connections, a client that connects at the last moment may still be reset.
     let _ = stop_new_connections(&listener);
     let accept_last = async {
-        // The order matters, because a connection whose handshake has just ended is in the backlog.
+        // The backlog is checked last, because a connection enters it as soon as its handshake has ended.
         while has_handshakes(&listener) || has_waiting(&listener) {
             let _ = tokio::time::timeout(HANDSHAKE_INTERVAL, accept_next()).await;
         }
     };
     let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, accept_last).await;
-    // Passes on the connections in the backlog that the accept loop has not reached.
+    // Accepts the connections that are still in the backlog after the time limit.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
     for _ in 0..BACKLOG_MAX {
         let Ok(socket) = rustix::net::accept_with(&listener, flags) else { return };

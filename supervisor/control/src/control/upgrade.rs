@@ -223,7 +223,7 @@ impl Upgrade {
         }
     }
 
-    /// Resumes serving after a failed upgrade.
+    /// Resumes serving clients after a failed upgrade.
     async fn take_back(&self, listener: Option<UnixListener>) {
         let control = &self.control;
         control.handover.end.wait_for(None);
@@ -269,7 +269,7 @@ impl Upgrade {
     ) -> Result<(&'s Successor, Probation), StepFailure> {
         let control = &self.control;
         let handover = &control.handover;
-        // The write end belongs only to the data plane and its keepers.
+        // Only the data plane and its keepers hold the write end, so that the read end shows when they have exited.
         let (lifeline, (bulkheads, tenants, jobs)) = {
             let (reader, writer) = io::pipe().map_err(failed("start"))?;
             let lifeline = Arc::new(OwnedFd::from(writer));
@@ -317,8 +317,8 @@ impl Upgrade {
         });
         let probation = self.probation(successor).await?;
         if matches!(probation, Probation::Passed) {
-            // If the service manager does not know about the new main process, it kills that process when this one
-            // exits.
+            // The service manager must know the new main process. Otherwise, it would kill the new program when this
+            // process exits.
             name_main_process(successor.pid).await.map_err(failed("main"))?;
         }
         Ok((successor, probation))
@@ -365,7 +365,7 @@ impl Upgrade {
         let (here, there) = packets::pair(MESSAGE_BYTES_MAX).map_err(failed("start"))?;
         let mut arguments = self.program.arguments.clone();
         arguments.extend([TAKE_OVER_ARGUMENT.into(), there.as_raw_fd().to_string().into()]);
-        // Each main process has its own watchdog. The sockets are passed in messages.
+        // Withheld, because each main process has its own watchdog, and because sockets are passed in messages.
         let withheld = ["WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
         let started = sibling::spawn(&self.program.path, &arguments, &withheld, there.as_fd());
         let child = started.map_err(|error| {
@@ -663,7 +663,7 @@ async fn await_notification(path: &OsStr) -> io::Result<()> {
     if !outbox.flush(&socket)? {
         return Err(io::ErrorKind::WouldBlock.into());
     }
-    // The service manager closes its copy of the write end.
+    // The service manager closes its copy of the write end when it has processed the message.
     let reader = register(OwnedFd::from(reader))?;
     match timeout(BARRIER_TIMEOUT, reader.readable()).await {
         Ok(closed) => closed.map(drop),

@@ -22,12 +22,11 @@ use bulkhead_plane::crash::REPORTS_WAITING_MAX;
 use bulkhead_plane::lock::{self, LockError};
 use bulkhead_plane::threads::ThreadMonitor;
 
-/// Capacity of the channel to the thread that stores crash reports. There is room for all reports that can be waiting
-/// at the same time, and for concurrent requests from operators.
+/// Capacity of the channel to the thread that stores crash reports. The channel has room for the maximum number of
+/// waiting reports, and for concurrent requests from operators.
 const REQUESTS_MAX: usize = REPORTS_WAITING_MAX + 256;
 
-/// Maximum size of a crash report's file, in bytes. A report is much smaller even if its payloads have the maximum
-/// size.
+/// Maximum size of a crash report's file, in bytes. Even reports with payloads of the maximum size are much smaller.
 const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
 
 /// Approximate maximum total size, in bytes, of the crash reports kept in memory. If this size is exceeded, the oldest
@@ -116,7 +115,7 @@ struct StoredReport {
     summary: Summary,
     /// The report and its approximate size in bytes. `None` if the report is in a file.
     in_memory: Option<(Box<CrashReport>, usize)>,
-    /// True if a file contains this report, or an earlier state of a report that is now in memory.
+    /// True if a file contains this report, or an earlier version of a report that is now in memory.
     has_file: bool,
 }
 
@@ -126,8 +125,8 @@ impl Store {
         Self::with_lock(config, None)
     }
 
-    /// Creates a store for crash reports according to the configuration. `lock` is the lock inherited from the previous
-    /// supervisor in an upgrade, which also writes reports until it exits.
+    /// Creates a store for crash reports according to the configuration. `lock` is set during an upgrade. The lock is
+    /// inherited from the previous supervisor, which keeps writing reports until it exits.
     pub fn with_lock(config: &SupervisorConfig, lock: Option<OwnedFd>) -> Result<Self, OpenError> {
         let mut store = Self::open_with(lock, config.crash_dir.as_deref(), config.crash_keep)?;
         store.drops_payloads = !config.crash_payloads;
@@ -159,7 +158,7 @@ impl Store {
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
     }
 
-    /// Loads the last reports that the previous supervisor in an upgrade wrote before it exited.
+    /// Loads the reports that the previous supervisor wrote before it exited at the end of an upgrade.
     fn take_over(&mut self) {
         if let Some(folder) = &mut self.folder {
             folder.is_shared = false;
@@ -304,7 +303,7 @@ impl Store {
         self.reports.remove(&id)
     }
 
-    /// Drops the oldest in-memory report of the least important group that has any. Returns false if no report is in
+    /// Drops the oldest in-memory report of the least important group that has one. Returns false if no report is in
     /// memory.
     fn drop_oldest_in_memory(&mut self) -> bool {
         let is_in_memory =
@@ -357,15 +356,15 @@ fn report_size(report: &CrashReport) -> usize {
 struct CrashFolder {
     path: PathBuf,
     lock: File,
-    /// True while the previous supervisor in an upgrade may still write to the folder.
+    /// True during an upgrade, while the previous supervisor may still write to the folder.
     is_shared: bool,
     is_embedded: bool,
 }
 
 impl Drop for CrashFolder {
-    /// Unlocks the folder of an embedded supervisor. Closing the file would not be enough, because a forked child of the
-    /// application can hold a copy of the descriptor. Otherwise, the successor in an upgrade can share the lock, and the
-    /// kernel unlocks the folder when the last of the two has exited.
+    /// Unlocks the folder of an embedded supervisor. Closing the file would not be enough, because a forked child of
+    /// the application can hold a copy of the descriptor. A standalone supervisor can share the lock with its successor
+    /// in an upgrade, so the kernel unlocks the folder when both have exited.
     fn drop(&mut self) {
         if self.is_embedded {
             // If this fails, the folder stays locked until all copies of the descriptor are closed.
@@ -417,7 +416,8 @@ impl CrashFolder {
         Ok(())
     }
 
-    /// Locks the folder if the predecessor has created it again. The inherited lock then belongs to a removed file.
+    /// Locks the folder again if the predecessor has recreated it, because the inherited lock then belongs to a removed
+    /// file.
     fn renew_lock(&mut self) {
         let identity = |found: std::fs::Metadata| (found.dev(), found.ino());
         let current = std::fs::symlink_metadata(self.path.join(LOCK_FILE)).map(identity).ok();
@@ -547,7 +547,7 @@ enum StoreRequest {
     SetNative(CrashId, NativeCrash),
     List(oneshot::Sender<Vec<Summary>>),
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
-    /// Loads the last reports of the previous supervisor in an upgrade, which has exited.
+    /// Loads the last reports of the previous supervisor, which has exited at the end of an upgrade.
     TakeOver,
 }
 
@@ -555,7 +555,7 @@ enum StoreRequest {
 #[derive(Clone, Debug)]
 pub struct Crashes(mpsc::Sender<StoreRequest>);
 
-/// Sender of backtraces to the thread that stores crash reports. Holding this sender does not keep the thread running.
+/// Handle for sending backtraces to the thread that stores crash reports. The handle does not keep the thread running.
 #[derive(Clone, Debug)]
 pub struct NativeSender(mpsc::WeakSender<StoreRequest>);
 
@@ -631,7 +631,7 @@ impl Crashes {
         self.request(|reply| StoreRequest::Get(id, reply)).await
     }
 
-    /// Loads the last reports that the previous supervisor in an upgrade wrote before it exited.
+    /// Loads the reports that the previous supervisor wrote before it exited at the end of an upgrade.
     pub fn take_over(&self) {
         // If the thread is too busy, the supervisor loads the reports at its next start.
         let _ = self.0.try_send(StoreRequest::TakeOver);
@@ -739,7 +739,7 @@ mod tests {
             store.add(boxed(1));
             (2..=9).for_each(|number| store.add(start_failure(number, 1)));
             assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
-            // A report with a higher count replaces the stored report and the file.
+            // A report with a higher count replaces the stored report, including its file.
             store.add(start_failure(8, 2));
             assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
             let again = store.get(boxed(8).id).unwrap();

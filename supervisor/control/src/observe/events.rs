@@ -163,8 +163,8 @@ impl Events {
         self.lock().seq
     }
 
-    /// Continues the numbering of events after `number`, which is the last number used by the previous supervisor in an
-    /// upgrade.
+    /// Continues the numbering of events after `number`. In an upgrade, this is the last number that the previous
+    /// supervisor used.
     pub fn continue_after(&self, number: u64) {
         let mut ring = self.lock();
         ring.seq = ring.seq.max(number);
@@ -179,8 +179,8 @@ impl Events {
         }
     }
 
-    /// Removes the rate limits of all bulkheads that are not in `bulkheads`. Keeps a rate limit while events
-    /// that it applies to are still in memory.
+    /// Removes the flows of all bulkheads that are not in `bulkheads`, except for flows with events that are still in
+    /// memory.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         let is_kept = |name: &str| bulkheads.contains(name);
         self.lock()
@@ -303,8 +303,8 @@ impl EventRing {
         }
     }
 
-    /// Returns the sequence number after which a client continues. A number above the newest one comes from an earlier
-    /// supervisor. The client has then seen none of the stored events.
+    /// Returns the sequence number after which a client continues. If `last_seen` is above the newest number, it comes
+    /// from an earlier supervisor, and the client has seen none of the stored events.
     fn since(&self, last_seen: u64) -> u64 {
         if last_seen > self.seq { 0 } else { last_seen }
     }
@@ -342,7 +342,7 @@ impl EventRing {
 }
 
 impl EventFlow {
-    /// Advances to the given second and refills the rate limit.
+    /// Advances the flow to the given second and replenishes its allowance.
     fn advance_to(&mut self, second: u64, key: (&'static str, Option<&str>)) {
         if second == self.second {
             return;

@@ -1,5 +1,5 @@
-//! Writes log lines to standard error. A separate thread takes the lines from a bounded channel. If standard error is
-//! not read, log lines are lost, but no other thread blocks.
+//! Writes log lines to standard error. A separate thread takes the lines from a bounded channel. If nothing reads
+//! standard error, log lines are lost, but no other thread blocks.
 
 use std::io::{self, IsTerminal, Write};
 use std::str::FromStr;

@@ -18,11 +18,11 @@ use super::logging::{self, WORKER_TARGET};
 /// Maximum length of a line in bytes. Longer lines are truncated.
 const LINE_BYTES_MAX: usize = 8 * 1024;
 
-/// Limits on the lines kept for each bulkhead: the number of lines, and their total size in bytes.
+/// Maximum number of lines kept for each bulkhead, and their maximum total size in bytes.
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Maximum number of lines and bytes logged immediately per second for each bulkhead.
+/// Maximum number of lines, and maximum number of bytes, logged immediately for each bulkhead in one second.
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
@@ -45,8 +45,8 @@ const READ_BYTES: usize = 64 * 1024;
 /// Maximum number of reads from a pipe after its process has exited. Enough to empty a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// Minimum number of process starts between two searches for exited processes. If many processes are running, a
-/// search requires one start per `PROCESSES_FOR_EACH_START` processes.
+/// Minimum number of process starts between two searches for exited processes. If many processes are running, the
+/// minimum is one start per `PROCESSES_FOR_EACH_START` processes.
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
@@ -144,7 +144,7 @@ impl Output {
 
     async fn read_pipe(self: Arc<Self>, source: LineSource, pipe: Receiver, mut stop: watch::Receiver<()>) {
         let mut partial = Vec::new();
-        // The buffer is not kept while waiting, so that idle pipes need no buffer.
+        // The buffer is allocated for each read, so that idle pipes do not hold a buffer.
         let mut read_once = || {
             let mut buffer = vec![0; READ_BYTES];
             let count = pipe.try_read(&mut buffer)?;
@@ -273,7 +273,7 @@ impl Output {
     ) -> (Vec<Arc<str>>, broadcast::Receiver<Arc<str>>) {
         let mut state = self.lock();
         let lines = state.bulkheads.entry(bulkhead.into()).or_default();
-        // A number above the newest one comes from an earlier supervisor.
+        // A `since` above the newest number comes from an earlier supervisor.
         let since = if since > lines.seq { 0 } else { since };
         // Sequence numbers have no gaps.
         let new = usize::try_from(lines.seq.saturating_sub(since)).unwrap_or(usize::MAX);

@@ -1,7 +1,7 @@
-//! Backtraces for crash reports. A separate thread starts one symbolizer at a time, one for each crash record.
+//! Backtraces for crash reports. A separate thread starts a symbolizer for each crash record, one at a time.
 //!
 //! Each symbolizer has a separate keeper, so neither the data plane nor the workers' keeper knows about symbolizers. A
-//! symbolizer's answer is as untrusted as the record.
+//! symbolizer's answer must not be trusted more than the crash record.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -84,13 +84,13 @@ fn serve(options: &SymbolizerOptions, requests: &Receiver<(CrashId, CrashRecord)
         let began = Instant::now();
         let native = options.symbolize(&record).unwrap_or_else(|reason| NativeCrash::unavailable(&reason));
         results.set(id, native);
-        // Frequent crashes keep a processor busy for at most half the time.
+        // The pause limits symbolizers to about half of one processor's time, however frequent crashes are.
         std::thread::sleep(began.elapsed());
     }
 }
 
 impl SymbolizerOptions {
-    /// Returns the document that contains the backtrace, or the reason why there is no backtrace.
+    /// Returns the symbolizer's backtraces, or the reason why there are none.
     fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         let taken = match record.kind {
@@ -120,15 +120,15 @@ impl SymbolizerOptions {
         let mut keeper = None;
         let answer = self.ask(&mut keeper, record, id, bytes, deadline);
         let is_gone = keeper.is_none_or(|keeper| has_ended(keeper).unwrap_or(false));
-        // An ID must not be reused while its processes may still be running.
+        // An ID must not be reused while processes with this ID may still be running.
         if let (Some(ids), Some(id), true) = (ids, id, is_gone) {
             ids.free(id);
         }
         answer
     }
 
-    /// Starts a symbolizer, sends the records to it and returns the answer. Stores the keeper in `started`,
-    /// but clears `started` if the keeper could not start a symbolizer, because the user ID is then unused.
+    /// Starts a symbolizer, sends it the records, and returns its answer. Stores the keeper in `started`. If the keeper
+    /// could not start a symbolizer, clears `started`, because the user ID is then unused.
     fn ask(
         &self,
         started: &mut Option<Keeper>,
@@ -209,7 +209,7 @@ fn take_crash_record(file: &OwnedFd, signal: i32) -> io::Result<Option<Vec<u8>>>
     let mut bytes = vec![0; RECORD_BYTES];
     fill(file, &mut bytes, RECORD_OFFSET)?;
     let erased = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    // The file will soon be freed in any case.
+    // Errors are ignored, because the file will soon be freed in any case.
     let _ = rustix::fs::fallocate(file, erased, RECORD_OFFSET as u64, RECORD_BYTES as u64);
     let header = bytes.first_chunk::<HEADER_BYTES>().and_then(Header::decode);
     // The previous handler of a recorded signal may abort the process, as the handler in Rust's standard library does

@@ -75,7 +75,8 @@ async fn serve_connection<S: Socket>(
         let response = handler.call(hyper::Request::from_parts(parts, body.clone()));
         async move {
             let mut response = response.await?;
-            // Otherwise, the client could send another request on a connection that is about to close.
+            // Without `Connection: close`, the client could send another request on a connection that is about to
+            // close.
             let closes = response.headers().contains_key(header::CONNECTION);
             if !closes && !body.discard_rest(expects_continue).await {
                 response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
@@ -91,7 +92,7 @@ async fn serve_connection<S: Socket>(
     let mut served = pin!(served);
     tokio::select! {
         biased;
-        // The client has disconnected or has been sent the reason.
+        // Errors are ignored, because the client has then disconnected or received an error response.
         _ = served.as_mut() => return,
         () = progress.close_requested() => {}
     }
@@ -99,7 +100,7 @@ async fn serve_connection<S: Socket>(
         return;
     }
     served.as_mut().graceful_shutdown();
-    // An idle connection is no longer counted, because another client is waiting for the permit.
+    // An idle connection gives up its permit immediately, because another client is waiting for it.
     let permit = Some(permit).filter(|_| !progress.is_waiting());
     while timeout(CLOSE_TIMEOUT, served.as_mut()).await.is_err() && !progress.is_waiting() {}
     drop(permit);

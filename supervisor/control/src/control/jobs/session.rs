@@ -79,7 +79,7 @@ impl Session {
 
     fn is_for(&self, client: &HttpClient) -> bool {
         match (&self.client, client) {
-            // A reload creates new rules.
+            // Rules are compared by address, because each reload creates new rules.
             (HttpClient::Token(one), HttpClient::Token(other)) => Arc::ptr_eq(&one.rules, &other.rules),
             _ => false,
         }
@@ -132,7 +132,8 @@ pub(super) async fn read_outcome(
     let mut has_response = false;
     loop {
         let mut bytes = [0; HEADER_BYTES];
-        // A data plane that shuts down properly sends an outcome for every job it has received. Other jobs never began.
+        // A data plane that shuts down properly sends an outcome for every job it has received, so a job without an
+        // outcome never began.
         let end = |_| {
             let is_unread = !has_response && counters.has_answered_all.load(Ordering::SeqCst);
             if is_unread { Failure::Draining } else { Failure::Dropped }

@@ -111,7 +111,8 @@ impl Upload {
         let mut left = 0;
         if let Announced::Streamed(bytes) = *announced {
             left = bytes;
-            // A small payload is sent with the frame in a single write. A large payload must be accepted first.
+            // A small payload is sent with the frame in a single write. A large payload is sent separately, because the
+            // data plane must accept the job first.
             if (1..ANNOUNCED_BYTES_MIN).contains(&bytes) {
                 frame.extend_from_slice(&self.next_chunk(&mut left).await?);
             }

@@ -60,7 +60,7 @@ impl SendError {
         Self { why: why.to_string(), is_retryable: true }
     }
 
-    /// Returns the error for a message whose sending task did not complete.
+    /// Returns the error for a message if the task that was sending it did not complete.
     pub(super) fn ended() -> Self {
         Self::retryable("the request was interrupted")
     }
@@ -148,7 +148,7 @@ impl Collector {
         let (mut connection, mut response) = (pin!(connection), pin!(sender.send_request(request)));
         let response = tokio::select! {
             response = &mut response => response,
-            // If the connection has closed, the response may have arrived just before.
+            // The response may have arrived just before the connection closed.
             _ = &mut connection => response.await,
         };
         Ok(response?.status())
