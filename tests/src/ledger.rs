@@ -124,8 +124,8 @@ pub struct Findings {
     /// Number of jobs that exceeded the concurrency limit because a worker that was being killed was still running a
     /// job.
     pub beside_killed: usize,
-    /// Number of jobs that were reported as executed but that no worker recorded. There can be a few, because a worker
-    /// can die between claiming a job and recording it.
+    /// Number of jobs that were reported as executed but were not recorded by any worker. There can be a few, because a
+    /// worker can die between claiming a job and recording it.
     pub executed_unseen: usize,
     /// Descriptions of violated invariants.
     pub faults: Vec<String>,
@@ -378,7 +378,7 @@ fn compare(
     findings.begun = begun.len();
     for (at, record) in records.iter().enumerate().filter(|(_, record)| record.mark == Mark::OverBound) {
         let held = records[at + 1..].iter().take_while(|held| held.mark == Mark::Held);
-        // A job that was frozen until `GRACE` was over can still end before its worker is dead.
+        // A job that stayed frozen for longer than `GRACE` can still end before its worker is dead.
         let is_killed = |held: &Record| {
             let is_late = record.at_us >= held.began_us + GRACE.as_micros() as u64;
             let has_failed = !told.get(&held.job).is_some_and(|entry| entry.told.is_ok());
