@@ -29,12 +29,12 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
         return Ok(exit::OK);
     }
     let mut progress = Progress { last, is_upgraded: false };
-    // A single response contains both the stored events after the last one and the new events, so that none are lost. It
-    // contains the events of all bulkheads, because `upgrade_switched` belongs to no bulkhead.
+    // A single response contains both the events stored since the first request and all new events, so that none are
+    // lost. It covers all bulkheads, because `upgrade_switched` belongs to no bulkhead.
     let connect =
         async |last: u64| request(args, Method::GET, &format!("/v1/events?follow=true&since={last}")).await;
     let mut response = connect(last).await?;
-    // A task, because a signal that arrives between two streams would otherwise be missed.
+    // Waits in a separate task, because a signal that arrives between two streams would otherwise be missed.
     let mut interrupt = tokio::spawn(tokio::signal::ctrl_c());
     loop {
         progress.is_upgraded = false;

@@ -44,8 +44,8 @@ pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 /// only determines how long a failure takes, and is generous because other tests run at the same time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Maximum duration of a future that [`run`] drives. This is longer than every test takes by default, and shorter than
-/// the limit for all tests together, so that a hanging test fails under its own name.
+/// Maximum duration of a future that [`run`] drives. Every test takes less time by default. The limit for all tests
+/// together is longer, so that a hanging test fails under its own name.
 pub const RUN_MAX: Duration = Duration::from_secs(15 * 60);
 
 /// Waits until `condition` returns a value. If this takes longer than [`PATIENCE`], panics with a message

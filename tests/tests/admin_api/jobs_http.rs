@@ -586,8 +586,8 @@ fn second_signal_ends_the_drain_notice_period() {
     assert_eq!(supervisor.wait().code(), Some(0));
 }
 
-/// A client with a token sends chunked payloads until it has used up its share of the memory. The supervisor's own user
-/// keeps its share.
+/// A client with a token sends chunked payloads until the client's share of the memory is used up. The supervisor's own
+/// user keeps a share.
 #[test]
 fn token_holder_cannot_use_another_users_memory_share() {
     let (supervisor, place) = start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", ONE);

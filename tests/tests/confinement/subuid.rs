@@ -138,7 +138,7 @@ fn workers_get_separate_ids_from_subuid() {
         assert_eq!((&told["identity"], &told["missing"]), (&json!("own"), &json!([])), "{profile}: {told}");
         let mut status = supervisor.command();
         status.args(["status", "worker"]);
-        // `status` mentions workers only if they share a user.
+        // `status` mentions the workers' user only if it is the supervisor's own user.
         assert!(!output(status).contains("shared"), "{profile}");
 
         let client = client(&supervisor);

@@ -441,7 +441,7 @@ fn removed_bulkhead_waits_for_jobs_in_fallback() {
         wait_ran(&supervisor, 1);
         supervisor.wait_number("b", "queued", 1);
         reload(&supervisor, &b);
-        // Adds another bulkhead meanwhile, which uses a free index.
+        // In the meantime, adds another bulkhead, which gets a free index.
         reload(&supervisor, &format!("{b}[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n"));
         assert!(supervisor.events("bulkhead_removed").is_empty());
         supervisor.touch("end");

@@ -236,8 +236,8 @@ fn payloads_waiting_for_retry_count_towards_max_buffered() {
     });
 }
 
-// A payload must not count twice while its frame is checked. Otherwise a payload over half of `max_buffered`
-// would be rejected even if nothing else waits.
+// A payload must not be counted twice while its frame is checked. Otherwise, a payload over half of `max_buffered`
+// would be rejected even if nothing else is buffered.
 #[test]
 fn payload_over_half_of_max_buffered_is_accepted() {
     let supervisor = Supervisor::start_with(
@@ -507,7 +507,7 @@ fn suspect_is_retried_alone_in_its_worker() {
             ends.extend(its_ends);
             peak = peak.max(its_peak);
         }
-        // The other jobs were innocent, continued, and shared their workers.
+        // All other jobs succeeded, and several of them ran in the same worker at once.
         let told = tally(ends);
         assert_eq!(told.keys().collect::<Vec<_>>(), ["ok"], "{told:?}");
         assert!(peak > 1, "{peak}");

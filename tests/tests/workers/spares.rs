@@ -76,7 +76,7 @@ fn spare_takes_slot_before_killed_worker_exits() {
     assert!(supervisor.worker_pids("b").contains(&spare));
 }
 
-/// Maximum number of a bulkhead's replaced workers that can be exiting at the same time.
+/// Maximum number of replaced workers of a bulkhead that can be exiting at the same time.
 const EXITING_MAX: usize = 16;
 
 /// The number of workers never exceeds the sum of slots, spares and exiting workers.
