@@ -144,7 +144,7 @@ const KILL_TIMEOUT_US: u64 = 500_000;
 /// Maximum number of faults of each kind that are reported in full.
 const TOLD_MAX: usize = 5;
 
-/// Maximum number of additional descriptors that the idle supervisor can have open after the load.
+/// Maximum increase in the number of descriptors that the idle supervisor has open after the load.
 const DESCRIPTORS_SLACK: usize = 12;
 
 /// Maximum growth of the resident memory between the two measurements, in bytes. Allocators keep some memory after

@@ -26,7 +26,7 @@ struct Case {
     tenant: String,
     what: String,
     payload: Vec<u8>,
-    /// Outcomes that are acceptable.
+    /// Acceptable outcomes.
     expected: &'static [&'static str],
     /// True if the job never ends on its own.
     is_endless: bool,

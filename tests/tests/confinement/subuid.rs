@@ -1,4 +1,4 @@
-//! Workers of an unprivileged supervisor that have user IDs from `/etc/subuid`.
+//! Workers with user IDs from `/etc/subuid`, started by an unprivileged supervisor.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};

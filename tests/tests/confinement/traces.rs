@@ -146,7 +146,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     place.ask("x", "leave-a-file");
     let crashed = place.client().job("x", "").operation("crash").send().unwrap_err();
     settled();
-    // A crash caused by a signal starts a symbolizer, below a separate keeper.
+    // A crash caused by a signal starts a symbolizer under a separate keeper.
     if let Some(report) = crashed.outcome().and_then(|outcome| outcome.report.clone()) {
         wait_for("the symbolizer has exited", || {
             let report = place.supervisor.crash_report(&report);
@@ -167,7 +167,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
             after.descriptors_of_supervisor.max(before.descriptors_of_supervisor);
         after.descriptors_of_keeper = after.descriptors_of_keeper.max(before.descriptors_of_keeper);
         after.temporary = after.temporary.max(before.temporary);
-        // Another test can have unmounted a file system.
+        // Another test may have unmounted a file system.
         after.mounts_of_keeper.extend(before.mounts_of_keeper.iter().cloned());
         after.mounts_of_machine.extend(before.mounts_of_machine.iter().cloned());
         if after == before {

@@ -280,7 +280,7 @@ fn series_for_unconfigured_features_are_absent() {
     }
     assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 2);
     assert_eq!(there("bulkhead_execution_seconds_bucket", &[]), 1);
-    // Series from which rates are computed exist from the start.
+    // Series that are used to compute rates must exist from the start.
     let critical = [("priority", "critical"), ("outcome", "rejected")];
     assert_eq!(there("bulkhead_jobs_total", &critical), 1);
     let of_critical = [("priority", "critical"), ("reason", "too_large")];
