@@ -1,11 +1,12 @@
-//! Sorts bulkheads by the severity of their problems, and tells which bulkheads an operator should investigate. This
+//! Sorts bulkheads by the severity of their problems, and selects those that an operator should investigate. This
 //! severity depends on the state of the workers and on the service level. It is unrelated to `bulkhead_api::Severity`,
 //! the severity of an event.
 
 use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 
-/// Returns the severity of a bulkhead's problems. Higher is worse. The state and the service level each have a
-/// severity. The first number is their maximum, and the second number is their sum. Unknown states count as healthy.
+/// Returns the severity of a bulkhead's problems. Higher is worse. The state and the service level have separate
+/// severities. The first number is the maximum of the two, and the second number is their sum. Unknown states count as
+/// healthy.
 pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     let state = match &bulkhead.state {
         Word::Known(BulkheadState::Failed) => 3,

@@ -1081,7 +1081,7 @@ fn adopts() {
     rustix::process::set_child_subreaper(Some(rustix::process::Pid::INIT)).unwrap();
     let mut own =
         Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    // These starts fail because of the keeper's program or the folder for crash reports.
+    // These starts fail because of an invalid keeper program or an invalid folder for crash reports.
     let not_a_keeper =
         Supervisor::builder(settings("", "")).keeper(KeeperProgram::Program("/bin/true".into()));
     not_a_keeper.start_blocking().unwrap_err();

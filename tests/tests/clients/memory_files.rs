@@ -473,7 +473,7 @@ impl Raw {
     fn send(&self, kind: u8, number: u64, message: &impl bincode::Encode, extensions: &[(u16, &[u8])]) {
         let (mut outbox, mut pool) = (Outbox::default(), BufferPool::default());
         outbox.push(kind, number, message, extensions, Payload::NONE).unwrap();
-        // The socket buffer is full while the supervisor reads slowly, so a single flush might not send the whole
+        // The socket buffer can be full while the supervisor reads slowly, so a single flush might not send the whole
         // frame.
         wait_for("the supervisor reads from the socket", || {
             outbox.flush(&self.socket, &mut pool).unwrap().then_some(())

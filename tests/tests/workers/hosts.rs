@@ -489,7 +489,7 @@ fn client_disconnect_kills_its_program() {
     let other = Client::connect(supervisor.socket()).unwrap();
     let job = other.job("x", "").tenant(&ours).start().unwrap();
     wait_standing(&ours);
-    // A killed client only closes its socket. Dropping the library's client does nothing else either.
+    // A killed client only closes its socket. Dropping the library's client has the same effect.
     drop(job);
     drop(other);
     wait_gone(&ours);
