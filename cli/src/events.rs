@@ -59,7 +59,7 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
 struct Progress {
     /// Sequence number of the last event received.
     last: u64,
-    /// True if another program serves the admin API since the stream began.
+    /// True if another program has taken over the admin API since the stream began.
     is_upgraded: bool,
 }
 

@@ -117,7 +117,7 @@ pub struct Plan {
 pub struct Findings {
     /// Number of jobs for each combination of outcome and reason.
     pub outcomes: std::collections::BTreeMap<String, usize>,
-    /// Number of disturbances of each kind.
+    /// Number of injected faults of each kind.
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Number of jobs that were started at least once.
     pub begun: usize,
@@ -240,7 +240,7 @@ pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     BULKHEADS.iter().map(one).collect()
 }
 
-/// Runs clients and disturbances until the time is up and every job has an outcome.
+/// Runs clients and injects faults until the time is up and every job has an outcome.
 fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashMap<u64, Entry>, Vec<Deed>) {
     let is_over = Arc::new(AtomicBool::new(false));
     let chaos = Chaos::begin(supervisor, notes, plan, is_over.clone());
@@ -429,7 +429,7 @@ fn compare(
     }
 }
 
-/// Describes a worker's record, including the disturbances of the supervisor in the preceding 1.5 seconds.
+/// Describes a worker's record, including the faults that were injected in the preceding 1.5 seconds.
 fn around(record: &Record, deeds: &[Deed]) -> String {
     let before = deeds.iter().filter_map(|(at_us, deed)| {
         let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;

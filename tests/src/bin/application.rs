@@ -792,8 +792,8 @@ fn refused() {
     assert_nothing_open(open);
 }
 
-/// Checks that relative paths of the keeper and of the host program refer to the current directory at the start. A
-/// keeper that is restarted later uses the same paths.
+/// Checks that relative paths of the keeper and of the host program are resolved against the current directory at the
+/// start. A keeper that is restarted later uses the same paths.
 fn relative_paths() {
     let own = std::env::current_exe().unwrap();
     std::os::unix::fs::symlink(&own, "keeper").unwrap();

@@ -156,7 +156,7 @@ impl Disk {
         succeed(Command::new("mount").args(["-o", "loop"]).arg(self.image()).arg(self.mounted()));
     }
 
-    /// Simulates a power cut of a server. All data that the server has not synchronized to the disk is lost.
+    /// Simulates a power failure of a server. All data that the server has not synchronized to the disk is lost.
     fn cut_power(&self, server: &mut NatsServer) {
         server.signal(Signal::SIGSTOP);
         // EXT4_IOC_SHUTDOWN with NOLOGFLUSH: nothing more is written, not even the journal.

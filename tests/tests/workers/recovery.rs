@@ -462,7 +462,7 @@ fn innocent_neighbours_of_a_culprit_succeed_on_retry() {
         }
         assert_eq!(end(&culprit.await.unwrap()), ended("crashed/signal", 2));
     });
-    // One death with all jobs in the worker, and one death with the culprit alone.
+    // The worker died once with all of the jobs, and once with only the culprit.
     supervisor.wait_number("b", "restarts", 2);
     auditor.finish();
 }
