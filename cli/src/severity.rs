@@ -1,6 +1,6 @@
-//! Sorts bulkheads by the severity of their problems, and selects those that an operator should investigate. This
-//! severity depends on the state of the workers and on the service level. It is unrelated to `bulkhead_api::Severity`,
-//! the severity of an event.
+//! Sorts bulkheads by the severity of their problems, and selects the bulkheads to investigate. This severity depends
+//! on the state of the workers and on the service level. It is unrelated to `bulkhead_api::Severity`, the severity of
+//! an event.
 
 use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 

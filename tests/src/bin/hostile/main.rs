@@ -7,9 +7,9 @@
 //! - `hostile list`: prints the names of the attempts.
 //! - `hostile whoami`: prints its effective user, for attempts that run a set-user-id program.
 //!
-//! **The program must be safe to run without any confinement, as root.** An attempt ends as soon as the kernel has
-//! permitted or refused the action. Attempts make calls that have no effect, pass arguments that cannot work, or set
-//! values that are already set. Every attempt removes the files that it created, and every loop is bounded.
+//! **The program must be safe to run without any confinement, as root.** An attempt ends once the kernel has permitted
+//! or refused the action. Attempts make calls that have no effect, pass arguments that cannot work, or set values that
+//! are already set. Every attempt removes the files that it created, and every loop is bounded.
 
 mod calls;
 mod devices;
