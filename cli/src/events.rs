@@ -34,7 +34,7 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
     let connect =
         async |last: u64| request(args, Method::GET, &format!("/v1/events?follow=true&since={last}")).await;
     let mut response = connect(last).await?;
-    // A task, because a signal that arrives between two streams would otherwise be missed.
+    // Waits in a separate task, because a signal that arrives between two streams would otherwise be missed.
     let mut interrupt = tokio::spawn(tokio::signal::ctrl_c());
     loop {
         progress.is_upgraded = false;

@@ -232,8 +232,8 @@ fn signal(verdict: &Verdict) -> Option<String> {
     }
 }
 
-/// Fields of a job for which no supervisor has reported an outcome. Like in the outcome of a rejected job, 0 means that no
-/// deadline was set.
+/// Fields of a job for which no supervisor has reported an outcome. As in the outcome of a rejected job, a deadline of
+/// 0 means that no deadline was set.
 fn not_accepted() -> JobOutcome {
     JobOutcome { deadline_ms: Some(0.0), ..JobOutcome::default() }
 }

@@ -1,4 +1,4 @@
-//! Shell completions and man pages, generated from the command line.
+//! Generates shell completions and man pages from the definition of the command line.
 
 use std::path::Path;
 

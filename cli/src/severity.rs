@@ -1,9 +1,12 @@
-//! Sorts bulkheads by severity, which depends on the state of the workers and on the service level.
+//! Sorts bulkheads by the severity of their problems, and selects the bulkheads to investigate. This severity depends
+//! on the state of the workers and on the service level. It is unrelated to `bulkhead_api::Severity`, the severity of
+//! an event.
 
 use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 
-/// Returns the severity of a bulkhead's problems; higher is worse. The first number is the maximum of two severities,
-/// that of the state and that of the service level; the second number is their sum. Unknown states count as healthy.
+/// Returns the severity of a bulkhead's problems. Higher is worse. The state and the service level have separate
+/// severities. The first number is the maximum of the two, and the second number is their sum. Unknown states count as
+/// healthy.
 pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     let state = match &bulkhead.state {
         Word::Known(BulkheadState::Failed) => 3,

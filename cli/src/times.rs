@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-/// Length of a day; Unix time has no leap seconds.
+/// Length of a day. Unix time has no leap seconds.
 const DAY: Duration = Duration::from_secs(86_400);
 
 /// Parses a time. Returns an error if the time is in the future.

@@ -399,7 +399,7 @@ pub const ELSEWHERE: &[&str] = &[
 /// worker.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
-/// Attempts with different results in `exec` programs, because these programs are not sealed. Each row contains the
+/// Attempts whose results differ in `exec` programs, because these programs are not sealed. Each row contains the
 /// results under `default` and `strict`.
 pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("pair-of-sockets", Succeeds, Succeeds),

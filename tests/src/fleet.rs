@@ -81,7 +81,7 @@ impl NatsServer {
         self.child.wait().expect("our own child");
     }
 
-    /// Restarts the server with another maximum size of messages.
+    /// Restarts the server with a different maximum message size.
     pub fn restart_with_max_payload(&mut self, bytes: usize) {
         self.kill();
         let text = std::fs::read_to_string(&self.config).expect("the server's configuration");
@@ -402,7 +402,7 @@ impl TestFleet {
 }
 
 /// Waits for the outcome of a submitted job. Panics if the job has no outcome after [`PATIENCE`]. For a job without a
-/// deadline, [`Submitted::result`] waits for an hour.
+/// deadline, [`Submitted::result`] would wait for an hour.
 pub async fn result_of(submitted: Submitted) -> Result<Reply, FleetError> {
     let result = tokio::time::timeout(PATIENCE, submitted.result()).await;
     result.expect("the job has an outcome")
@@ -426,7 +426,7 @@ pub fn streams(replicas: usize) -> String {
     streams_with(replicas, HOST_LOST_AFTER)
 }
 
-/// Returns the `[streams]` table with another `host_lost_after`.
+/// Returns the `[streams]` table with the given `host_lost_after`.
 pub fn streams_with(replicas: usize, host_lost_after: Duration) -> String {
     format!(
         "[streams]\nreplicas = {replicas}\nhost_lost_after = \"{}s\"\nmax_bytes = \"64MiB\"\nledger_max_bytes = \

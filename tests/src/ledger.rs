@@ -117,15 +117,15 @@ pub struct Plan {
 pub struct Findings {
     /// Number of jobs for each combination of outcome and reason.
     pub outcomes: std::collections::BTreeMap<String, usize>,
-    /// Number of disturbances of each kind.
+    /// Number of injected faults of each kind.
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Number of jobs that were started at least once.
     pub begun: usize,
     /// Number of jobs that exceeded the concurrency limit because a worker that was being killed was still running a
     /// job.
     pub beside_killed: usize,
-    /// Number of jobs that were reported as executed but that no worker recorded. There can be a few, because a worker
-    /// can die between claiming a job and recording it.
+    /// Number of jobs that were reported as executed but were not recorded by any worker. There can be a few, because a
+    /// worker can die between claiming a job and recording it.
     pub executed_unseen: usize,
     /// Descriptions of violated invariants.
     pub faults: Vec<String>,
@@ -144,7 +144,7 @@ const KILL_TIMEOUT_US: u64 = 500_000;
 /// Maximum number of faults of each kind that are reported in full.
 const TOLD_MAX: usize = 5;
 
-/// Maximum number of additional descriptors that the idle supervisor can have open after the load.
+/// Maximum increase in the number of descriptors that the idle supervisor has open after the load.
 const DESCRIPTORS_SLACK: usize = 12;
 
 /// Maximum growth of the resident memory between the two measurements, in bytes. Allocators keep some memory after
@@ -240,7 +240,7 @@ pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     BULKHEADS.iter().map(one).collect()
 }
 
-/// Runs clients and disturbances until the time is up and every job has an outcome.
+/// Runs clients and injects faults until the time is up and every job has an outcome.
 fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashMap<u64, Entry>, Vec<Deed>) {
     let is_over = Arc::new(AtomicBool::new(false));
     let chaos = Chaos::begin(supervisor, notes, plan, is_over.clone());
@@ -378,7 +378,7 @@ fn compare(
     findings.begun = begun.len();
     for (at, record) in records.iter().enumerate().filter(|(_, record)| record.mark == Mark::OverBound) {
         let held = records[at + 1..].iter().take_while(|held| held.mark == Mark::Held);
-        // A job that was frozen until `GRACE` was over can still end before its worker is dead.
+        // A job that stayed frozen for longer than `GRACE` can still end before its worker is dead.
         let is_killed = |held: &Record| {
             let is_late = record.at_us >= held.began_us + GRACE.as_micros() as u64;
             let has_failed = !told.get(&held.job).is_some_and(|entry| entry.told.is_ok());
@@ -429,7 +429,7 @@ fn compare(
     }
 }
 
-/// Describes a worker's record, including the disturbances of the supervisor in the preceding 1.5 seconds.
+/// Describes a worker's record, including the faults that were injected in the preceding 1.5 seconds.
 fn around(record: &Record, deeds: &[Deed]) -> String {
     let before = deeds.iter().filter_map(|(at_us, deed)| {
         let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;

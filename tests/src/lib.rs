@@ -44,8 +44,8 @@ pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 /// only determines how long a failure takes, and is generous because other tests run at the same time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Maximum duration of a future that [`run`] drives. Exceeds the default duration of every test. Shorter than the limit
-/// for all tests together, so that a hanging test fails under its own name.
+/// Maximum duration of a future that [`run`] drives. Every test takes less time by default. The limit for all tests
+/// together is longer, so that a hanging test fails under its own name.
 pub const RUN_MAX: Duration = Duration::from_secs(15 * 60);
 
 /// Waits until `condition` returns a value. If this takes longer than [`PATIENCE`], panics with a message
@@ -111,7 +111,7 @@ pub fn programs() -> PathBuf {
             Some(profile) => drop(cargo.args(["--profile", profile])),
         }
         assert!(cargo.status().expect("cargo runs").success(), "the workspace does not build");
-        // There is no time limit for the ledger program.
+        // The ledger program, which is not in `deps`, has no time limit.
         if beside.ends_with("deps") {
             watchdog::start();
         }
@@ -281,7 +281,7 @@ impl Supervisor {
 
     /// Sends a GET request to the admin socket. Returns the response body as JSON.
     pub fn get(&self, path: &str) -> Value {
-        // On a busy machine, the data plane can take longer than the control plane waits.
+        // On a busy machine, the data plane can take longer to respond than the control plane waits.
         let (status, body) = wait_for("the data plane answers", || {
             let answer = self.try_get(path).expect("the admin socket answers");
             (!answer.1.contains("data plane is not responding")).then_some(answer)

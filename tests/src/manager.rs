@@ -142,12 +142,12 @@ impl Drop for Manager {
         lock(&self.state).is_stopping = true;
         let Some(thread) = self.thread.take() else { return };
         let began = Instant::now();
-        // Repeats the search, because a process that is about to execute a program has no arguments for a moment.
+        // Repeats the search, because a process that is about to execute a program briefly has no arguments.
         while !thread.is_finished() && began.elapsed() < PATIENCE {
             self.supervisors().into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
             std::thread::park_timeout(Duration::from_millis(10));
         }
-        // If the thread cannot detect the exit of the main process, it must not block the test.
+        // Waiting for a thread that has missed the exit of the main process would block the test.
         if thread.is_finished() {
             let _ = thread.join();
         }

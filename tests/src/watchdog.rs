@@ -14,10 +14,10 @@ use nix::unistd::gettid;
 
 use crate::{children, kill_pid, name};
 
-/// Maximum run time of a test program. All tests together take half of this on a slow machine.
+/// Maximum run time of a test program. All tests together take half of this time on a slow machine.
 const RUN_TIME_MAX: Duration = Duration::from_secs(25 * 60);
 
-/// Time that tests have to fail after the watchdog has killed their processes.
+/// Time allowed for the tests to fail after the watchdog has killed their processes.
 const FAILURE_TIME: Duration = Duration::from_secs(150);
 
 /// Maximum length of a command line in a report, in characters.

@@ -1,4 +1,5 @@
-//! Draws the screen into a buffer: header, footer, bulkhead table, and help. Parts that do not fit are left out.
+//! Draws the screen into a buffer: header, footer, bulkhead table or the page of a single bulkhead, event pane, and
+//! help. Parts that do not fit are left out, and stale data is dimmed.
 
 use std::time::{Duration, Instant};
 
@@ -34,7 +35,7 @@ const HELP: &[(&str, &str)] = &[
     ("q Ctrl-C", "quit"),
 ];
 
-/// Draws the screen, and stores the number of rows per page in `app`.
+/// Draws the screen. Updates the scroll position and the number of rows per page in `app`.
 pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
     let mut rest = buffer.area;
     let has_footer = rest.height >= FOOTER_HEIGHT_MIN;
@@ -53,7 +54,7 @@ pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
     };
     event_pane(buffer, events, app);
     if matches!(app.connection_state(now), ConnectionState::Lost(_) | ConnectionState::Silent(_)) {
-        // Data that is out of date is dimmed.
+        // Stale data is dimmed.
         for part in [rest, events] {
             buffer.set_style(part, Style::new().add_modifier(Modifier::DIM));
         }

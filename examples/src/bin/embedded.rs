@@ -11,7 +11,7 @@ use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
 use bulkhead_worker::{Ctx, HandlerError, Job};
 
 fn main() -> ExitCode {
-    // Must come first. In the keeper, this call does not return.
+    // This call must come first. In the keeper process, it does not return.
     keeper_main_if_asked();
     if std::env::args().nth(1).is_some_and(|argument| argument == "worker") {
         return bulkhead_worker::serve(count);
@@ -46,7 +46,8 @@ fn application() -> Result<(), Box<dyn Error>> {
         grace = \"100ms\"
         "
     );
-    // The path only determines the folder to which relative paths refer. To read a file, use `config::load_embedded`.
+    // The path only determines the folder against which relative paths are resolved. To read a file, use
+    // `config::load_embedded`.
     let config = config::parse_embedded(&text, Path::new("workers.toml"))?;
     let supervisor = Supervisor::start_blocking(config)?;
     let client = supervisor.blocking_client()?;

@@ -1,4 +1,4 @@
-//! A worker that misbehaves on request. The operation selects how.
+//! A worker that misbehaves on request. The operation selects the misbehaviour.
 
 use std::process::{Command, ExitCode};
 use std::time::Duration;

@@ -3,8 +3,8 @@
 //!
 //! - By default, the worker does not monitor its queries. A query that does not finish is killed at its deadline,
 //!   together with the worker.
-//! - With the `polite` operation, the worker stops a query when no client is waiting for it any more, and continues to
-//!   run.
+//! - With the `polite` operation, the worker stops a query when no client is waiting for the rows any more, and serves
+//!   the next job.
 //! - A query that uses too much memory is stopped by a limit in SQLite itself.
 
 use std::collections::HashMap;

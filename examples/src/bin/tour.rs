@@ -9,12 +9,12 @@ use bulkhead_client::{Client, Job, JobError, Reply};
 use bulkhead_linux::process_tree::descendants_of;
 use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
 
-/// Maximum time to wait for the supervisor to start or stop, and for an ordinary job, on a busy machine. On an idle
+/// Maximum time to wait for the start or stop of the supervisor, or for an ordinary job, on a busy machine. On an idle
 /// machine, each of these takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Deadline of jobs that never end. A job that expires in the queue proves nothing, so it is sent again with twice
-/// the deadline.
+/// Deadline for jobs that never end. If such a job expires before it leaves the queue, it is sent again with twice the
+/// deadline.
 const ENDLESS: Duration = Duration::from_secs(1);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -26,7 +26,7 @@ struct Case {
     tenant: String,
     what: String,
     payload: Vec<u8>,
-    /// Outcomes that are acceptable.
+    /// Acceptable outcomes.
     expected: &'static [&'static str],
     /// True if the job never ends on its own.
     is_endless: bool,
@@ -295,7 +295,7 @@ async fn send(client: &Client, case: &Case) -> std::result::Result<Reply, JobErr
     let mut deadline = if case.is_endless { ENDLESS } else { PATIENCE };
     loop {
         let result = job(client, case).deadline(deadline).send().await;
-        // A job that never began proves nothing yet.
+        // A job that expired in the queue has not been tested, so it is sent again.
         if deadline >= PATIENCE || outcome(&result) != "deadline_exceeded/queued" {
             return result;
         }

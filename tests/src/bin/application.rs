@@ -1,6 +1,6 @@
-//! An application with an embedded supervisor. The same program is the supervisor's keeper. The first argument selects
-//! the scenario. Each scenario runs in its own folder, and the `MISBEHAVE` environment variable names the worker's
-//! program. Panics on any failure.
+//! An application with an embedded supervisor. The same program also runs as the supervisor's keeper. The first
+//! argument selects the scenario. Each scenario runs in its own folder, and the `MISBEHAVE` environment variable names
+//! the worker's program. Panics on any failure.
 
 use std::io::{BufRead, Write};
 use std::os::fd::AsRawFd;
@@ -28,7 +28,7 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // Longer than any wait in a scenario, and short enough for the test to report the failure.
+    // The limit is longer than any wait in a scenario, and short enough for the test to report the failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -450,7 +450,7 @@ fn attempts(profile: &str) {
     let patient = |bulkhead: &str, operation: &str, targets: &serde_json::Value| {
         client.job(bulkhead, targets.to_string()).operation(operation).deadline(PATIENCE).send()
     };
-    // `read-shadow` needs no target process.
+    // Uses `read-shadow` to find the worker's PID, because this attempt needs no target process.
     let sibling = patient("sibling", "read-shadow", &targets).unwrap().outcome().worker_pid.unwrap();
     targets["sibling"] = sibling.into();
     targets["supervisor"] = std::process::id().into();
@@ -701,7 +701,7 @@ const CHILD_SECONDS_MAX: u32 = 60;
 fn ends_for_good() {
     let (supervisor, client) = start("");
     let line = line(&client);
-    // SAFETY: the child only uses its copy and exits.
+    // SAFETY: the child only uses its copy of the supervisor and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
         nix::unistd::alarm::set(CHILD_SECONDS_MAX);
@@ -792,8 +792,8 @@ fn refused() {
     assert_nothing_open(open);
 }
 
-/// Checks that relative paths of the keeper and of the host program refer to the current directory at the start. A
-/// keeper that is restarted later uses the same paths.
+/// Checks that relative paths of the keeper and of the host program are resolved against the current directory at the
+/// start. A keeper that is restarted later uses the same paths.
 fn relative_paths() {
     let own = std::env::current_exe().unwrap();
     std::os::unix::fs::symlink(&own, "keeper").unwrap();
@@ -990,7 +990,7 @@ async fn local() {
     });
     let line = line.await.unwrap();
     // A supervisor that is not driven receives nothing, and its timers do not advance. Workers do not count as hung.
-    // The deadline is shorter than the pause below, and leaves a slow worker enough time for the job afterwards.
+    // The deadline is shorter than the pause below, but long enough for a slow worker to run the job after the pause.
     let waits = client.job("a", "").operation("echo").deadline(Duration::from_secs(5));
     let waits = tokio::spawn(waits.send());
     std::thread::sleep(Duration::from_secs(6));
@@ -1081,7 +1081,7 @@ fn adopts() {
     rustix::process::set_child_subreaper(Some(rustix::process::Pid::INIT)).unwrap();
     let mut own =
         Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    // The keeper's program or the folder for crash reports makes these starts fail.
+    // These starts fail because of an invalid keeper program or an invalid folder for crash reports.
     let not_a_keeper =
         Supervisor::builder(settings("", "")).keeper(KeeperProgram::Program("/bin/true".into()));
     not_a_keeper.start_blocking().unwrap_err();

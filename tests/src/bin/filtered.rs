@@ -1,9 +1,8 @@
 //! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. Simulates a kernel
 //! that lacks these calls, or the sandbox of a container or of another supervisor.
 //!
-//! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. Error 0 means success without effect. If the only rule
-//! is `@FILE`, applies the container engine's seccomp profile in this file, without its conditions on
-//! arguments.
+//! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. Error 0 means success without effect. If the only rule is
+//! `@FILE`, the filter is the container engine's seccomp profile in that file, without the conditions on arguments.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};

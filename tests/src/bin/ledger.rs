@@ -20,7 +20,7 @@ fn main() -> ExitCode {
         ["worker", notes, bulkhead, bound] => ledger::worker::serve(notes, bulkhead, bound),
         ["in", notes, ref rest @ .., mode] => match plan(rest) {
             Some(plan) => {
-                // Longer than a run without load. Limits how long the test waits for a hanging run.
+                // Maximum duration of a run, excluding the load. Limits how long the test waits for a hanging run.
                 const REST_MAX: Duration = Duration::from_secs(10 * 60);
                 let seconds = (plan.lasts + REST_MAX).as_secs();
                 nix::unistd::alarm::set(u32::try_from(seconds).unwrap_or(u32::MAX));

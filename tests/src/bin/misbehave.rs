@@ -431,7 +431,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 eprint!("{line}");
             }
         }
-        // Leaks the number of MiB of memory given in the payload.
+        // Leaks memory. The payload is the amount in MiB.
         "hoard" => {
             let bytes = usize::try_from(number(job)).unwrap_or(0) << 20;
             std::mem::forget(vec![1_u8; bytes]);
@@ -542,9 +542,9 @@ fn raw(mode: &str) -> ExitCode {
     }
 }
 
-/// Runs a worker that cannot be resized and that keeps all its jobs until the file `go` exists. The result of each job
-/// is the largest number of jobs that the worker had at once. Creates the file `too-many` if the worker receives more
-/// jobs than the welcome allows, and the file `told` if it receives a LIMITS frame.
+/// Runs a worker that cannot be resized and that answers no jobs until the file `go` exists. The result of each job is
+/// the largest number of jobs that the worker had at once. Creates the file `too-many` if the worker receives more jobs
+/// than the welcome allows, and the file `told` if it receives a LIMITS frame.
 fn hoard() -> ExitCode {
     use std::os::fd::AsFd;
     let mut raw = Raw::by_hand();

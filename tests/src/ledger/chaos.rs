@@ -1,4 +1,4 @@
-//! Disturbs the supervisor and its workers during a run.
+//! Injects faults into the supervisor and its workers during a run.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -51,7 +51,7 @@ pub enum Told {
         /// Whether the supervisor reports the job as executed.
         executed: Executed,
     },
-    /// The connection was lost. This is a fault, because the supervisor does not exit under load.
+    /// The connection was lost. This is a fault, because the supervisor must not exit under load.
     Lost(String),
 }
 

@@ -607,7 +607,7 @@ fn event_stream_continues_stored_events_without_gaps() {
         assert_eq!(supervisor.post(&format!("/v1/bulkheads/b/{verb}")).0, 200);
     }
     assert_eq!(supervisor.post("/v1/bulkheads/other/drain").0, 200);
-    // Other events can come between, for example after a pause of the supervisor on a busy machine.
+    // Other events can come in between, for example after a pause of the supervisor on a busy machine.
     let mut ends = Vec::new();
     for (stream, since) in &mut streams {
         let mut seq = *since;
@@ -637,7 +637,7 @@ fn event_stream_continues_stored_events_without_gaps() {
     let newest = seqs("/v1/events?follow=false&limit=1");
     assert!(newest.len() == 1 && newest[0] >= end, "{newest:?}");
     assert_eq!(seqs("/v1/events?follow=false&bulkhead=other&limit=1"), [end]);
-    // A number that this supervisor has not used yet comes from an earlier supervisor.
+    // A number that this supervisor has not used yet comes from an earlier supervisor, so everything is returned.
     assert_eq!(seqs("/v1/events?follow=false&since=99999999")[..4], [1, 2, 3, 4]);
     assert_eq!(get(&supervisor, "/v1/events?follow=false&bulkhead=nobody").status, 404);
 }
@@ -723,7 +723,7 @@ fn logs_escape_control_characters_in_worker_output() {
     client.job("x", rubbish).send().unwrap();
     let lines = wait_for("the log has four lines", || {
         let lines = get(&supervisor, "/v1/bulkheads/x/logs").lines();
-        // The last line is not terminated, so the supervisor does not show the line yet.
+        // The last line is not terminated, so the supervisor does not show it yet.
         (lines.len() >= 4).then_some(lines)
     });
     let pid = supervisor.worker_pids("x")[0];
@@ -752,7 +752,7 @@ fn logs_escape_control_characters_in_worker_output() {
     };
     assert_eq!(numbers("/v1/bulkheads/x/logs?since=1")[..3], [2, 3, 4]);
     assert_eq!(numbers("/v1/bulkheads/x/logs?since=1&limit=1").len(), 1);
-    // A number that this supervisor has not used yet comes from an earlier supervisor.
+    // A number that this supervisor has not used yet comes from an earlier supervisor, so everything is returned.
     assert_eq!(numbers("/v1/bulkheads/x/logs?since=1000")[..3], [1, 2, 3]);
 
     let lines = wait_for("the log has a line from each stream", || {

@@ -179,7 +179,7 @@ fn failed_jobs_return_problem_documents() {
     check(&place.job("protocol", "", &[], b""), 502, "crashed", "protocol", "unknown");
     check(&place.job("hung", "stop", &[], b""), 502, "crashed", "hung", "unknown");
 
-    // A neighbour with a shorter deadline hangs, so the supervisor kills the shared worker.
+    // Another job with a shorter deadline hangs, so the supervisor kills the worker that both jobs share.
     let innocent = {
         let place = place.clone();
         std::thread::spawn(move || place.job("shared", "sleep", &["Bulkhead-Deadline-Ms: 60000"], b"60000"))

@@ -314,7 +314,7 @@ fn access_entry_restricts_jobs_with_its_token() {
         let executed = if status == 200 { "yes" } else { "no" };
         assert_eq!(answer.header("bulkhead-executed"), executed, "{bulkhead} {tenant}");
     }
-    // The entries do not apply to the jobs socket.
+    // Access entries with tokens do not apply to the jobs socket.
     assert!(bulkhead_client::blocking::Client::connect(supervisor.socket()).is_ok());
 }
 
@@ -448,7 +448,8 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
         );
         assert_eq!(place.ask("GET", "/readyz", &[], b"").status, 200);
     }
-    // Opens more silent connections than can wait. The oldest are refused, and health checks are served.
+    // Opens more silent connections than are allowed to wait. The oldest are refused, and health checks are still
+    // served.
     let mut silent: Vec<KeptAlive> = (0..10).map(|_| place.keep_alive()).collect();
     assert_eq!(silent[0].answer().expect("the oldest is refused").status, 503);
     assert_eq!(place.ask("GET", "/healthz", &[], b"").status, 200);
@@ -585,8 +586,8 @@ fn second_signal_ends_the_drain_notice_period() {
     assert_eq!(supervisor.wait().code(), Some(0));
 }
 
-/// A client with a token sends chunked payloads until it has used up its share of the memory. The user that runs the
-/// supervisor still gets a share.
+/// A client with a token sends chunked payloads until the client's share of the memory is used up. The supervisor's own
+/// user keeps a share.
 #[test]
 fn token_holder_cannot_use_another_users_memory_share() {
     let (supervisor, place) = start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", ONE);

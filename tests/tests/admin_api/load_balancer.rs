@@ -246,7 +246,7 @@ fn stopping_hosts_under_load_does_not_reset_connections() {
                 let before = host.runs().lines().count();
                 wait_for("the host has jobs", || (host.runs().lines().count() > before + 5).then_some(()));
                 host.restart("");
-                // A new job on the host shows that the proxy knows that the host is back.
+                // A new job on the host shows that the proxy uses the host again.
                 let before = host.runs().lines().count();
                 wait_for("the host has jobs again", || (host.runs().lines().count() > before).then_some(()));
                 stops.fetch_add(1, Ordering::SeqCst);

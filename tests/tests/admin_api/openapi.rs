@@ -284,7 +284,7 @@ fn generated_requests_match_the_openapi_document() {
         .arg(program)
         .args(["run", &format!("http://{address}/openapi.json"), "-H", BEARER])
         .args(["--checks", "status_code_conformance,content_type_conformance,response_schema_conformance"])
-        // Excludes endless streams, and operations that would reject the jobs of later requests.
+        // Excludes endless streams, and operations after which later jobs would be rejected.
         .args(["--exclude-operation-id", "events", "--exclude-operation-id", "showLogs"])
         .args(["--exclude-operation-id", "watch"])
         .args(["--exclude-operation-id", "drain", "--exclude-operation-id", "replayCrash"])

@@ -443,7 +443,7 @@ fn client_outside_pid_namespace_is_accepted() {
     if !may_be_others() {
         return;
     }
-    // The supervisor runs in a separate PID namespace, and the client outside.
+    // The supervisor runs in a separate PID namespace, and the client runs outside that namespace.
     let folder = tempfile::tempdir().unwrap();
     let config = format!(
         "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{}",

@@ -546,7 +546,7 @@ fn frames_that_follow_descriptors_are_read_immediately() {
         sendmsg(&peer.0, &[IoSlice::new(&leased)], &mut rights, SendFlags::empty()).unwrap();
         peer.send(&outcome(job.unwrap(), b"result"));
         sent.send(()).unwrap();
-        // Reads nothing more, because the kernel would then report that the client can write and read.
+        // Reads nothing more, because reading frees buffer space, and the kernel would then notify the client again.
         peer
     };
     std::thread::scope(|scope| {
@@ -554,12 +554,12 @@ fn frames_that_follow_descriptors_are_read_immediately() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let client = Client::connect(path).await.unwrap();
-            // The connection's task runs until it waits for the socket, so that the runtime learns of both messages at
-            // once.
+            // Lets the connection's task run until it waits for the socket, so that the runtime is notified of both
+            // messages at once.
             for _ in 0..1000 {
                 tokio::task::yield_now().await;
             }
-            // Larger than a payload that never uses a memory file.
+            // The payload is large enough for the client to request a memory file.
             let job = client.job("b", vec![0; 100_000]).start().await.unwrap();
             // The only thread of the runtime does not read before both messages have arrived.
             is_sent.recv_timeout(PATIENCE).unwrap();

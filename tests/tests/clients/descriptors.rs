@@ -112,7 +112,7 @@ fn lingering_socket_from_client_does_not_block_supervisor() {
         let mut listeners = Vec::new();
         for _ in 0..ROUNDS {
             // Sends one socket with the hello of an open connection, and one with the last bytes of a connection that
-            // then closes. The supervisor might never read the latter.
+            // then closes. The supervisor might never read these last bytes.
             let mut first = dial(&path);
             listeners.push(pass(&first, &hello(), is_older));
             let last = dial(&path);

@@ -523,7 +523,7 @@ fn invalid_job_does_not_close_the_connection() {
 fn reusing_a_running_jobs_number_closes_the_connection() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
-    // If their numbers were unused, these jobs would each have a different outcome.
+    // With an unused number, each of these jobs would have a different outcome.
     let seconds = [
         submit(7, "echo", b""),
         submit(7, "echo", &[1; 70_000]),
@@ -840,7 +840,7 @@ fn rejected_clients_get_limited_processor_time() {
     let flood: Vec<u8> = (0..64).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
     let sockets: Vec<UnixStream> = (0..4).map(|_| open(&path)).collect();
     sockets.iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
-    // Position in `flood` at which each socket continues.
+    // Offset in `flood` at which each socket continues.
     let mut rests = vec![0; sockets.len()];
     let (mut answers, mut is_open) = (vec![0; 1 << 16], true);
     let mut floods = || {

@@ -165,7 +165,8 @@ fn adds_up(supervisor: &Supervisor, bulkhead: &str) {
 fn announced_payloads_use_no_memory_before_they_arrive() {
     let supervisor = Supervisor::start_with("max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"", BUSY);
     let mut honest = Caller::of(&supervisor);
-    // The honest client uses and frees memory first. Clients that only announce payloads must not occupy this memory.
+    // The honest client uses and frees memory first. Clients that only announce payloads must not occupy the freed
+    // memory.
     honest.submit(&PLAIN, &vec![1; 4 * MIB], 0);
     assert_eq!(name(&honest.outcome().1), "ok");
     let before = resident_bytes(supervisor.pid());
@@ -173,8 +174,8 @@ fn announced_payloads_use_no_memory_before_they_arrive() {
     for caller in &mut hostile {
         caller.submit(&PLAIN, b"x", MIB - 1);
     }
-    // When the honest job is answered, the supervisor has read all announcements. Then each hostile client sends one
-    // more byte.
+    // Once the honest job has been answered, the supervisor has read all announcements. Each hostile client then sends
+    // one more byte.
     honest.submit(&PLAIN, b"", 0);
     assert_eq!(name(&honest.outcome().1), "ok");
     for caller in &mut hostile {
@@ -219,7 +220,7 @@ fn second_user_gets_its_share_of_memory() {
     let path = file.to_str().unwrap().to_owned();
     let bob: Vec<Child> =
         (0..3).map(|_| by_bob(&supervisor, &["a", "pid", "--payload-file", path.as_str()])).collect();
-    // Bob's jobs wait, so jobs of the greedy client must have been rejected to free memory.
+    // Bob's jobs are queued, so jobs of the greedy client must have been rejected to free memory.
     wait_for("all of Bob's jobs are submitted", || (supervisor.number("a", "submitted") == 64).then_some(()));
     wait_for("eight jobs of the greedy client are rejected", || {
         (supervisor.snapshot("a")["rejected"]["overloaded"].as_u64() >= Some(37)).then_some(())
@@ -310,7 +311,7 @@ fn memory_rejection_is_retryable_only_within_the_deadline() {
         caller.submit(&PLAIN, &payload, 0);
     }
     supervisor.wait_number("a", "queued", 2);
-    // The default and the maximum are 600 s. The client has to wait for one second.
+    // The default and the maximum deadline are 600 s. The suggested retry delay is one second.
     for (asked, applied, is_retryable) in
         [(0, 600_000_000, true), (u64::MAX, 600_000_000, true), (500_000, 500_000, false)]
     {

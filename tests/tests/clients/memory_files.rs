@@ -234,7 +234,7 @@ fn fallback_receives_payload_over_the_socket() {
             if reply.outcome().bulkhead == "second" {
                 break;
             }
-            // The client does not use a file that has been idle for seconds.
+            // Tries again, because the client does not use a file that has been idle for seconds.
             assert!(began.elapsed() < PATIENCE, "no worker died while it used a file");
         }
     });
@@ -378,7 +378,7 @@ fn worker_can_write_only_results_to_memory_files() {
         let attack = loop {
             until_in_file(&client, "").await;
             let attack = client.job("b", vec![9; MIB]).operation("attack").send().await.unwrap();
-            // Otherwise, the payload was not in a file, because the client does not use a file that has been idle for
+            // Tries again if the payload was not in a file. The client does not use a file that has been idle for
             // seconds.
             if attack.payload().len() < MIB {
                 break attack;
@@ -405,8 +405,8 @@ fn invalid_lease_from_worker_is_a_protocol_violation() {
             let lied = loop {
                 until_in_file(&client, "").await;
                 let lied = client.job("b", vec![9; MIB]).operation(lie).send().await;
-                // Otherwise, the payload was not in a file, because the client does not use a file that has been idle
-                // for seconds.
+                // Tries again if the payload was not in a file. The client does not use a file that has been idle for
+                // seconds.
                 if lied.is_err() {
                     break lied;
                 }
@@ -473,7 +473,8 @@ impl Raw {
     fn send(&self, kind: u8, number: u64, message: &impl bincode::Encode, extensions: &[(u16, &[u8])]) {
         let (mut outbox, mut pool) = (Outbox::default(), BufferPool::default());
         outbox.push(kind, number, message, extensions, Payload::NONE).unwrap();
-        // The socket is full while the supervisor reads slowly. A frame that is not sent would never be answered.
+        // The socket buffer can be full while the supervisor reads slowly, so a single flush might not send the whole
+        // frame.
         wait_for("the supervisor reads from the socket", || {
             outbox.flush(&self.socket, &mut pool).unwrap().then_some(())
         });

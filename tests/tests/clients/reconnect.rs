@@ -249,7 +249,7 @@ fn unsent_jobs_are_sent_again_in_order() {
                 let job = client.job("b", vec![index; 3 << 20]).deadline(LONG);
                 others.push(job.start().await.unwrap());
             }
-            // The client's buffer has no room for this job, which has a payload that is read when the job is sent.
+            // The client's buffer has no room for this job, whose payload is read only when the job is sent.
             let fill = |buffer: &mut [u8]| buffer.fill(3);
             let waiting = client.job("b", []).payload_in_place(3 << 20, fill).deadline(LONG).send();
             let (waiting, ()) = tokio::join!(waiting, async { end.send(()).unwrap() });
@@ -405,7 +405,7 @@ fn job_ends_at_its_deadline_if_no_supervisor_answers() {
     against(
         move |fake| {
             next_job(&mut fake.welcome());
-            // The listener stays open without a welcome, until all jobs have ended.
+            // The listener stays open until all jobs have ended, but sends no further welcome.
             told.recv_timeout(PATIENCE).unwrap();
         },
         async |path| {

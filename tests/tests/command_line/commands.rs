@@ -277,7 +277,7 @@ fn commands_exit_77_for_forbidden_user() {
         command.arg("--socket").arg(supervisor.socket()).arg("--admin").arg(folder.join("admin.sock"));
         spawn(command.args(arguments).uid(65_534).gid(65_534)).end().expect(77)
     };
-    // The file mode allows every user to connect, but the supervisor rejects this one.
+    // The file mode allows every user to connect, but the supervisor rejects this user.
     let told = stranger(&["submit", "b", "--json"]);
     assert!(told.stderr.contains("65534"), "{}", told.stderr);
     check_end(told, 77, "rejected", "forbidden", "no", false);
@@ -814,7 +814,7 @@ fn bench_prints_throughput_and_latency() {
     let supervisor =
         Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\n");
     let load = ["bench", "b", "--duration", "200ms", "--concurrency", "2"];
-    // On a busy machine, it can happen that no job ends while the bench runs.
+    // On a busy machine, the bench can finish before any job ends.
     wait_for("the table has all figures", || {
         let text = bulkhead(&supervisor, &load).expect(0);
         let parts = ["jobs/s", "ok", "p50", "p90", "p99", "max"];
@@ -830,7 +830,7 @@ fn bench_prints_throughput_and_latency() {
     assert!(object["latency_ms"]["p99"].as_f64() >= object["latency_ms"]["p50"].as_f64(), "{object}");
     assert!(supervisor.number("b", "done") > jobs);
     bulkhead(&supervisor, &["bench", "nobody", "--duration", "10s"]).expect(66);
-    // On a busy machine, it can happen that no job has ended by then.
+    // On a busy machine, the bench can finish before any job has failed.
     wait_for("a job fails while the bench runs", || {
         let ran = bulkhead(&supervisor, &["bench", "b", "fail", "--duration", "100ms"]);
         (ran.code == Some(1)).then_some(())

@@ -200,7 +200,7 @@ fn is_ready_reports_and_waits_for_readiness() {
     for more in [&["is-ready", "broken"] as &[&str], &["is-ready", "broken", "--json"]] {
         unread(supervisor.command().args(more)).expect(3);
     }
-    // The exit code is 69 if the response of the supervisor takes several seconds.
+    // The exit code is 69 if the supervisor takes several seconds to respond.
     wait_for("the command waits without success", || {
         (bulkhead(&supervisor, &["is-ready", "broken", "--wait", "150ms"]).code == Some(3)).then_some(())
     });
@@ -334,7 +334,7 @@ fn drain_waits_until_no_jobs_are_left() {
     );
     assert!(bulkhead(&supervisor, &["drain", "idle", "--wait=60s"]).expect(0).text().contains("drained"));
     let running = blocker(&supervisor, &["submit", "b", "yield"]);
-    // The exit code is 69 if the response of the supervisor takes several seconds.
+    // The exit code is 69 if the supervisor takes several seconds to respond.
     let late = wait_for("the command waits without success", || {
         Some(bulkhead(&supervisor, &["drain", "b", "--wait=50ms", "--json"]))
             .filter(|ran| ran.code == Some(124))
@@ -537,7 +537,7 @@ fn respond(listener: &TcpListener, status: &str, body: &str) -> String {
     head[0].clone()
 }
 
-/// Admin API that sends prepared responses, for states that last only a moment in a supervisor.
+/// Stand-in for the admin API that sends prepared responses, for states that last only a moment in a real supervisor.
 struct StandIn(TcpListener);
 
 impl StandIn {

@@ -69,7 +69,7 @@ fn failing_jobs_change_service_state_of_ready_bulkhead() {
     assert_eq!(service("callers"), (json!("ok"), json!(null)));
     assert_eq!(service("idle"), (json!("ok"), json!(null)));
 
-    // The worst bulkheads are listed first, with the causes.
+    // `status` lists the worst bulkheads first, with the causes.
     wait_for("workers are ready", || {
         let all = supervisor.get("/v1/bulkheads");
         let all = all["bulkheads"].as_array().unwrap();

@@ -342,7 +342,7 @@ fn job_that_already_failed_skips_output_grace() {
 
 #[test]
 fn orphans_within_output_grace_survive_other_programs() {
-    // The orphan creates `held` once its program is a zombie.
+    // The orphan creates `held` once the job's program is a zombie.
     let hold = "exec 3<&0; SETSID sh -c 'until read -r a b s c < /proc/'$$'/stat && [ $s = Z ]; do :; done; \
                 cd PLACE/write; : > held; until [ -e go ]; do sleep 0.01; done; tr a-z A-Z <&3' & exit 0";
     under_each_profile("output_grace = \"100s\"\nmax_in_flight = 2", |place| {
@@ -497,7 +497,7 @@ fn host_holds_no_descriptors_for_readable_paths() {
         place.worker(name)
     };
     let (many, few) = (serve("many"), serve("few"));
-    // A host can close the last descriptors after it has sent the outcome.
+    // A host may close its last descriptors only after it has sent the outcome.
     wait_for("both hosts have the same number of descriptors", || {
         (descriptors(many) == descriptors(few)).then_some(())
     });

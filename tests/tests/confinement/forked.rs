@@ -586,7 +586,7 @@ fn hostile_template_does_not_affect_other_bulkheads() {
     }
 }
 
-/// Maximum number of a bulkhead's replaced workers that can be exiting at the same time.
+/// Maximum number of replaced workers of a bulkhead that can be exiting at the same time.
 const EXITING_MAX: usize = 16;
 
 /// Each job gets a fresh process, and spares are kept ready. The number of processes, including exiting ones, stays

@@ -180,7 +180,7 @@ fn worker_can_run_in_closed_home() {
     }
 }
 
-/// The worker sees the entries of a folder with mode 0700 one by one, so their number is limited.
+/// Each entry of a folder with mode 0700 is made visible to the worker separately, so the number of entries is limited.
 #[test]
 fn entries_of_closed_folders_are_shown_up_to_a_limit() {
     for profile in profiles() {

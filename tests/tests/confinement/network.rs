@@ -47,7 +47,7 @@ fn ports(listeners: &[TcpListener]) -> Vec<u16> {
 const ALWAYS_REFUSED: [(&str, &[&str]); 13] = [
     ("connect-by-mptcp", &["EPROTONOSUPPORT"]),
     ("connect-by-fast-open", &["EOPNOTSUPP"]),
-    // Refused by the filter, or with UDP by Landlock.
+    // Refused by the filter or, with the `udp` flag, by Landlock.
     ("listen-on-tcp", &["EPERM", "EACCES"]),
     ("listen-on-any-port", &["EPERM"]),
     ("raw-socket", &["ESOCKTNOSUPPORT"]),

@@ -1,4 +1,4 @@
-//! Workers of an unprivileged supervisor that have user IDs from `/etc/subuid`.
+//! Workers with user IDs from `/etc/subuid`, started by an unprivileged supervisor.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -138,7 +138,7 @@ fn workers_get_separate_ids_from_subuid() {
         assert_eq!((&told["identity"], &told["missing"]), (&json!("own"), &json!([])), "{profile}: {told}");
         let mut status = supervisor.command();
         status.args(["status", "worker"]);
-        // `status` mentions workers only if they share a user.
+        // `status` mentions the workers' user only if it is the supervisor's own user.
         assert!(!output(status).contains("shared"), "{profile}");
 
         let client = client(&supervisor);

@@ -146,7 +146,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     place.ask("x", "leave-a-file");
     let crashed = place.client().job("x", "").operation("crash").send().unwrap_err();
     settled();
-    // A crash caused by a signal starts a symbolizer, below a separate keeper.
+    // A crash caused by a signal starts a symbolizer under a separate keeper.
     if let Some(report) = crashed.outcome().and_then(|outcome| outcome.report.clone()) {
         wait_for("the symbolizer has exited", || {
             let report = place.supervisor.crash_report(&report);
@@ -161,13 +161,13 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let began = Instant::now();
     loop {
         let mut after = Traces::of(&place);
-        // A smaller number is correct, because the first count can include a connection of the test, or the crashed
-        // worker's folder.
+        // A smaller number is also correct, because the first count can include a connection of the test, or the
+        // crashed worker's folder.
         after.descriptors_of_supervisor =
             after.descriptors_of_supervisor.max(before.descriptors_of_supervisor);
         after.descriptors_of_keeper = after.descriptors_of_keeper.max(before.descriptors_of_keeper);
         after.temporary = after.temporary.max(before.temporary);
-        // Another test can have unmounted a file system.
+        // Another test may have unmounted a file system.
         after.mounts_of_keeper.extend(before.mounts_of_keeper.iter().cloned());
         after.mounts_of_machine.extend(before.mounts_of_machine.iter().cloned());
         if after == before {
@@ -320,7 +320,7 @@ fn hostile_temporary_folder_is_removed_safely() {
             let precious = place.path().join("outside/precious");
             std::fs::write(&precious, "x").unwrap();
             let ended = place.attempt(&place.client(), "x", "booby-trap-temporary-folder", &targets);
-            // The size check can reject the worker first, because the folder is too deep.
+            // The size check can kill the worker before the attempt ends, because the folder is nested too deeply.
             let is_seen = |why: &String| why.contains("temporary directory");
             let folder = match &ended {
                 Ended::Succeeded(folder) => folder,
@@ -328,7 +328,7 @@ fn hostile_temporary_folder_is_removed_safely() {
                 _ => panic!("{sandbox}: {ended:?}"),
             };
             kill_pid(place.worker("x"), Signal::SIGKILL);
-            // The next worker does not wait until the folder is removed.
+            // The next worker starts without waiting for the removal of the folder.
             wait_for("the next worker serves jobs", || place.client().job("x", "").send().ok());
             let temporary = || walk(place.path().join("tmp"));
             wait_for(&format!("{folder} is removed, {sandbox}"), || (temporary() == before).then_some(()));

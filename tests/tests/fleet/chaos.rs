@@ -35,7 +35,7 @@ pub(super) struct Plan {
     pub(super) run_ms: u64,
     /// Every job whose number is a multiple of this value is submitted twice.
     pub(super) copied: u64,
-    /// Bug to plant in all agents on purpose. Used to check that the test detects broken guarantees.
+    /// Bug planted in all agents, used to check that the test detects broken guarantees.
     pub(super) planted: Option<&'static str>,
     /// Permitted outcomes. Any other outcome is a violation.
     pub(super) outcomes: &'static [&'static str],
@@ -101,7 +101,7 @@ async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -
     let submitted = loop {
         match job.clone().submit().await {
             Ok(submitted) => break submitted,
-            // The same ID is submitted again.
+            // Submits the job again with the same ID.
             Err(error) if error.is_retryable() || error.exit_code() == 66 => {
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
@@ -133,7 +133,7 @@ async fn submit_all(
     let mut tasks = tokio::task::JoinSet::new();
     let began = Instant::now();
     let all = async {
-        // A busy machine submits fewer jobs, and does not catch up after the last fault.
+        // On a busy machine, fewer jobs are submitted, and the test does not catch up after the last fault.
         for number in (1..=plan.seconds * plan.rate).take_while(|_| began.elapsed().as_secs() < plan.seconds)
         {
             interval.tick().await;

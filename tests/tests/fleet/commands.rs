@@ -197,7 +197,7 @@ fn dead_letter_replaces_only_that_of_an_earlier_job() {
     let own = letter();
     assert_eq!((&own["outcome"], &own["payload_bytes"]), (&"failed".into(), &0.into()), "{own}");
 
-    // Another submission of the same job changes nothing.
+    // Submitting the same job again changes nothing.
     run(async {
         let job = fleet.connect().await.job("b", "other payload").id("nightly").operation("fail");
         job.submit().await.unwrap().result().await.unwrap_err();

@@ -129,7 +129,7 @@ fn outage_of_all_servers_does_not_end_running_jobs() {
         std::thread::park_timeout(HOST_LOST_AFTER + HOST_LOST_AFTER / 2);
         fleet.servers[0].restart();
         wait_for("the server listens", || fleet.servers[0].is_listening().then_some(()));
-        // The message is delivered to the other host, which leaves the job to its holder.
+        // The message is delivered to the other host, which leaves the job to the host that holds it.
         std::thread::park_timeout(HOST_LOST_AFTER / 2);
         std::fs::write(fleet.folder.path().join("go"), "").unwrap();
         assert_eq!(outcome(&client, "patient").await, "ok");
@@ -253,7 +253,7 @@ fn host_clock_that_is_ahead_does_not_shorten_deadlines() {
     });
     run(async {
         let client = fleet.connect().await;
-        // The clock is five seconds ahead, so no job would succeed if the deadline were shorter by this time. On a busy
+        // The clock is five seconds ahead. If this difference shortened the deadlines, no job would succeed. On a busy
         // machine, some of the jobs can miss their deadline.
         let (began, mut served) = (Instant::now(), 0);
         while served < 10 {

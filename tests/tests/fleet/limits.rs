@@ -120,7 +120,8 @@ fn size_of_a_result_is_checked_against_the_current_limit() {
 fn dead_letter_without_its_payload_cannot_be_requeued() {
     let Some(fleet) = start() else { return };
     let head = "NATS/1.0\r\nBulkhead-Id: large\r\nBulkhead-Operation: fail\r\n\r\n";
-    // The largest message that the server accepts. The dead letter has more headers.
+    // The message has the maximum size that the server accepts. The dead letter would be larger, because it has more
+    // headers.
     let payload = vec![b'x'; (1 << 20) - head.len()];
     let answer = fleet.request(b"bh.job.b.n.3.=", head.as_bytes(), &payload);
     assert!(answer.contains("\"seq\""), "{answer}");
@@ -179,7 +180,7 @@ fn message_that_is_not_a_valid_job_becomes_a_dead_letter() {
     for id in ["message-1", "late", "twice"] {
         assert!(letters.iter().any(|letter| letter["id"] == id), "{id}: {letters:?}");
     }
-    // The letters do not contain the options of the jobs.
+    // These letters cannot be requeued, because they do not contain the options of the jobs.
     assert_eq!(fleet.json(&["dead", "requeue", "--all"]), (65, Vec::new()));
     assert_eq!(fleet.json(&["dead", "list"]).1, letters);
     // The agent still works.
@@ -213,7 +214,7 @@ fn lanes_let_a_quiet_tenant_overtake_a_busy_one() {
     });
 }
 
-/// Runs `init` with another number of lanes.
+/// Runs `init` with a different number of lanes.
 fn change_lanes(fleet: &TestFleet, lanes: &str) -> Output {
     let text = std::fs::read_to_string(fleet.config()).unwrap();
     let text = text.replace("[bulkhead.b]\n", &format!("[bulkhead.b]\nlanes = {lanes}\n"));

@@ -156,7 +156,7 @@ impl Disk {
         succeed(Command::new("mount").args(["-o", "loop"]).arg(self.image()).arg(self.mounted()));
     }
 
-    /// Simulates a power cut of a server. All data that the server has not synchronized to the disk is lost.
+    /// Simulates a power failure of a server. All data that the server has not synchronized to the disk is lost.
     fn cut_power(&self, server: &mut NatsServer) {
         server.signal(Signal::SIGSTOP);
         // EXT4_IOC_SHUTDOWN with NOLOGFLUSH: nothing more is written, not even the journal.
@@ -220,7 +220,7 @@ fn jobs_after_a_power_cut(version: &str, server_settings: &str) -> Option<u64> {
     });
     disks[0].cut_power(&mut fleet.servers[0]);
     disks[0].restore_power(&mut fleet.servers[0]);
-    // Creates the streams again if they are lost.
+    // Creates the streams again if they were lost.
     wait_for("the streams are prepared", || fleet.command(&["init"]).status.success().then_some(()));
     Some(wait_for("the server counts the jobs", || fleet.pending("b")))
 }
@@ -230,7 +230,7 @@ fn power_cut_loses_only_unsynchronized_jobs() {
     for version in VERSIONS {
         let Some(synchronized) = jobs_after_a_power_cut(version, "sync_interval: always") else { return };
         assert_eq!(synchronized, 50);
-        // Shows that the test cuts the power.
+        // Without synchronization, some jobs must be lost. This shows that the test really cuts the power.
         let lost = jobs_after_a_power_cut(version, "").unwrap();
         assert!(lost < 50, "{lost}");
         println!("{version}: without synchronization, {lost} of 50 jobs remain");

@@ -33,7 +33,7 @@ fn flooding_tenant_does_not_delay_another_tenant() {
         wait_for("97 jobs of the flood are queued", || {
             (supervisor.number("b", "queued") == 97).then_some(())
         });
-        // None of the flood's jobs ends while this job runs.
+        // This job ends while all jobs of the flood are still running or queued.
         client.job("b", "50").operation("sleep").tenant("b").send().await.unwrap();
         let tenants = supervisor.snapshot("b")["tenants"].clone();
         assert_eq!(tenants[0]["name"], "a", "{tenants}");

@@ -169,14 +169,14 @@ fn reload_keeps_live_values_of_unchanged_keys() {
     supervisor.resize("b", r#"{"max_queue": 77, "max_in_flight": 4, "breaker": "forced_open"}"#);
     let path = "/v1/bulkheads/b/tenants/acme";
     assert_eq!(supervisor.patch(path, r#"{"max_queue": 3}"#).0, 200);
-    // The file changes `grace`, and `max_in_flight`, which was also changed live.
+    // The file changes `grace`. It also changes `max_in_flight`, which had been changed live.
     reload(&supervisor, &file.replace("max_in_flight = 2", "max_in_flight = 3\ngrace = \"7ms\""));
     let snapshot = supervisor.snapshot("b");
     assert_eq!((&snapshot["max_in_flight"], &snapshot["queue_capacity"]), (&json!(3), &json!(77)));
     assert_eq!(snapshot["breaker"], "forced_open");
     let own = supervisor.patch(path, "{}").1;
     assert_eq!(own["max_queue"], 3, "the limits of a tenant are live values, too");
-    // The file changes `max_queue`, which overrides the live value.
+    // The file changes `max_queue`, and the value in the file overrides the live value.
     reload(&supervisor, &file.replace("max_queue = 10", "max_queue = 11"));
     assert_eq!(supervisor.snapshot("b")["queue_capacity"], 11);
     // If a live value conflicts with the new file, the file takes precedence.
@@ -441,7 +441,7 @@ fn removed_bulkhead_waits_for_jobs_in_fallback() {
         wait_ran(&supervisor, 1);
         supervisor.wait_number("b", "queued", 1);
         reload(&supervisor, &b);
-        // Adds another bulkhead meanwhile, which uses a free index.
+        // In the meantime, adds another bulkhead, which gets a free index.
         reload(&supervisor, &format!("{b}[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n"));
         assert!(supervisor.events("bulkhead_removed").is_empty());
         supervisor.touch("end");

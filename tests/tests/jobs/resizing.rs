@@ -243,7 +243,7 @@ fn max_in_flight_of_zero_disables_the_bulkhead() {
             let critical = client.job("b", "").priority(Priority::Critical);
             assert_eq!(outcome(&critical.send().await), "rejected/queue_full");
         }
-        // Waiting jobs are rejected, and running jobs can end.
+        // Waiting jobs are rejected, and running jobs can finish.
         for job in waiting {
             let told = outcome(&job.await.unwrap());
             assert!(told.starts_with("rejected/"), "{told}");
@@ -466,8 +466,8 @@ fn resize_under_load(
         let (mut tasks, mut sent, mut resized) = (Vec::new(), 0, 0);
         let batch = (jobs / 20).max(200);
         while sent < jobs || resized < resizes {
-            // Keeps jobs waiting, so that each increase can start jobs. Does not wait for a minimum, because jobs can
-            // end faster than they arrive.
+            // Keeps jobs in the queue, so that each increase can start some. Does not wait for a minimum queue length,
+            // because jobs can end faster than they arrive.
             if load(supervisor).1 < 100 {
                 tasks.extend((0..batch).map(|i| spawn(job(&client, sent + i))));
                 sent += batch;

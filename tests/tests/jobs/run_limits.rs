@@ -1,5 +1,5 @@
 //! `run_limit`, the maximum duration of one attempt. The configuration sets the limit, and clients can request a
-//! shorter one over every interface.
+//! shorter limit over any interface.
 
 use std::time::{Duration, Instant};
 

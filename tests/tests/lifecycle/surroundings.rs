@@ -190,8 +190,8 @@ fn workers_do_not_inherit_blocked_signals() {
     works(&supervisor);
 }
 
-/// The supervisor must be able to wait for its child processes even if it was started with SIGCHLD ignored. Its
-/// children are workers and trials of sandbox layers.
+/// The supervisor and its keeper must be able to wait for child processes even if SIGCHLD was ignored at the start. The
+/// child processes include workers and trials of sandbox layers.
 #[test]
 fn ignored_sigchld_does_not_disable_sandbox_layers() {
     let folder = tempfile::tempdir().unwrap();

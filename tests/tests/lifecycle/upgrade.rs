@@ -489,7 +489,7 @@ fn second_signal_ends_the_drain_notice_of_both_programs() {
             (manager.log().matches("stopping in 1h").count() == 2).then_some(())
         });
         if is_paused {
-            // The new program learns of the signal after the old program has stopped.
+            // Suspends the new program, so that the old program stops before the new program can learn of the signal.
             kill_pid(new, Signal::SIGSTOP);
             kill_pid(old, Signal::SIGTERM);
             wait_for("the old program stops", || {

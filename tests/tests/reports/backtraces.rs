@@ -1,4 +1,4 @@
-//! Backtraces in crash reports. A symbolizer derives them from a worker's crash record, no part of which it trusts.
+//! Backtraces in crash reports. A symbolizer derives them from a worker's crash record, which is untrusted.
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::http::Place;

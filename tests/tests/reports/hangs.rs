@@ -135,7 +135,7 @@ fn report_of_stopped_worker_contains_its_stack() {
             });
             kill_pid(worker, Signal::SIGSTOP);
             let id = job.join().unwrap();
-            // The worker still exists if it was stopped before it had begun the job.
+            // If the worker was stopped before it had begun the job, the worker still exists.
             kill_pid(worker, Signal::SIGCONT);
             let report = report(&supervisor, &id?);
             let is_stopped = find_frame(&report, "spin").is_some_and(|(thread, _)| thread["state"] == "T");

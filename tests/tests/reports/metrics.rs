@@ -280,7 +280,7 @@ fn series_for_unconfigured_features_are_absent() {
     }
     assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 2);
     assert_eq!(there("bulkhead_execution_seconds_bucket", &[]), 1);
-    // Series from which rates are computed exist from the start.
+    // Series that are used to compute rates must exist from the start.
     let critical = [("priority", "critical"), ("outcome", "rejected")];
     assert_eq!(there("bulkhead_jobs_total", &critical), 1);
     let of_critical = [("priority", "critical"), ("reason", "too_large")];
@@ -296,7 +296,8 @@ fn series_for_unconfigured_features_are_absent() {
     assert_eq!(of_all.samples("bulkhead_rejected_total", &[("priority", "best-effort")]).count(), 0);
     assert_eq!(of_all.samples("bulkhead_execution_seconds_bucket", &[]).count(), 22);
     assert_eq!(of_all.sum("bulkhead_execution_seconds_count", &[]), 1);
-    // Operators can open a breaker that is not configured, so the zero must exist before the first rejection.
+    // Operators can open a breaker that is not configured, so the counter must be exported as 0 before the first
+    // rejection.
     supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
     assert_eq!((rejected("circuit_open"), there("bulkhead_breaker_state", &[])), (2, 2));
     supervisor.resize("b", r#"{"breaker": "auto"}"#);
@@ -306,7 +307,7 @@ fn series_for_unconfigured_features_are_absent() {
     assert_eq!((rejected("circuit_open"), rejected("evicted")), (2, 2));
     assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 9);
     assert_eq!(there("bulkhead_worker_restarts_total", &[("cause", "jobs")]), 1);
-    // A series that has been exported once stays.
+    // Once exported, a series does not disappear.
     supervisor.configure("", plain);
     assert_eq!(supervisor.post("/v1/reload").0, 200);
     assert_eq!((rejected("evicted"), there("bulkhead_breaker_transitions_total", &[])), (2, 9));

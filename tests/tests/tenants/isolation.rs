@@ -217,7 +217,7 @@ fn idle_tenant_has_no_workers_until_next_job() {
             assert_ne!(now, before);
             wait_for_rest(&supervisor);
             assert!(!is_alive(now));
-            // The tenant is remembered in state `ready`.
+            // The supervisor still lists the tenant, in the state `ready`.
             let resting = part(&supervisor, "acme");
             assert_eq!((&resting["done"], &resting["limit"]), (&round.into(), &0.into()), "{resting}");
             assert_eq!((&resting["state"], &resting["crashed"]), (&"ready".into(), &0.into()), "{resting}");

@@ -24,7 +24,7 @@ fn hold(client: &Client, tenant: &str) -> Running {
 }
 
 /// Waits until `count` jobs of [`hold`] have begun and the supervisor no longer waits for any of the isolated tenant's
-/// workers to begin a job. While it waits, the tenant's queue is longer.
+/// workers to begin a job. While the supervisor waits, the tenant's queue is longer.
 fn wait_begun(supervisor: &Supervisor, tenant: &str, count: u64, max_queue: u64) {
     let file = format!("begun-{tenant}");
     wait_for(&format!("{count} jobs of {tenant} have begun"), || {
@@ -205,13 +205,14 @@ fn larger_share_starts_the_tenants_waiting_jobs() {
         let other: Vec<_> = (0..2).map(|_| hang(&client, "other")).collect();
         wait_share(&supervisor, "acme", "queued", 7);
         wait_share(&supervisor, "other", "queued", 1);
-        // A worker that is slow to begin a job gets no further jobs, and extends the queue.
+        // While a worker is slow to begin a job, the worker gets no further jobs and the queue is longer.
         jobs[0].progress().await.expect("the job reports progress when it starts");
         supervisor.wait_number("b", "queue_capacity", 100);
         // The resize has to start the jobs, because no other event would wake them.
         let (status, own) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 4}"#);
         assert_eq!((status, &own), (200, &json!({"max_in_flight": 4})));
-        // A job that its worker is slow to begin returns to the queue for a moment, so the test waits until all four run.
+        // If a worker is slow to begin its job, the job returns to the queue for a moment. The test therefore waits
+        // until all four run.
         for job in &mut jobs[1..4] {
             job.progress().await.expect("the job reports progress when it starts");
         }
@@ -282,8 +283,8 @@ fn bulkhead_limits_must_fit_live_limits_of_isolated_tenants() {
     assert_eq!(patch(&supervisor, "b", r#"{"processes": 1}"#).0, 200);
 }
 
-/// The configuration file counts a tenant with more processes once, and the bulkhead's number of processes for all other
-/// tenants.
+/// The check of the total number of processes counts this tenant's larger number once, and the bulkhead's number for
+/// each other tenant.
 #[test]
 fn large_isolated_tenant_does_not_prevent_live_changes() {
     let keys = "processes = 1\nmax_queue = 1\n[bulkhead.b.tenant.big]\nprocesses = 20\n";

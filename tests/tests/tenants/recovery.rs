@@ -187,7 +187,7 @@ fn isolated_fallback_isolates_guest_jobs_by_tenant() {
                 assert_eq!(reply.outcome().bulkhead, "b", "round {round}");
                 served.push((tenant, reply.outcome().worker_pid.unwrap()));
             }
-            // The fallback's rate limit does not count guest jobs. Idle workers of the tenants still exit.
+            // The fallback's rate limit does not count diverted jobs. The tenants' idle workers exit nevertheless.
             wait_for("the tenants' workers have exited", || {
                 supervisor.worker_pids("b").is_empty().then_some(())
             });

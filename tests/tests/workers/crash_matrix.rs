@@ -219,7 +219,7 @@ fn workers_that_kill_each_other_are_replaced() {
 
 #[test]
 fn failed_starts_stop_the_bulkhead_with_a_reason() {
-    // Only workers that have to exceed a limit have a short one.
+    // Only workers that have to exceed a timeout have a short timeout.
     let (long, hello, ready) = ("", "handshake = \"2s\"", "ready = \"2s\"");
     let cases = [
         ("exit-at-start", "exited with status 3", long),
@@ -318,7 +318,7 @@ fn protocol_violation_kills_the_worker() {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         for restarts in 0..3 {
             assert_eq!(outcome(&client.job("b", "").send().await), "failed/result_too_large");
-            // The current worker is killed one second later, which can already have happened.
+            // The current worker is killed one second later, so the count may already include its replacement.
             let counted = supervisor.number("b", "restarts");
             assert!(
                 (restarts..=restarts + 1).contains(&counted),

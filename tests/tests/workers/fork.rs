@@ -245,7 +245,7 @@ fn process_chains_do_not_affect_jobs_in_other_workers() {
         wait_for("four workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
         let client = Client::connect(supervisor.socket()).unwrap();
         std::thread::scope(|scope| {
-            // The jobs take longer than the keeper keeps trying to kill leftover processes.
+            // Each job lasts longer than the time for which the keeper tries to kill leftover processes.
             let sleep = || client.job("b", "4000").operation("sleep").send();
             let siblings: Vec<_> = (0..3).map(|_| scope.spawn(sleep)).collect();
             wait_for("three jobs run", || {

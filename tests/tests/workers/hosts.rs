@@ -41,8 +41,8 @@ fn text(result: Result<Reply, JobError>) -> String {
     String::from_utf8(result.unwrap().payload().to_vec()).unwrap()
 }
 
-/// A library whose job leaves a child that traces the worker, and then exits. While a process is traced, the kernel
-/// hides its exit status from its parent.
+/// A library whose job forks a child that traces the worker. The worker then exits. The kernel hides the exit status of
+/// a traced process from its parent.
 const TRACED: &str = r#"
 #define _GNU_SOURCE
 #include <bulkhead.h>
@@ -360,7 +360,7 @@ fn missing_program_fails_only_its_job() {
     assert_eq!(supervisor.number("x", "restarts"), 0);
 }
 
-/// The kernel's error for a missing interpreter is the error for a missing file.
+/// For a missing interpreter, the kernel returns the same error as for a missing file.
 #[test]
 fn error_for_missing_interpreter_names_the_cause() {
     let folder = tempfile::tempdir().unwrap();
@@ -489,7 +489,7 @@ fn client_disconnect_kills_its_program() {
     let other = Client::connect(supervisor.socket()).unwrap();
     let job = other.job("x", "").tenant(&ours).start().unwrap();
     wait_standing(&ours);
-    // A killed client leaves only a closed socket. Dropping a client of the library does not send anything else either.
+    // A killed client only closes its socket. Dropping the library's client has the same effect.
     drop(job);
     drop(other);
     wait_gone(&ours);
@@ -568,7 +568,7 @@ fn many_programs_leave_no_process_or_descriptor() {
     for _ in 0..3 {
         round();
     }
-    // The host can close the last descriptors after it has sent the outcome.
+    // The host may close its last descriptors only after it has sent the outcome.
     wait_for("the worker has no more descriptors than before", || {
         (bulkhead_tests::descriptors(worker) <= before).then_some(())
     });

@@ -236,8 +236,8 @@ fn payloads_waiting_for_retry_count_towards_max_buffered() {
     });
 }
 
-// A payload must not count twice while its frame is checked. Otherwise a payload over half of `max_buffered`
-// would be rejected even if nothing else waits.
+// A payload must not be counted twice while its frame is checked. Otherwise, a payload over half of `max_buffered`
+// would be rejected even if nothing else is buffered.
 #[test]
 fn payload_over_half_of_max_buffered_is_accepted() {
     let supervisor = Supervisor::start_with(
@@ -462,7 +462,7 @@ fn innocent_neighbours_of_a_culprit_succeed_on_retry() {
         }
         assert_eq!(end(&culprit.await.unwrap()), ended("crashed/signal", 2));
     });
-    // One death with all jobs in the worker, and one death with the culprit alone.
+    // The worker died once with all of the jobs, and once with only the culprit.
     supervisor.wait_number("b", "restarts", 2);
     auditor.finish();
 }
@@ -507,7 +507,7 @@ fn suspect_is_retried_alone_in_its_worker() {
             ends.extend(its_ends);
             peak = peak.max(its_peak);
         }
-        // The other jobs were innocent, continued, and shared their workers.
+        // All other jobs succeeded, and several of them ran in the same worker at once.
         let told = tally(ends);
         assert_eq!(told.keys().collect::<Vec<_>>(), ["ok"], "{told:?}");
         assert!(peak > 1, "{peak}");

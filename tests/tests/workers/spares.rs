@@ -45,7 +45,8 @@ fn spare_takes_slot_of_dead_worker() {
     for round in 1..=10 {
         let spare = wait_spares(&supervisor, 1)[0];
         assert_eq!(supervisor.number("b", "limit"), 1, "a spare has no permits");
-        // Counts earlier events, because initially a spare can be ready before the slot's first worker.
+        // Counts earlier events, because a spare can become ready before the slot's first worker and take over the
+        // slot.
         let before = supervisor.events("spare_took_over").len();
         kill_pid(serving(&supervisor), Signal::SIGKILL);
         supervisor.wait_events("spare_took_over", before + 1);
@@ -76,7 +77,7 @@ fn spare_takes_slot_before_killed_worker_exits() {
     assert!(supervisor.worker_pids("b").contains(&spare));
 }
 
-/// Maximum number of a bulkhead's replaced workers that can be exiting at the same time.
+/// Maximum number of replaced workers of a bulkhead that can be exiting at the same time.
 const EXITING_MAX: usize = 16;
 
 /// The number of workers never exceeds the sum of slots, spares and exiting workers.

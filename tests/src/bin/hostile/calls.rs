@@ -6,8 +6,8 @@ use nix::errno::Errno;
 
 /// Error from an attempt that was refused.
 pub(crate) struct Refused {
-    /// Name of the error number or, for a child that was killed, of the signal. Other words are possible, such as
-    /// `NOTHING` for an attempt that did not reach its goal.
+    /// Name of the error number, or of the signal that killed a child. Can also be another word, such as `NOTHING` for
+    /// an attempt that did not reach its goal.
     pub(crate) errno: String,
     /// The action that was attempted.
     pub(crate) what: String,

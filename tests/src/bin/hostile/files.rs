@@ -39,7 +39,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("chmod-neighbour", chmod_neighbour),
     ("chmod-configuration", chmod_configuration),
     ("remove-neighbour", |to| {
-        // The folder is not empty and stays, but the kernel checks the permission first.
+        // The folder is not empty, so it cannot be removed, but the kernel checks the permission first.
         match fs::remove_dir(parent(to.text("secret")?)?) {
             Err(error) if error.raw_os_error() == Some(libc::ENOTEMPTY) => Ok("it was not empty".into()),
             other => other.map(|()| "removed".into()).at("remove another user's folder"),

@@ -7,10 +7,9 @@
 //! - `hostile list`: prints the names of the attempts.
 //! - `hostile whoami`: prints its effective user, for attempts that run a set-user-id program.
 //!
-//! **The program must be safe to run without any confinement, as root.** An attempt ends as soon as the
-//! kernel has permitted or refused the action. An attempt requests no effect, passes arguments that cannot
-//! work, or sets values that are already set. Every attempt removes the files that it created, and every loop
-//! is bounded.
+//! **The program must be safe to run without any confinement, as root.** An attempt ends once the kernel has permitted
+//! or refused the action. Attempts make calls that have no effect, pass arguments that cannot work, or set values that
+//! are already set. Every attempt removes the files that it created, and every loop is bounded.
 
 mod calls;
 mod devices;
@@ -42,7 +41,7 @@ impl Targets {
     }
 
     fn text(&self, name: &str) -> Result<&str, Refused> {
-        // Of several paths, selects one outside this process's temporary folder.
+        // If there are several paths, selects one outside this process's temporary folder.
         let own = std::env::temp_dir();
         let mut several = self.0[name].as_array().into_iter().flatten().filter_map(Value::as_str);
         let first = several.clone().next();
@@ -56,7 +55,7 @@ impl Targets {
     }
 
     fn pid(&self, name: &str) -> Result<i32, Refused> {
-        // Of several processes, selects one other than this process.
+        // If there are several PIDs, selects one other than this process's PID.
         let own = i64::from(std::process::id());
         let several = self.0[name].as_array().into_iter().flatten();
         if let Some(other) = several.filter_map(Value::as_i64).find(|pid| *pid != own) {

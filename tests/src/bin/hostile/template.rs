@@ -35,7 +35,7 @@ fn play(how: &str) -> io::Result<()> {
         "talks" => loop {
             say(TemplateMessage::Status("and so on"))?;
         },
-        // Sends an empty message, then oversized ones forever.
+        // Sends an empty message, then oversized messages forever.
         "shouts" => {
             say(TemplateMessage::Ready)?;
             next_order()?;

@@ -225,8 +225,8 @@ fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     wait_for("the job runs", || begun.exists().then_some(()));
     let worker = get(&manager, "/v1/bulkheads/b")["workers"][0]["pid"].as_u64().unwrap() as u32;
     let keeper = keeper_of(new);
-    // The worker cannot exit on its own, and the keeper cannot kill it. The keeper is not stopped by a signal, because
-    // a stopped process would resume when the new program exits.
+    // The worker cannot exit on its own, and the keeper cannot kill the worker. SIGSTOP would not keep the keeper
+    // stopped, because a process stopped by a signal resumes when the new program exits.
     kill_pid(worker, Signal::SIGSTOP);
     let stopped = StoppedThread::new(keeper);
     kill_pid(new, Signal::SIGKILL);

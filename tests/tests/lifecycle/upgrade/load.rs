@@ -140,7 +140,7 @@ impl Load {
             let client = Client::connect(&path).unwrap();
             text(client.job("b", "").operation(operation_of_each(id)).send())
         });
-        // A client without the library that always has several jobs in progress on its connection.
+        // A client that does not use the library and always has several jobs in progress on its connection.
         let raw = Arc::new(Mutex::new((Raw::connect(&socket), 0)));
         let (of_raw, operation_of_raw) = (raw.clone(), operation("record-b"));
         load.add(move |id| {

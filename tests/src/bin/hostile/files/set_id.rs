@@ -1,5 +1,5 @@
-//! Attempts to create files with set-user-id and set-group-id bits. A user outside the sandbox who executes
-//! such a program gains its owner's rights.
+//! Attempts to create files with set-user-id and set-group-id bits. A user outside the sandbox who executes such a file
+//! gains the rights of the file's owner.
 //!
 //! The files are empty and not executable, and each attempt removes them.
 
