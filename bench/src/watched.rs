@@ -52,7 +52,7 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
     for _ in 0..STREAMS {
-        // Past events would add to the cost of connecting, not of reading.
+        // Requests no past events, which would add to the cost of connecting instead of reading.
         let mut stream = request(admin, "/v1/events?limit=0", "keep-alive")?;
         // The response head shows that the stream has begun.
         if stream.read(&mut buffer)? == 0 {

@@ -206,7 +206,7 @@ impl<M> Waiters<M> {
     }
 
     /// Stores the outcome of a request. Returns the waker of the task that waits for the outcome, if there is one. If
-    /// the handle was dropped, returns the outcome as an error.
+    /// the handle was dropped, returns the outcome in `Err`.
     #[inline]
     pub(crate) fn finish(&mut self, number: u64, result: JobResult) -> Result<Option<Waker>, Box<JobResult>> {
         match self.slot(number) {

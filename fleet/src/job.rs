@@ -17,7 +17,7 @@ pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
 /// the result.
 pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
 
-/// Maximum length of a `traceparent`, in bytes. Version 00 has 55.
+/// Maximum length of a `traceparent`, in bytes. A `traceparent` of version 00 has 55 bytes.
 const TRACEPARENT_BYTES_MAX: usize = 256;
 
 const ID: &str = "Bulkhead-Id";

@@ -212,7 +212,8 @@ impl Operator {
         info.map_err(|error| OperateError::api(stream, &error))
     }
 
-    /// Returns the subjects of all messages that match the filter. A response lists only some of them.
+    /// Returns the subjects of all messages that match the filter. Sends as many requests as necessary, because the
+    /// number of subjects per response is limited.
     async fn subjects(&self, stream: &str, filter: &str) -> Result<Vec<String>, OperateError> {
         let mut found = Vec::new();
         loop {

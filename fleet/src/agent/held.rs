@@ -97,6 +97,6 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
 
 /// Sends one heartbeat.
 pub(crate) async fn in_progress(shared: &Shared, reply: Subject) {
-    // If this heartbeat is lost, the next one will do.
+    // A lost heartbeat does no harm, because another heartbeat follows.
     let _ = shared.client.publish(reply, Bytes::from_static(IN_PROGRESS)).await;
 }

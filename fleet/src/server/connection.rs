@@ -51,7 +51,7 @@ pub(crate) async fn connect_with_refusals(
     Ok((client.await?, refusals))
 }
 
-/// The loss of a connection.
+/// Receiver that is notified when a connection is lost.
 #[derive(Clone, Debug)]
 pub(crate) struct Loss(watch::Receiver<bool>);
 
