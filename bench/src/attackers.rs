@@ -123,7 +123,7 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     let _ = link.read(&mut welcome)?;
     link.write_all(&frame(self::kind::READY, 0, &Empty)?)?;
     if kind == "idle" {
-        // An idle worker behaves well and runs no jobs.
+        // Reads and ignores everything that the supervisor sends.
         while link.read(&mut welcome)? > 0 {}
         return Ok(());
     }

@@ -18,7 +18,7 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "attack";
 
-/// Sizes of these measurements.
+/// Sizes of the measurements in this module.
 pub(crate) struct Plan {
     /// Number of pairs of rounds. Each pair consists of one round alongside busy loops and one round alongside the
     /// attack.

@@ -102,8 +102,8 @@ struct Setting {
     waiting: usize,
 }
 
-/// Returns all settings. Several settings differ only in one number, which is small in one of them and large in
-/// another, and should not affect the results. In most settings, all permits but one are in use.
+/// Returns all settings. Some settings differ only in one number, which is small in one setting and large in another.
+/// This number should not affect the results. In most settings, all permits but one are in use.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
         name: "policy: 1 bulkhead, 63 jobs running",

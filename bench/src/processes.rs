@@ -66,8 +66,8 @@ impl Drop for Process {
     }
 }
 
-/// Returns a command for the program that implements the chains' processes. [`programs`] builds the program into
-/// the folder that contains the bench.
+/// Returns a command that runs `bulkhead-bench-parts`. [`programs`] builds this program into the folder that contains
+/// the bench.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }

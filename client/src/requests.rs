@@ -961,7 +961,7 @@ mod tests {
         let file = || {
             let file = rustix::fs::memfd_create("lease", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
             rustix::fs::ftruncate(&file, bytes as u64).unwrap();
-            // The supervisor revokes a file by giving it permission bits. This file has none.
+            // Permission bits would mark the file as revoked.
             rustix::fs::fchmod(&file, rustix::fs::Mode::empty()).unwrap();
             file
         };

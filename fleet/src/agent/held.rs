@@ -85,7 +85,7 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         interval.tick().await;
-        // While disconnected, heartbeats would only pile up in the send buffer.
+        // Without a connection, heartbeats would only accumulate in the send buffer.
         if shared.client.connection_state() != State::Connected {
             continue;
         }

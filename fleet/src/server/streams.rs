@@ -282,8 +282,8 @@ async fn create(client: &Client, call: &str, body: Value, object: &str) -> Resul
 }
 
 /// Returns the subjects that the configuration adds to an existing stream. Returns an empty list if the configuration
-/// would also remove subjects. As an exception, the configuration can replace a subject that covers all lanes of a
-/// bulkhead, as earlier versions created.
+/// would also remove subjects. Subjects that cover all lanes of a bulkhead, as created by earlier versions, are an
+/// exception.
 fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
     let list = |of: &Value| -> Vec<String> {
         of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()
