@@ -1,5 +1,5 @@
-//! The two chains that most measurements compare. A chain is the path of a request: client → relay → echo in the bare
-//! chain, and client → supervisor → worker in the real chain. The relay takes the place of the supervisor, and the echo
+//! The two chains that most measurements compare. A chain is the path of a request. The bare chain is client → relay →
+//! echo, and the real chain is client → supervisor → worker. The relay takes the place of the supervisor, and the echo
 //! that of the worker. The difference between the two chains is what Bulkhead costs.
 
 use std::rc::Rc;

@@ -1,5 +1,5 @@
-//! Measures the cost of confinement: the start time and memory of a worker under each profile, and the latency and
-//! throughput of jobs under `strict` in comparison with `none`.
+//! Measures the cost of confinement: the start time and memory of a worker under each profile, and the performance of
+//! jobs under `strict` in comparison with `none`.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
-//! Sends requests in a closed loop and measures the latencies. Requests are sent on one or more lanes, and each lane
-//! waits for the reply before it sends its next request.
+//! Sends requests in a closed loop and measures the latencies. Requests are sent on one or more lanes. A lane sends the
+//! next request only after the reply to the previous one.
 
 use std::time::{Duration, Instant};
 

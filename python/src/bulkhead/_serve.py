@@ -8,9 +8,9 @@ watcher only while all handlers are busy, which is when the watcher must notice 
 ``TICK_SECONDS`` for a stuck job.
 
 The *journal* is memory shared with the supervisor, with which the supervisor recalls jobs that have not begun. Each job
-has an *arrival* number, its position among all jobs on the link. Word 1 of the journal is the arrival number of the
-last job that has begun, word 2 is the time of the last heartbeat, and word 3 is the arrival number of the last recalled
-job. A job that is recalled just before it begins is returned with a RETURNED frame.
+has an *arrival* number, its position among all jobs on the link. The worker writes word 1 of the journal, the arrival
+number of the last job that has begun, and word 2, the time of the last heartbeat. The supervisor writes word 3, the
+arrival number of the last recalled job. A job that is recalled just before it begins is returned in a RETURNED frame.
 
 On SIGTERM, the worker sends STOPPING and continues to run jobs. The supervisor replies with DRAIN, and the worker exits
 after its last job. Deadlines are enforced by the supervisor, never here.
