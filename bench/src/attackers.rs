@@ -1,4 +1,6 @@
-//! Hostile clients and workers, and busy loops for comparison. Each program runs until it is killed.
+//! Hostile clients and workers, and the busy loops that replace them in half of the rounds (`attacks.rs`). The
+//! comparison with busy loops shows how much an attack costs beyond the processor time that any busy process takes.
+//! Most of these programs run until they are killed.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -24,14 +26,21 @@ pub(crate) fn pin() -> Result<()> {
     Ok(rustix::thread::sched_setaffinity(None, &processors)?)
 }
 
-/// Keeps one processor busy.
+/// Keeps one processor busy instead of attacking.
 pub(crate) fn spin() -> ! {
     loop {
         std::hint::spin_loop();
     }
 }
 
-/// Runs a hostile client that connects to the jobs socket, or to the admin socket in the same folder.
+/// Runs a hostile process that is not a worker. Returns only on an error.
+///
+/// - `descriptors`: passes descriptors that are slow to close, which the supervisor does not accept.
+/// - `announcements`: announces payloads of 1 MiB on 600 connections, but sends only two bytes of each payload.
+/// - `loud`: exits and leaves a process that floods standard error. Runs as the program of an `exec` job, not as a
+///   client.
+/// - `unknown`, `unknown-many`: submits jobs to a nonexistent bulkhead, over one or 200 connections.
+/// - `readyz`: requests `/readyz` from the admin socket, which is in the same folder as the jobs socket.
 pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     match kind {
         "descriptors" => loop {
@@ -82,7 +91,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
         while sockets.len() < connections {
             let socket = connect(path)?;
             socket.set_nonblocking(true)?;
-            // The number is the position in the current burst, in bytes.
+            // The number is the position within the burst, in bytes.
             sockets.push((socket, 0));
         }
         sockets.retain_mut(|(socket, at)| {
@@ -98,8 +107,12 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
     }
 }
 
-/// Runs a worker that follows the protocol until it has reported readiness. The worker then attacks, unless `kind`
-/// is `idle`.
+/// Runs a worker that follows the protocol until it has reported readiness.
+///
+/// - `spin`: keeps one processor busy, for comparison with the attacks.
+/// - `frames`: floods the supervisor with heartbeats, status messages and frames of an unknown kind.
+/// - `descriptors`: passes descriptors that are slow to close.
+/// - `idle`: does not attack and runs no jobs. Returns when the supervisor closes the link.
 pub(crate) fn worker(kind: &str) -> Result<()> {
     let number = std::env::var(LINK_VARIABLE)?.parse()?;
     #[expect(unsafe_code, reason = "the descriptor was inherited for this purpose")]
@@ -110,7 +123,7 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     let _ = link.read(&mut welcome)?;
     link.write_all(&frame(self::kind::READY, 0, &Empty)?)?;
     if kind == "idle" {
-        // An idle worker behaves well and runs no jobs.
+        // Reads and ignores everything that the supervisor sends.
         while link.read(&mut welcome)? > 0 {}
         return Ok(());
     }

@@ -1,5 +1,5 @@
-//! Measures how much an attack slows down honest jobs, in comparison with busy loops. Jobs are sent at fixed
-//! times, so that a stall affects every job that it delays. The result is the p99 latency.
+//! Measures how much an attack slows down honest jobs, in comparison with busy loops. Honest jobs are sent on a fixed
+//! schedule, so that a stall counts for every job that it delays. The result is the p99 latency.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -18,7 +18,7 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "attack";
 
-/// Sizes of these measurements.
+/// Sizes of the measurements in this module.
 pub(crate) struct Plan {
     /// Number of pairs of rounds. Each pair consists of one round alongside busy loops and one round alongside the
     /// attack.
@@ -61,7 +61,7 @@ enum Attacker {
     Clients(&'static str, usize),
     /// Kind of hostile worker, and the number of hostile workers in the bulkhead.
     Workers(&'static str, usize),
-    /// Bulkhead that receives honest-looking jobs, and the number of jobs to keep in flight there.
+    /// Bulkhead whose jobs attack when they run, and the number of these jobs to keep in flight.
     Jobs(&'static str, usize),
 }
 

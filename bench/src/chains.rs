@@ -1,4 +1,6 @@
-//! The bare chain and the real chain.
+//! The two chains that most measurements compare. A chain is the path of a request. The bare chain is client → relay →
+//! echo, and the real chain is client → supervisor → worker. The relay takes the place of the supervisor, and the echo
+//! that of the worker. The difference between the two chains is what Bulkhead costs.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -8,7 +10,7 @@ use crate::processes::{self, Process};
 use crate::real::Chain;
 use crate::{Result, bare};
 
-/// A bare chain without a supervisor, and a real chain with one. Both chains are running but idle.
+/// Both chains. Their processes run until this value is dropped.
 pub(crate) struct Chains {
     pub(crate) bare: bare::Client,
     pub(crate) real: Rc<Chain>,
@@ -35,6 +37,7 @@ impl Chains {
         bare_calls(&self.bare, lanes, total, bytes).await
     }
 
+    /// Measures the real chain with small payloads and results, which are sent within frames.
     pub(crate) async fn real(
         &self,
         bulkhead: &str,
@@ -53,7 +56,8 @@ impl Chains {
 }
 
 impl Chains {
-    /// Measures the real chain. Payloads are copied from the caller's memory, and results are copied back.
+    /// Measures the real chain with large payloads and results. Each payload is copied from the caller's memory, and
+    /// each result is copied back.
     pub(crate) async fn copied(
         &self,
         bulkhead: &str,
@@ -70,7 +74,7 @@ impl Chains {
         .await
     }
 
-    /// Measures the real chain, with payloads and results in mapped memory files.
+    /// Measures the real chain with large payloads and results in mapped memory files, which the client does not copy.
     pub(crate) async fn mapped(
         &self,
         bulkhead: &str,
@@ -88,7 +92,7 @@ impl Chains {
     }
 }
 
-/// Measures requests that a client sends through the bare chain.
+/// Sends requests through the bare chain and measures them.
 pub(crate) async fn bare_calls(
     client: &bare::Client,
     lanes: usize,

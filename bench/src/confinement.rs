@@ -1,5 +1,5 @@
-//! Measures the cost of confinement: start time and memory of a worker under each profile, and jobs under `strict` in
-//! comparison with `none`.
+//! Measures the cost of confinement: the start time and memory of a worker under each profile, and the performance of
+//! jobs under `strict` in comparison with `none`.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::rounds::Rounds;
 /// Prefixes of this module's measurement names.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 
-/// Sizes of these measurements.
+/// Sizes of the measurements in this module.
 pub(crate) struct Plan {
     /// Number of workers started under each profile.
     pub(crate) starts: usize,
@@ -110,7 +110,7 @@ fn config(profiles: &[&str]) -> Result<String> {
     for &profile in profiles {
         let user = if is_root && profile == "strict" { ", user = \"auto\"" } else { "" };
         let common = format!("command = [{worker}]\nsandbox = {{ profile = {profile:?}{user} }}\n");
-        // Each tenant has a worker, which the tenant's first job starts.
+        // Each tenant gets a separate worker, which the tenant's first job starts.
         let tenants = "tenants = { isolate = true, max_active = 256, idle = \"1h\" }\n";
         text += &format!("[bulkhead.{profile}]\n{common}max_queue = 1\n{tenants}");
         text += &format!("[bulkhead.{}]\n{common}max_in_flight = {WIDE}\n", wide(profile));

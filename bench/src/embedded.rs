@@ -1,5 +1,5 @@
-//! Measures a supervisor that is embedded in this process. A supervisor with its own threads is compared with
-//! the bare chain, and a supervisor on the caller's thread with an echo process without a relay.
+//! Measures a supervisor that is embedded in this process. A supervisor with its own threads is compared with the bare
+//! chain. A supervisor on the caller's thread is compared with a direct connection to an echo process.
 
 use std::path::Path;
 use std::rc::Rc;

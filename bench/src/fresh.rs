@@ -141,7 +141,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
                 times.push(chain.hang(&format!("{}-hangs", variant.name)).await?);
-                // Gives the next spare time to become ready.
+                // Waits until the next spare is probably ready.
                 tokio::time::sleep(BETWEEN_DEATHS).await;
             }
             report.add(
@@ -165,7 +165,7 @@ async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
 /// Kills a worker and returns the time until the next result arrives, in ms.
 async fn recovery(chain: &Rc<Chain>, bulkhead: &str) -> Result<f64> {
     let pid = chain.worker(bulkhead).await?;
-    // Gives the next spare time to become ready.
+    // Waits until the next spare is probably ready.
     tokio::time::sleep(BETWEEN_DEATHS).await;
     let began = Instant::now();
     processes::kill(pid)?;

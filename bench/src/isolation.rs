@@ -18,7 +18,7 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "isolation";
 
-/// Sizes of these measurements.
+/// Sizes of the measurements in this module.
 pub(crate) struct Plan {
     /// Number of pairs of rounds. Each pair consists of one round without the attack and one round with it.
     pub(crate) pairs: usize,

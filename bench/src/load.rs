@@ -1,4 +1,5 @@
-//! Sends requests, one or many at a time, and measures the latencies.
+//! Sends requests in a closed loop and measures the latencies. Requests are sent on one or more lanes. A lane sends the
+//! next request only after the reply to the previous one.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use crate::Result;
 
 /// Results of one round of requests.
 pub(crate) struct Round {
-    /// Latencies of all requests, sorted.
+    /// Latencies of the counted requests, sorted. [`run`] counts all requests.
     latencies: Vec<Duration>,
     took: Duration,
 }
@@ -28,7 +29,7 @@ impl Round {
         self.latencies[rank.clamp(1, self.latencies.len()) - 1].as_secs_f64() * 1e6
     }
 
-    /// Returns the number of requests per second.
+    /// Returns the number of counted requests per second.
     pub(crate) fn rate(&self) -> f64 {
         self.latencies.len() as f64 / self.took.as_secs_f64()
     }
@@ -38,7 +39,7 @@ impl Round {
     }
 }
 
-/// Sends `total` requests, `lanes` at a time.
+/// Sends `total / lanes` requests, rounded down, on each of `lanes` lanes. Must be called within a `LocalSet`.
 pub(crate) async fn run<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,
@@ -51,7 +52,7 @@ where
     .await
 }
 
-/// Sends `total` requests, `lanes` at a time. Excludes the latencies of requests for which `call` returns false.
+/// Sends requests like [`run`], but counts only those for which `call` returns true.
 pub(crate) async fn run_counting<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,

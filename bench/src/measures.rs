@@ -19,7 +19,7 @@ use crate::{
 
 /// Takes all requested measurements.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
-    // First, because other processes would disturb the measurement of decisions.
+    // Runs first, because other processes would disturb the measurement of decisions.
     policy::all(plan, report)?;
     let is_only = |group: &str| report.only().is_some_and(|only| only.starts_with(group));
     let other_groups = confinement::GROUPS.into_iter().chain([
@@ -212,7 +212,7 @@ async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     for _ in plan.rounds_of(plan.deaths) {
         over.push(chains.real.hang(real::HANGS).await?);
     }
-    // The target is 10 ms more than the start time of a worker, which is the previous figure.
+    // The target allows 10 ms in addition to the start time of a worker, which `recovery` measures.
     let figure = Figure::alone("hang: time from deadline + grace to next reply", "ms", median(over));
     Ok(figure.with_target(Target::AtMost, 12.0))
 }

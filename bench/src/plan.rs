@@ -1,4 +1,5 @@
-//! Sizes of the measurements.
+//! Sizes of the measurements: [`Plan::full`] for figures to publish, and [`Plan::smoke`] to check that the measurements
+//! run. A pair, as in `pairs`, consists of one round of each variant that a measurement compares.
 
 use std::time::Duration;
 
@@ -33,6 +34,7 @@ pub(crate) struct Plan {
     /// Number of programs to run per round.
     pub(crate) programs: usize,
     pub(crate) confinement: confinement::Plan,
+    /// Sizes for the measurements with readers of metrics and events.
     pub(crate) watched: watched::Plan,
     pub(crate) attacks: attacks::Plan,
     pub(crate) isolation: isolation::Plan,
@@ -78,6 +80,7 @@ impl Plan {
         }
     }
 
+    /// Returns a plan with very small sizes, which only checks that the measurements run.
     pub(crate) fn smoke() -> Self {
         Self {
             rounds: 1,

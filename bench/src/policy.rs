@@ -1,6 +1,6 @@
-//! Measures decisions alone: the time that the state machine takes to admit and release a job, without
-//! sockets or processes. It is compared with acquiring and releasing a semaphore permit. Time is simulated,
-//! because reading a clock would take as long as the semaphore.
+//! Measures decisions alone: the time that the state machine takes to admit and release a job, without sockets or
+//! processes. The baseline is the time to acquire and release a semaphore permit. The clock is simulated, because
+//! reading a real clock would take as long as the semaphore operations.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -102,8 +102,8 @@ struct Setting {
     waiting: usize,
 }
 
-/// Returns all settings. Several settings differ only in one number, which is small in one of them and large in
-/// another, and should not affect the results. In most settings, all permits but one are in use.
+/// Returns all settings. Some settings differ only in one number, which is small in one setting and large in another.
+/// This number should not affect the results. In most settings, all permits but one are in use.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
         name: "policy: 1 bulkhead, 63 jobs running",

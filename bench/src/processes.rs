@@ -25,17 +25,17 @@ impl Process {
         Ok(Self(command.spawn()?))
     }
 
-    /// Starts a process of a chain. The source code of these processes is in `../parts`.
+    /// Starts the separate program `bulkhead-bench-parts` (`../parts`), for example as an echo process.
     pub(crate) fn part(arguments: &[&str]) -> Result<Self> {
         Self::start(parts()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// Starts another instance of this program, in the given role.
+    /// Starts another instance of `bulkhead-bench` in one of its hidden roles, such as the relay.
     pub(crate) fn role(arguments: &[&str]) -> Result<Self> {
         Self::start(own()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// Starts another instance of this program, in the given role. Returns the process and its standard output.
+    /// Starts a process like [`Process::role`]. Returns the process and its standard output.
     pub(crate) fn role_with_output(arguments: &[&str]) -> Result<(Self, ChildStdout)> {
         let mut child = own()?.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let stdout = child.stdout.take().ok_or("the child has no pipe for standard output")?;
@@ -66,8 +66,8 @@ impl Drop for Process {
     }
 }
 
-/// Returns a command for the program that implements the chains' processes. [`programs`] builds the program into
-/// the folder that contains the bench.
+/// Returns a command that runs `bulkhead-bench-parts`. [`programs`] builds this program into the folder that contains
+/// the bench.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }

@@ -4,7 +4,8 @@ use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference, in µs, between the real and the bare figure that [`Target::AtMostOrSlack`] allows at any ratio.
+/// Difference between the real and the bare figure, in µs, that [`Target::AtMostOrSlack`] allows regardless of the
+/// ratio.
 const SLACK_US: f64 = 10_000.0;
 
 /// Kind of target.

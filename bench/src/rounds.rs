@@ -1,4 +1,4 @@
-//! Number of rounds in a measurement.
+//! Limits the number of rounds in a measurement.
 
 use std::time::{Duration, Instant};
 

@@ -29,7 +29,7 @@ const SHARED: &str = "shared";
 /// Bulkhead whose jobs have to wait in the queue.
 const WAITS: &str = "waits";
 
-/// Sizes of these measurements.
+/// Sizes of the measurements in this module.
 pub(crate) struct Plan {
     pub(crate) rounds: usize,
     /// Number of jobs per round when jobs are sent one at a time.

@@ -20,7 +20,7 @@ use crate::report::Report;
 /// Prefix of this module's measurement names.
 pub(crate) const GROUP: &str = "watched";
 
-/// Sizes of these measurements.
+/// Sizes of the measurements in this module.
 pub(crate) struct Plan {
     /// Number of rounds in each of three settings: without readers, with readers of another server, and with readers of
     /// the supervisor.
@@ -52,7 +52,7 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
     for _ in 0..STREAMS {
-        // Past events would add to the cost of connecting, not of reading.
+        // Requests no past events, which would add to the cost of connecting instead of reading.
         let mut stream = request(admin, "/v1/events?limit=0", "keep-alive")?;
         // The response head shows that the stream has begun.
         if stream.read(&mut buffer)? == 0 {
@@ -77,8 +77,8 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     }
 }
 
-/// Runs the server that stands in for the supervisor until the process is killed. The server runs no jobs. It only
-/// serves a page for each metrics request, and sends each follower an event every [`CRASH_INTERVAL`].
+/// Runs a stand-in for the supervisor's admin API until this process is killed. The stand-in runs no jobs. It only
+/// returns a page for each metrics request, and sends each follower an event every [`CRASH_INTERVAL`].
 pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
     let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));

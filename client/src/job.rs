@@ -267,7 +267,7 @@ impl Job {
     /// Sends the job, with retries if they are enabled; see [`Job::retry`].
     async fn send_with_retries(mut self) -> Result<Reply, JobError> {
         self.client.with_budget(RetryBudget::job);
-        // A job whose deadline has passed while the client was reconnecting no longer has its request.
+        // Copied, because the request is lost if the deadline passes while the client is reconnecting.
         let deadline = self.request.deadline;
         let ran = |error: &JobError| error.executed() != Executed::No;
         let mut reported: Option<JobError> = None;

@@ -245,8 +245,8 @@ impl Requests {
         Ok(PendingOutcome { requests: Some(self.clone()), number, request: None })
     }
 
-    /// Returns a free lease that fits the job, or `None` if there is no such lease. If there is none, may also request
-    /// a lease for later jobs from the supervisor.
+    /// Returns a free lease that fits the job. If there is no such lease, returns `None`, and may request a lease for
+    /// later jobs from the supervisor.
     fn take_lease(&self, state: &mut State, job: &JobRequest, bytes: usize) -> Option<Box<Lease>> {
         let has_read_all = || self.transport.has_no_unread_bytes();
         match state.leases.take((&job.bulkhead, &job.options.tenant), bytes, has_read_all) {
@@ -432,7 +432,7 @@ impl Requests {
                     state.phase = Phase::Ending;
                 }
                 if state.waiters.waiting() == 0 {
-                    // Several tasks can wait.
+                    // Passes the notification on, because several tasks can wait.
                     self.idle.notify_one();
                     break;
                 }
@@ -448,7 +448,7 @@ impl Requests {
             {
                 let state = self.lock();
                 if state.mapped_results == 0 || state.phase == Phase::Closed {
-                    // Several tasks can wait.
+                    // Passes the notification on, because several tasks can wait.
                     self.unmapped.notify_one();
                     return;
                 }
@@ -927,7 +927,7 @@ mod tests {
         assert_eq!(requests.lock().waiters.waiting(), 0);
     }
 
-    /// Without this limit, a job that breaks every connection would be sent forever.
+    /// If overdue jobs were sent again, a job that breaks every connection would be sent forever.
     #[test]
     fn incompletely_sent_overdue_job_is_not_sent_again() {
         for is_overdue in [false, true] {
@@ -951,7 +951,7 @@ mod tests {
         }
     }
 
-    /// If the supervisor closed the connection earlier, it would revoke the result.
+    /// If the connection were closed earlier, the supervisor would revoke the result.
     #[tokio::test]
     async fn connection_is_in_use_until_mapped_results_are_dropped() {
         let (here, _there) = in_process::pair();
@@ -961,7 +961,7 @@ mod tests {
         let file = || {
             let file = rustix::fs::memfd_create("lease", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
             rustix::fs::ftruncate(&file, bytes as u64).unwrap();
-            // A file with permissions is a revoked file.
+            // Permission bits would mark the file as revoked.
             rustix::fs::fchmod(&file, rustix::fs::Mode::empty()).unwrap();
             file
         };

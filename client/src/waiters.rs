@@ -192,7 +192,7 @@ impl<M> Waiters<M> {
         match &mut slot.state {
             SlotState::Waiting(_) => match std::mem::replace(&mut slot.state, SlotState::Processing) {
                 SlotState::Waiting(mut waiter) => {
-                    // A job that may be retried is still needed.
+                    // Leaves a job that may be retried unchanged, because a retry sends the whole job.
                     if !slot.request.retries {
                         waiter.bulkhead = std::mem::take(&mut slot.request.bulkhead);
                         waiter.buffer = slot.request.payload.take_large();
@@ -206,7 +206,7 @@ impl<M> Waiters<M> {
     }
 
     /// Stores the outcome of a request. Returns the waker of the task that waits for the outcome, if there is one. If
-    /// the handle was dropped, returns the outcome as an error.
+    /// the handle was dropped, returns the outcome in `Err`.
     #[inline]
     pub(crate) fn finish(&mut self, number: u64, result: JobResult) -> Result<Option<Waker>, Box<JobResult>> {
         match self.slot(number) {

@@ -50,7 +50,7 @@ pub struct Rules {
     pub attempts_max: u32,
     /// Maximum size of a result, in bytes. The server rejects larger messages. Changes when the server's limit changes.
     pub result_bytes_max: usize,
-    /// True if the bulkhead has a single rate limit for all tenants, so that a job that exceeds the limit delays others.
+    /// True if the bulkhead has one rate limit for all tenants. A job that exceeds this limit delays other tenants.
     pub is_rate_limit_shared: bool,
     /// True if each tenant has its own workers, so that a rejection says nothing about other tenants.
     pub is_isolated: bool,

@@ -24,8 +24,8 @@ pub(crate) const OUTCOME: &str = "Bulkhead-Outcome";
 /// Name of a dead letter's header that contains the sequence number of the job's ledger record.
 pub(crate) const LEDGER_SEQUENCE: &str = "Bulkhead-Ledger-Sequence";
 
-/// Name of a dead letter's header that contains the size of the job's payload in bytes, if the letter was stored without
-/// the payload.
+/// Name of a dead letter's header that contains the size of the job's payload in bytes. Set only if the letter was
+/// stored without the payload.
 pub(crate) const PAYLOAD_DROPPED: &str = "Bulkhead-Payload-Dropped";
 
 /// Maximum length of a message in JSON, in bytes. The headers of a record or dead letter must fit into
@@ -85,8 +85,8 @@ pub(crate) fn outcome_text(outcome: &Outcome) -> String {
     serde_json::to_string(&document).unwrap_or_default()
 }
 
-/// Truncates a message to [`MESSAGE_BYTES_MAX`], and to [`MESSAGE_JSON_BYTES_MAX`] in JSON, which needs six bytes for most
-/// control characters.
+/// Truncates a message so that its length is at most [`MESSAGE_BYTES_MAX`], and in JSON at most
+/// [`MESSAGE_JSON_BYTES_MAX`]. JSON needs six bytes for most control characters.
 fn truncate_message(text: &str) -> &str {
     let text = truncate(text, MESSAGE_BYTES_MAX);
     let mut bytes = 0;

@@ -17,7 +17,7 @@ pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
 /// the result.
 pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
 
-/// Maximum length of a `traceparent`, in bytes. Version 00 has 55.
+/// Maximum length of a `traceparent`, in bytes. A `traceparent` of version 00 has 55 bytes.
 const TRACEPARENT_BYTES_MAX: usize = 256;
 
 const ID: &str = "Bulkhead-Id";
@@ -128,8 +128,8 @@ impl JobOptions {
         headers
     }
 
-    /// Decodes the options of a job from a message. The second value is the reason why the message is invalid, if it
-    /// is. A message without a valid ID gets a new ID, so that every message can have a record.
+    /// Decodes the options of a job from a message. The second value is the reason why the message is invalid, or
+    /// `None` if it is valid. A message without a valid ID gets a new ID, so that every message can have a record.
     pub fn parse(
         (bulkhead, tenant): (String, String),
         headers: Option<&HeaderMap>,
@@ -140,7 +140,7 @@ impl JobOptions {
         let read = headers.map_or(Ok(()), |headers| options.read(headers));
         let error = read.and_then(|()| options.check()).err();
         if error.is_some() {
-            // Keeps only the names. The job ends as invalid, so no other option may have any effect.
+            // Keeps only the names. The job ends as invalid, so the other options must have no effect.
             let valid = Self { tenant: options.tenant, ..Self::new(options.bulkhead, options.id) };
             let has_id = valid.check().is_ok();
             let id = if has_id { valid.id.clone() } else { format!("message-{sequence}") };

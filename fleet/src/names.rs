@@ -67,8 +67,8 @@ pub fn bulkhead_filter(bulkhead: &str) -> String {
     format!("bh.job.{}.{CLASS}.*.*", escape(bulkhead))
 }
 
-/// Returns the subjects of a bulkhead's jobs, one for each lane. The stream accepts no other lanes, because a tenant could
-/// otherwise have any number of subjects, and the maximum number of waiting jobs applies to each subject.
+/// Returns the subjects of a bulkhead's jobs, one for each lane. The stream accepts no other lanes, because the maximum
+/// number of waiting jobs applies to each subject. A tenant could otherwise exceed this maximum by using more subjects.
 pub fn bulkhead_subjects(bulkhead: &str) -> Vec<String> {
     (0..LANES).map(|lane| lane_filter(bulkhead, lane)).collect()
 }

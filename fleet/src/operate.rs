@@ -99,14 +99,14 @@ pub struct DeadLetter {
     pub at: String,
     /// Payload of the job. Empty if the payload was dropped.
     pub payload: bytes::Bytes,
-    /// Size of the payload in bytes, if the letter was stored without the payload because the server did not accept the
-    /// letter's full size.
+    /// Size of the payload in bytes, if the letter was stored without the payload because the complete letter was too
+    /// large for the server.
     pub dropped_payload_bytes: Option<u64>,
     sequence: u64,
 }
 
 impl DeadLetter {
-    /// Returns an error if the letter does not contain the whole job, so that the job cannot be submitted again.
+    /// Returns an error if the job cannot be submitted again, because the letter does not contain the whole job.
     pub fn check_requeue(&self) -> Result<(), OperateError> {
         let id = &self.options.id;
         if let Some(bytes) = self.dropped_payload_bytes {
@@ -212,7 +212,8 @@ impl Operator {
         info.map_err(|error| OperateError::api(stream, &error))
     }
 
-    /// Returns the subjects of all messages that match the filter. A response lists only some of them.
+    /// Returns the subjects of all messages that match the filter. Sends as many requests as necessary, because the
+    /// number of subjects per response is limited.
     async fn subjects(&self, stream: &str, filter: &str) -> Result<Vec<String>, OperateError> {
         let mut found = Vec::new();
         loop {

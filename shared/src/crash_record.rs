@@ -9,8 +9,8 @@
 //!
 //! The header is written last, so that a record with a header is complete.
 //!
-//! The keeper writes records in the same format for a process that has run for too long: see [`Records`]. A reader
-//! must not trust any part of a record.
+//! The keeper writes [`Records`] in the same format for a process that has run for too long. A reader must not trust
+//! any part of a record.
 
 use crate::journal::JOURNAL_BYTES;
 

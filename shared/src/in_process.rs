@@ -136,7 +136,7 @@ impl Endpoint {
         if count == pipe.bytes.len() {
             pipe.bytes.clear();
             pipe.bytes.shrink_to(SPARE_BYTES_MAX);
-            // All bytes were read, so the next write must wake the reader even if it does not read again.
+            // All bytes were read, so the next write must wake the reader even without another read.
             pipe.reader.is_waiting = true;
         } else {
             pipe.bytes.drain(..count);

@@ -57,7 +57,7 @@ impl FromStr for JobId {
     type Err = InvalidJobId;
 
     fn from_str(text: &str) -> Result<Self, InvalidJobId> {
-        // The parser of the standard library accepts a plus sign.
+        // Checked separately, because the standard library's parser also accepts a plus sign.
         if !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             return Err(InvalidJobId);
         }

@@ -18,8 +18,8 @@ pub fn escape(text: &str) -> String {
     text.chars().map(escaped).collect()
 }
 
-/// Escapes all characters for which [`is_unprintable`] is true in a line of JSON. Such characters occur only
-/// in strings, so the meaning of the JSON does not change.
+/// Escapes, in a line of JSON, all characters for which [`is_unprintable`] is true. Such characters occur only in
+/// strings, so the meaning of the JSON does not change.
 pub fn escape_json(json: &str) -> String {
     if !json.contains(is_unprintable) {
         return json.to_owned();

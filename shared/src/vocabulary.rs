@@ -1,5 +1,5 @@
-//! Enums whose values have fixed names. One row declares a value, its name, and a wire number if the value is
-//! sent over a socket.
+//! Enums whose values have fixed names. Each row of a declaration contains a value, its name, and a wire number if the
+//! value is sent over a socket.
 
 /// A type whose values have fixed names.
 pub trait Vocabulary: Copy + PartialEq + 'static {

@@ -134,8 +134,9 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_
     resend(signal, info);
 }
 
-/// Sends a signal to this thread again unless it recurs by itself. A fault recurs when the handler returns. A signal
-/// sent by a process does not, nor does a breakpoint, because the thread continues after the breakpoint.
+/// Sends the signal to this thread again, unless the signal recurs by itself. A fault recurs when the handler returns.
+/// A signal from a process does not recur. Neither does a breakpoint, because the thread continues after the
+/// breakpoint.
 fn resend(signal: c_int, info: &libc::siginfo_t) {
     if info.si_code <= 0 || signal == libc::SIGTRAP {
         // SAFETY: sends a signal to this thread, which receives it when the handler returns.

@@ -29,7 +29,7 @@ pub(crate) fn is_worker() -> bool {
     WORKER_MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
 }
 
-/// Exits with an error if a handler forked this process and the process returned from the handler.
+/// Exits with an error if the worker's code forked this process. Called after that code has returned.
 pub(crate) fn end_forked_process() {
     if !is_worker() {
         exit_with_message(

@@ -334,7 +334,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 continue;
             };
             let mut began = now;
-            // Bounds the delay of an unsent reply, whether the next handlers are slow or numerous.
+            // Limits how long a reply stays unsent if the next handlers are slow or if many jobs follow.
             let is_late = unwritten_since.is_some_and(|since| began - since > REPLY_DELAY_MAX);
             let is_due = pace == Pace::Slow || is_late || !is_safe;
             if is_due && unwritten_since.take().is_some() {
@@ -349,8 +349,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Removes `done`, the last job of the calling thread, from `live`. Returns the next job and the current pace. Before
-    /// returning, wakes another thread for the remaining jobs and starts the watchdog, if necessary.
+    /// Removes `done`, the last job of the calling thread, from `live`. Returns the next job and the current pace. If
+    /// necessary, wakes another thread for the remaining jobs and starts the watchdog.
     fn next_job(self: &Arc<Self>, done: Option<&JobMetadata>, lifetime: Lifetime) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(job) = done {
@@ -598,7 +598,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let (lease_ref, status) = (lease_ref.map(LeaseRef::to_bytes), status.map(i32::to_le_bytes));
         let lease_ref = lease_ref.as_ref().map(|lease_ref| (tag::LEASE, &lease_ref[..]));
         let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
-        // Collecting no extensions does not allocate memory.
+        // Usually, there are no extensions, and an empty vector needs no allocation.
         let extensions: Vec<_> = lease_ref.into_iter().chain(status).collect();
         self.writer.push_reply(kind::RESULT, number, &Empty, &extensions, payload)
     }
@@ -901,8 +901,8 @@ fn wait_one(epoll: &impl AsFd, timeout: Option<Duration>) -> Option<u64> {
     }
 }
 
-/// Runs user code and converts a panic to an error. If the code has forked, terminates the forked process instead
-/// of returning in it.
+/// Runs user code and converts a panic to an error. If the code has forked, the forked process exits here and does not
+/// return.
 pub(crate) fn run_user_code<T>(code: impl FnOnce() -> T) -> Result<T, HandlerError> {
     let done = catch_unwind(AssertUnwindSafe(code)).map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());

@@ -181,7 +181,7 @@ impl Template {
         }
     }
 
-    /// Removes some entries of the first folder in `removals`. This queue contains the folders of dead workers.
+    /// Removes some entries of the first folder in `removals`, which is the queue of dead workers' folders.
     fn remove_some(&self, removals: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
             return removals.clear();

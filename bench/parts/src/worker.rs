@@ -48,7 +48,7 @@ fn handle(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
             std::process::abort()
         }
-        // Stops all threads of the worker, as does a call that holds an interpreter's lock.
+        // Stops all threads of the worker, like a call that holds the lock of an interpreter.
         "hold" => {
             let mut waker = shell("sleep 0.5; kill -CONT $PPID").spawn()?;
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)?;

@@ -28,8 +28,8 @@ impl Clock {
         }
     }
 
-    /// Measures the offset of the server's clock. The server stored a message at `stored`. `before` and `after` are
-    /// earlier and later values of [`time_since_boot`].
+    /// Measures the offset of the server's clock. `stored` is the server's time at which a message was stored. `before`
+    /// and `after` are the values of [`time_since_boot`] before and after the request.
     pub(crate) fn measure(&self, before: Duration, stored: Timestamp, after: Duration) {
         let micros = |time: Duration| i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
         let own = micros(before) / 2 + micros(after) / 2;

@@ -85,7 +85,7 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         interval.tick().await;
-        // While disconnected, heartbeats would only pile up in the send buffer.
+        // Without a connection, heartbeats would only accumulate in the send buffer.
         if shared.client.connection_state() != State::Connected {
             continue;
         }
@@ -97,6 +97,6 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
 
 /// Sends one heartbeat.
 pub(crate) async fn in_progress(shared: &Shared, reply: Subject) {
-    // If this heartbeat is lost, the next one will do.
+    // A lost heartbeat does no harm, because another heartbeat follows.
     let _ = shared.client.publish(reply, Bytes::from_static(IN_PROGRESS)).await;
 }

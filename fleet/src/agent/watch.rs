@@ -1,5 +1,5 @@
-//! Monitors the streams and stops pulling jobs before the ledger is full, because a full ledger would refuse outcomes
-//! as well. Also checks that the consumers still match the configuration.
+//! Monitors the streams and stops pulling jobs before the ledger is full, because a full ledger would also refuse
+//! outcomes. Checks that the consumers still match the configuration.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

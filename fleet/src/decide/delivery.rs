@@ -70,8 +70,8 @@ pub fn decide(
     }
 }
 
-/// Returns true if the agent that holds the claim is considered lost. The first redelivery of the message does not
-/// count, because a server outage causes one for every message even though the agents are alive.
+/// Returns true if the agent that holds the claim is considered lost. The first redelivery of the message is ignored,
+/// because a server outage causes one redelivery of every message, although the agents are alive.
 fn is_lost(claimed: u64, delivered: u64, rules: &Rules) -> bool {
     let later = if rules.faults.takes_over_at_first_redelivery { 1 } else { 2 };
     delivered >= claimed + later

@@ -73,7 +73,7 @@ pub enum Conclusion {
     Returned {
         /// Delay before the next delivery.
         delay: Duration,
-        /// Pause before the agent replaces the job with another one.
+        /// Pause before the agent takes another job in place of this one.
         pause: Pause,
     },
     /// Another agent holds the job. If a delay is given, redelivery of the message after this delay has been requested.
@@ -192,8 +192,8 @@ impl Handling {
 
     /// Starts handling a message whose job the agent cannot run. If no other agent holds the job, the job is returned.
     ///
-    /// The record must show that the job was returned, unless this is the first delivery. Otherwise, the early
-    /// redelivery would look like the loss of another agent, whose claim might not have been visible yet.
+    /// On every delivery except the first, the ledger must show the return before the message is redelivered. Without
+    /// that record, the early redelivery would look like the loss of another agent whose claim was not visible yet.
     pub fn begin_without_permit(
         message: Message,
         terms: Terms,

@@ -61,7 +61,7 @@ pub enum Consequence {
         previous: Outcome,
         /// Delay before the message is redelivered.
         delay: Duration,
-        /// Pause before the agent replaces the job with another one.
+        /// Pause before the agent takes another job in place of this one.
         pause: Pause,
     },
 }
@@ -79,7 +79,7 @@ pub fn decide(
     let ending = match end {
         AttemptEnd::Reported(ending) => ending,
         AttemptEnd::Disconnected { executed: Executed::No } => {
-            // A supervisor that cannot be reached concerns all tenants.
+            // An unreachable supervisor affects all tenants.
             let rules = Rules { is_isolated: false, ..rules.clone() };
             return not_begun((message, terms, &rules), claim, not_sent(terms), jitter);
         }

@@ -51,7 +51,7 @@ pub(crate) async fn connect_with_refusals(
     Ok((client.await?, refusals))
 }
 
-/// The loss of a connection.
+/// Receiver that is notified when a connection is lost.
 #[derive(Clone, Debug)]
 pub(crate) struct Loss(watch::Receiver<bool>);
 
@@ -68,7 +68,7 @@ impl Loss {
     }
 }
 
-/// Connects like [`connect`] with retries. Also returns a [`Loss`] for the connection.
+/// Connects like [`connect`], and retries until a server is available. Also returns a [`Loss`] for the connection.
 pub(crate) async fn connect_with_loss(nats: &Nats, name: &str) -> Result<(Client, Loss), ConnectError> {
     let (sender, receiver) = watch::channel(false);
     let client = connect_with(nats, name, true, move |event| {

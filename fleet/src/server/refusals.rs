@@ -1,5 +1,5 @@
-//! Permission errors from the server. The server reports them separately, and never responds to a request that lacks
-//! permission.
+//! Permission errors from the server. The server does not respond to a request that lacks permission. Instead, it sends
+//! a separate error that names the subject.
 
 use std::future::Future;
 

@@ -86,7 +86,7 @@ fn stream(name: &str, subjects: &[String], settings: &Settings, more: Value) -> 
         "max_msgs": -1,
         "max_msg_size": -1,
         "allow_rollup_hdrs": false,
-        // The window is short, because the fleet does not use `Nats-Msg-Id`.
+        // The deduplication window is short, because the fleet does not use `Nats-Msg-Id`.
         "duplicate_window": 100_000_000,
     });
     merge(&mut config, more);
@@ -106,7 +106,7 @@ fn streams(settings: &Settings) -> Vec<Value> {
     let jobs = json!({
         "retention": "workqueue", "discard": "new", "discard_new_per_subject": true,
         "max_msgs_per_subject": streams.tenant_backlog, "max_bytes": streams.max_bytes, "max_age": 0,
-        // Agents delete messages with unreadable headers.
+        // Deletion is permitted, because agents delete messages with unreadable headers.
         "deny_purge": true, "deny_delete": false, "allow_direct": false,
     });
     let ledger = json!({
@@ -142,7 +142,7 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
         "ack_policy": "explicit",
         "ack_wait": nanos(settings.streams.ack_wait()),
         "max_deliver": -1,
-        // The number is unlimited, because messages that wait for a delayed redelivery count towards this limit.
+        // Unlimited, because messages that are waiting for a delayed redelivery would use up a limit.
         "max_ack_pending": -1,
         "max_waiting": PULLS_MAX,
     });
@@ -282,7 +282,8 @@ async fn create(client: &Client, call: &str, body: Value, object: &str) -> Resul
 }
 
 /// Returns the subjects that the configuration adds to an existing stream. Returns an empty list if the configuration
-/// would also remove subjects, other than one for all lanes of a bulkhead, which earlier versions created.
+/// would also remove subjects. Subjects that cover all lanes of a bulkhead, as created by earlier versions, are an
+/// exception.
 fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
     let list = |of: &Value| -> Vec<String> {
         of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()
@@ -331,8 +332,8 @@ async fn prepare_consumers(
 }
 
 /// Removes consumers that were created for a different number of lanes, because their filters would overlap with those
-/// of the new consumers. Requires that no jobs are waiting for these consumers, because delivery counts are lost with the
-/// consumers. If `init` is interrupted, the next `init` removes the remaining consumers.
+/// of the new consumers. Requires that no jobs are waiting for these consumers, because delivery counts are lost with
+/// the consumers. If `init` is interrupted, the next `init` removes the remaining consumers.
 async fn remove_other_lanes(
     client: &Client,
     name: &str,

@@ -32,8 +32,8 @@ struct StoredJob {
     data: String,
 }
 
-/// Searches a bulkhead's waiting and running jobs for unreadable messages, in order of their sequence numbers from `start`, and
-/// deletes them. Returns the sequence number at which the next search has to start.
+/// Deletes the unreadable messages among a bulkhead's waiting and running jobs. Searches in order of the sequence
+/// numbers, beginning with `start`. Returns the sequence number at which the next search has to start.
 pub(crate) async fn delete(client: &Client, bulkhead: &str, start: u64) -> u64 {
     let filter = bulkhead_filter(bulkhead);
     let (mut next, mut bytes, mut deleted) = (start, 0, 0_u32);

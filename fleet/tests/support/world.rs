@@ -415,7 +415,7 @@ impl World {
         if self.agents[to.agent].held.contains_key(&sequence) {
             return self.request(to, sequence, Request::InProgress);
         }
-        // The agent can have had no free permit for some time.
+        // Some messages arrive while the agent has no free permit.
         let has_permit = !self.random.chance(5);
         if !has_permit && delivery == 1 {
             coverage.count("given back");

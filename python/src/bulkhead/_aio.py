@@ -195,7 +195,8 @@ class _Connection:
         self._end()
         self._outgoing.clear()
         with suppress(OSError):
-            # If only the send failed, for example without memory, the supervisor now closes the connection.
+            # If only the send has failed, for example for lack of memory, this makes the supervisor close the
+            # connection.
             self._socket.shutdown(_socket.SHUT_WR)
 
     # Reading.
@@ -249,7 +250,7 @@ class _Connection:
         elif self._is_released and not jobs:
             self.release()
 
-    # The end.
+    # Closing.
 
     def release(self) -> None:
         """Closes the connection after the last outcome, because the client was dropped."""
@@ -387,7 +388,7 @@ class _LoopState:
                 pauses = [job._job.pause_seconds() for job in self._waiting if job._job is not None]
                 if pauses and min(pauses) > 0:
                     self._problem = lost_before_sent()
-                    # Meanwhile, a job without a pause can arrive.
+                    # A job without a pause can arrive in the meantime.
                     await asyncio.sleep(min(*pauses, _again.RECONNECT_PAUSE_MIN))
                     continue
                 if self.connection is not None and not self.connection.is_over:

@@ -78,7 +78,7 @@ class Channel:
             raise
 
     def recover(self) -> None:
-        """Hands sending over to another thread, after a signal handler raised an exception anywhere in this class."""
+        """Hands sending over to another thread after a signal handler raised an exception in a method of this class."""
         while self._writing._is_owned():  # type: ignore[attr-defined]
             self._writing.release()
         self._hand_on()

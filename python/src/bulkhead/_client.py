@@ -85,7 +85,8 @@ class BaseClient:
         self._budget = _again.RetryBudget()
         self._submissions: dict[tuple[Any, ...], bytes] = {}
         self._is_closed = False
-        # Number of times that this process is a forked child. A call that continues in a child does not send its job.
+        # Number of forks that separate this process from the process that created the client. A call that continues in
+        # a forked child does not send its job.
         self._forks = 0
         _clients.add(self)
 
@@ -98,7 +99,7 @@ class BaseClient:
         The connections have already been abandoned.
         """
         self._forks += 1
-        # A call that continues in the child refers to the budget.
+        # Not replaced, because a call that continues in the child refers to the budget.
         self._budget.reset()
 
 

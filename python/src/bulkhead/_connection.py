@@ -267,7 +267,8 @@ class Connection:
             self.is_over = self._is_broken = True
             is_unread = self._leader is None and not self._calls and not self._futures
             try:
-                # If only the send failed, for example without memory, the supervisor now closes the connection.
+                # If only the send has failed, for example for lack of memory, this makes the supervisor close the
+                # connection.
                 self._socket.shutdown(_socket.SHUT_WR)
             except OSError:
                 pass
@@ -535,7 +536,7 @@ class Connection:
             reason, sentence = _wire.refused(metadata)
             self.lose(f"the supervisor rejected the connection ({reason}): {sentence}")
 
-    # The end.
+    # Closing.
 
     def _go_away(self, taken: set[int]) -> None:
         """Keeps only the jobs ``taken`` on this connection. Sends all other jobs over another connection."""

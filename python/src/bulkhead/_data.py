@@ -143,7 +143,7 @@ _KEY_OF_LONG = rb"%b(?=[BX\x8d\x8e\x96])" % _KEY
 _CONTAINER = rb"\}\x94?\(?|\]\x94?"
 #: Opcodes before the first memoised object that is not a string.
 _FIRST = rb"(?:\x80.)?(?:\x95.{8})?\(?(?:%b){0,8}" % _SCALAR
-#: A key with its value; an empty container; all or one of the numbers and strings of a list; opcodes between these.
+#: A key with its value, an empty container, one or all of the numbers and strings of a list, or opcodes between these.
 _RECORDS = rb"(?:%b(?:%b|%b)s?|%b|u\(?|\((?:%b|\x95.{8}){0,1024}e|[(ea]|%ba|\x95.{8}){0,64}" % (
     _KEY,
     _SCALAR,

@@ -206,7 +206,7 @@ def _prepare(preparation: dict[str, Any]) -> None:
     from multiprocessing import process, spawn
 
     current = process.current_process()
-    # Code that starts processes while it is imported gets the same error as with "spawn": a script needs its guard.
+    # Code that starts processes while it is imported gets the same error as with "spawn", which requires a main guard.
     current._inheriting = True  # type: ignore[attr-defined]
     try:
         spawn.prepare(preparation["multiprocessing"])

@@ -6,6 +6,14 @@ another. Both use ``EPOLLEXCLUSIVE``, and the handlers' instance is registered f
 watcher only while all handlers are busy, which is when the watcher must notice cancellations. For jobs shorter than
 ``QUICK_SECONDS``, these wake-ups would cost more than the jobs. The watcher then ignores the link, and checks every
 ``TICK_SECONDS`` for a stuck job.
+
+The *journal* is memory shared with the supervisor, with which the supervisor recalls jobs that have not begun. Each job
+has an *arrival* number, its position among all jobs on the link. The worker writes word 1 of the journal, the arrival
+number of the last job that has begun, and word 2, the time of the last heartbeat. The supervisor writes word 3, the
+arrival number of the last recalled job. A job that is recalled just before it begins is returned in a RETURNED frame.
+
+On SIGTERM, the worker sends STOPPING and continues to run jobs. The supervisor replies with DRAIN, and the worker exits
+after its last job. Deadlines are enforced by the supervisor, never here.
 """
 
 from __future__ import annotations
@@ -83,7 +91,7 @@ class Server:
         self._loop: Any = None
         self._reading = _Lock()
         self._progress_lock = _Lock()
-        # Guards the attributes below.
+        # Guards all changes to the attributes below, up to `_is_over`. Some of them are also read without the lock.
         self._lock = _Lock()
         self._pending: deque[Context] = deque()
         self._live: dict[int, Context] = {}
@@ -152,7 +160,8 @@ class Server:
             self._end_if_child(error)
             print_traceback(error)
             self.fail_start(f"initialisation failed: {describe(error)}")
-        # Threads and the event loop are created before the seal, which forbids the sockets that an event loop needs.
+        # Threads and the event loop are created before the seal is installed. The seal is a seccomp filter that forbids
+        # the sockets that an event loop needs.
         if any(map(_is_async, handlers)):
             self._event_loop()
         self._watch_signals()
@@ -305,8 +314,8 @@ class Server:
                 job = self._pending.popleft()
                 if journal is not None:
                     journal[1] = job._arrival
-                    # The supervisor first writes its word of the journal and then reads this worker's word, so at least
-                    # one side sees a conflict.
+                    # The worker writes word 1 before it reads word 3, and the supervisor writes word 3 before it reads
+                    # word 1. At least one side therefore sees a conflict.
                     if job._arrival <= journal[3]:
                         # The frame is sent under the lock, so that it precedes the replies to later jobs.
                         self._remove_live(job)
@@ -505,7 +514,7 @@ class Server:
     # The link.
 
     def _read_link(self) -> None:
-        """Reads all available frames and queues the jobs."""
+        """Reads all available frames, and queues the received jobs."""
         with self._reading:
             self._read_at = time.monotonic()
             frames = self._reader.frames

@@ -1,7 +1,7 @@
 """The binary protocol (``docs/protocol.md``). Defines every code and structure once.
 
-Clients, pools and workers use this module to encode and decode frames. It performs no I/O. A
-``Reader`` reads with functions that its owner provides.
+Clients, pools and workers use this module to encode and decode frames. It contains only the side that talks to a
+supervisor. The module performs no I/O, and a ``Reader`` reads with functions that its owner provides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Payload = bytes | bytearray
-    #: A frame: kind, number, metadata and payload.
+    #: A frame: kind, number, metadata and payload. In most kinds, the number identifies the request, job or lease.
     Frame = tuple[int, int, bytes, Payload]
     #: Contiguous bytes-like objects that can be sent.
     Buffer = bytes | bytearray | memoryview
@@ -43,7 +43,7 @@ EXTEND_START, HEARTBEAT, STOPPING, PROGRAM_CRASHED, RETURNED, FILES_TAKEN = 70, 
 
 KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 38), *range(48, 52), *range(53, 56), READY, *range(66, 76)})
 
-# Extensions.
+# Extensions. LEASE_REF refers to a payload or result in a memory file. The LEASE frames above manage the leases.
 TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASE_REF = 1, 2, 3, 4, 5, 0x8006
 #: Extension of CANCEL that cancels the job only if it has not begun.
 UNLESS_BEGUN = 0x8007
@@ -349,7 +349,7 @@ def client_welcome(metadata: bytes) -> int:
 
 
 def numbers(payload: bytes | bytearray) -> set[int]:
-    """Decodes the payload of a GOAWAY: the numbers of jobs."""
+    """Decodes the payload of a GOAWAY: the request numbers of the accepted jobs that have no outcome yet."""
     return {number for (number,) in NUMBER.iter_unpack(payload)}
 
 

@@ -96,7 +96,7 @@ class AsyncFleet:
         if ca is not None:
             options["tls"] = ssl.create_default_context(cafile=str(ca))
         try:
-            # The client reconnects indefinitely later, and would also retry the first connection indefinitely.
+            # With `max_reconnect_attempts=-1`, the client would also retry the first connection indefinitely.
             connecting = nats.connect(**options, max_reconnect_attempts=-1, ping_interval=5, error_cb=_ignore)
             connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT)
         except (OSError, nats.errors.Error, asyncio.TimeoutError) as error:

@@ -92,7 +92,7 @@ fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     Some((resource, Rlimit { current, maximum }))
 }
 
-/// Returns an error if a program cannot be given this limit. Otherwise, every job would fail.
+/// Returns an error if this limit cannot be set for programs, because every job would then fail.
 fn check_limit(resource: Resource, limit: Rlimit) -> Result<(), HandlerError> {
     let own = getrlimit(resource);
     let Some(most) = own.maximum.filter(|most| limit.maximum.is_none_or(|wanted| wanted > *most)) else {
@@ -306,7 +306,7 @@ impl Host {
         ctx: &Ctx<Self>,
     ) -> io::Result<Run> {
         let cancelled = ctx.cancellation()?;
-        // If there is nothing to write to standard input, it is closed immediately.
+        // Closes standard input immediately if there is nothing to write.
         let mut unsent = if self.plan.input.is_some() { &[][..] } else { payload };
         let mut stdin = program.stdin.take().filter(|_| !unsent.is_empty());
         let mut run = Run {
@@ -498,7 +498,7 @@ impl Run {
     }
 }
 
-/// Waits until at least one of the sources is ready, for at most `most`. Returns which sources are ready.
+/// Waits for at most `most` until at least one of the sources is ready. Returns which sources are ready.
 fn wait<const N: usize>(
     sources: [(Option<BorrowedFd<'_>>, PollFlags); N],
     most: Option<Duration>,

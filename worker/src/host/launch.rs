@@ -128,7 +128,7 @@ impl Launch {
                 rustix::process::setsid()?;
                 rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
                 rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-                // The parent-death signal is not sent if the host died before it was set.
+                // If the host died before the parent-death signal was set, the signal is never sent.
                 if rustix::process::getppid() != Some(host) {
                     return Err(Errno::INTR.into());
                 }

@@ -146,8 +146,8 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
         payload_len: job.payload().len(),
         host_data: (&raw const call).cast_mut().cast(),
     };
-    // SAFETY: everything the structures point to outlives the call. The process boundary contains any other
-    // fault in the library.
+    // SAFETY: everything the structures point to outlives the call. Any other fault in the library affects only this
+    // process.
     #[expect(unsafe_code, reason = "calls the C library")]
     let code = unsafe { (ctx.state().handle)(&c_job, &HOST) };
     if call.is_too_large.take() {

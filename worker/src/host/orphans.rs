@@ -154,7 +154,7 @@ impl Orphans {
         drop((programs, starting));
     }
 
-    /// Returns true if the exited program has left orphans. The program's orphans must still be protected from cleanup.
+    /// Returns true if the exited program has left orphans. Must be called while the orphans are still protected.
     pub(super) fn has_orphans(&self, number: u32) -> bool {
         // Reaps orphans that have already died.
         self.reap();
