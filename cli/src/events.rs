@@ -9,11 +9,15 @@ use crate::args::{Args, Events};
 use crate::output::{self, Failure, escape, exit};
 use crate::requests::{follow, get_lines, percent_encoded, request};
 use hyper::Method;
+use serde_json::Value;
 
 pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
-    let of = events.bulkhead.as_ref().map(|name| format!("&bulkhead={}", percent_encoded(name)));
-    let of = of.unwrap_or_default();
-    let mut kept: Vec<(String, Option<Event>)> = get_lines(args, &format!("/v1/events?follow=false{of}"))
+    if let Some(name) = &events.bulkhead {
+        // Fails if there is no such bulkhead.
+        let name = percent_encoded(name);
+        get_lines(args, &format!("/v1/events?follow=false&limit=1&bulkhead={name}")).await?;
+    }
+    let mut kept: Vec<(String, Option<Event>)> = get_lines(args, "/v1/events?follow=false")
         .await?
         .into_iter()
         .map(|line| {
@@ -28,7 +32,7 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
     if !events.follow {
         return Ok(exit::OK);
     }
-    let mut progress = Progress { last, is_upgraded: false };
+    let mut progress = Progress { last, successor: None, is_upgraded: false };
     // A single response contains both the stored events after the last one and the new events, so that none are lost. It
     // contains the events of all bulkheads, because `upgrade_switched` belongs to no bulkhead.
     let connect =
@@ -59,8 +63,22 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
 struct Progress {
     /// Sequence number of the last event received.
     last: u64,
-    /// True if another program serves the admin API since the stream began.
+    /// PID of the program that took over in the last upgrade.
+    successor: Option<u64>,
+    /// True if another program has taken over the admin API since the stream began.
     is_upgraded: bool,
+}
+
+impl Progress {
+    fn note(&mut self, event: &Event) {
+        self.last = event.seq;
+        if event.kind == "upgrade_switched" {
+            let pid = event.fields.get("pid").and_then(Value::as_u64);
+            // Both programs report the upgrade. The new program's report does not end its own stream.
+            self.is_upgraded |= pid != self.successor;
+            self.successor = pid;
+        }
+    }
 }
 
 fn print_line(args: &Args, events: &Events, progress: &mut Progress, line: &str) -> Result<(), Failure> {
@@ -73,8 +91,7 @@ fn print_line(args: &Args, events: &Events, progress: &mut Progress, line: &str)
         return Ok(());
     };
     let Ok(event) = serde_json::from_str::<Event>(data) else { return Ok(()) };
-    progress.last = event.seq;
-    progress.is_upgraded |= event.kind == "upgrade_switched";
+    progress.note(&event);
     if is_wanted(events, &event) { print_event(args, data) } else { Ok(()) }
 }
 
@@ -89,4 +106,26 @@ fn is_wanted(events: &Events, event: &Event) -> bool {
         && (events.kind.is_empty() || events.kind.iter().any(|kind| *kind == event.kind))
         && events.severity.is_none_or(is_severe)
         && events.since.is_none_or(is_since)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn successors_report_of_its_own_upgrade_is_no_further_upgrade() {
+        let mut progress = Progress { last: 0, successor: None, is_upgraded: false };
+        let mut is_upgraded = |seq: u64, pid: u32| {
+            let event = json!({"seq": seq, "kind": "upgrade_switched", "pid": pid});
+            progress.is_upgraded = false;
+            progress.note(&serde_json::from_value(event).unwrap());
+            assert_eq!(progress.last, seq);
+            progress.is_upgraded
+        };
+        assert!(is_upgraded(5, 700));
+        assert!(!is_upgraded(9, 700));
+        assert!(is_upgraded(12, 800));
+    }
 }

@@ -172,7 +172,7 @@ pub(crate) enum LeaseSearch {
 
 fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, OwnedFd)> {
     let [payload, result] = <[OwnedFd; FILES_PER_LEASE]>::try_from(files)
-        .map_err(|_| io::Error::other("the lease's memory files did not arrive"))?;
+        .map_err(|_| io::Error::other("the message contains fewer memory files than it announces"))?;
     let mapped = Mapping::new(&result, lease_ref.bytes, false)?;
     Ok((Mapping::new(&payload, lease_ref.bytes, true)?, mapped, result))
 }

@@ -15,8 +15,8 @@ mod watch;
 
 use std::collections::BTreeMap;
 use std::future::Future;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -35,7 +35,7 @@ use clock::Clock;
 use gate::Gate;
 use held::Held;
 use metrics::Metrics;
-use permits::Permits;
+use permits::{Permit, Permits, TenantPermits};
 use supervisor::Supervisor;
 
 /// Interval at which a starting agent checks whether the servers respond.
@@ -51,7 +51,14 @@ struct Served {
     /// Value for [`Rules::is_isolated`], which can change while the agent runs.
     is_isolated: AtomicBool,
     permits: Permits,
+    tenant_permits: Mutex<TenantPermits>,
     gate: Gate,
+}
+
+/// The permits that a job holds.
+struct JobPermits {
+    _tenant: Option<Permit>,
+    _bulkhead: Permit,
 }
 
 /// State shared by all tasks of an agent.
@@ -176,6 +183,19 @@ fn result_bytes_max(client: &async_nats::Client) -> usize {
     client.max_payload().saturating_sub(HEADER_BYTES_RESERVED)
 }
 
+impl Served {
+    /// Waits for the permits for a job. Requests the tenant's permit first, so that the jobs of a tenant at its limit do not
+    /// keep other tenants' jobs waiting.
+    async fn acquire(&self, tenant: &str) -> JobPermits {
+        let set = self.tenant_permits.lock().unwrap_or_else(PoisonError::into_inner).of(tenant);
+        let _tenant = match set {
+            Some(set) => Some(set.acquire().await),
+            None => None,
+        };
+        JobPermits { _tenant, _bulkhead: self.permits.acquire().await }
+    }
+}
+
 impl Shared {
     fn new(client: async_nats::Client, settings: Settings, faults: Faults) -> Self {
         let bulkheads = settings.bulkhead.iter().map(|(name, of)| {
@@ -195,6 +215,7 @@ impl Shared {
                 is_rate_limit_shared: AtomicBool::new(true),
                 is_isolated: AtomicBool::new(false),
                 permits: Permits::new(),
+                tenant_permits: Mutex::default(),
                 gate: Gate::new(),
             };
             (name.clone(), Arc::new(served))

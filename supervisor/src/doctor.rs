@@ -37,7 +37,7 @@ fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
                 Ok((ids, _)) => {
                     Ok(format!("separate user IDs from the range {}-{} (/etc/subuid)", ids.first, ids.last))
                 }
-                Err(why) => Err(format!("workers share the supervisor's own user: {why}")),
+                Err(why) => Err(format!("workers run as the supervisor's own user: {why}")),
             }
         }
     };

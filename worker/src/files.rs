@@ -20,7 +20,7 @@ pub(crate) struct LeaseFiles {
 impl LeaseFiles {
     fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<Self> {
         let [payload, result] = <[OwnedFd; FILES_PER_LEASE]>::try_from(files)
-            .map_err(|_| io::Error::other("the memory files did not arrive"))?;
+            .map_err(|_| io::Error::other("the message contains fewer memory files than it announces"))?;
         Ok(Self {
             payload: Mapping::new(&payload, lease_ref.bytes, false)?,
             result: Mutex::new(Mapping::new(&result, lease_ref.bytes, true)?),

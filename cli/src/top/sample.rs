@@ -254,13 +254,15 @@ enum EventLog {
 fn new_events(last: Option<&Value>, mut events: Vec<Value>) -> EventLog {
     let Some(last) = last else { return EventLog::Same(events) };
     match events.first() {
-        // A supervisor always keeps its newest event, so an empty list means that it was restarted.
+        // A supervisor always keeps its newest event, so an empty list comes from a supervisor of an earlier version that
+        // was restarted.
         None => EventLog::Restarted,
         Some(first) if first == last => {
             events.remove(0);
             EventLog::Same(events)
         }
-        Some(first) if first["seq"] == last["seq"] => EventLog::Restarted,
+        // A restarted supervisor that has not reached the last known number sends all its events.
+        Some(first) if number(&first["seq"]) <= number(&last["seq"]) => EventLog::Restarted,
         // The last known event is missing because more events have occurred than the supervisor keeps.
         Some(_) => EventLog::Same(events),
     }
@@ -340,6 +342,7 @@ pub(super) mod tests {
         assert_eq!(same(vec![event(90, "two"), event(91, "two")]), Some(2));
         assert_eq!(same(vec![]), None);
         assert_eq!(same(vec![event(7, "three")]), None);
+        assert_eq!(same(vec![event(1, "three"), event(2, "three")]), None);
         assert!(
             matches!(new_events(None, vec![event(1, "noon")]), EventLog::Same(events) if events.len() == 1)
         );

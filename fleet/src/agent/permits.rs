@@ -1,6 +1,7 @@
 //! Permits for one bulkhead's jobs. The number of permits follows that of the supervisor, and lanes receive permits in
-//! the order in which they request them.
+//! the order in which they request them. If tenants are isolated, a job also needs one of its tenant's permits.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -36,6 +37,54 @@ pub(crate) struct Permit {
     permit: Option<OwnedSemaphorePermit>,
     state: Arc<Mutex<State>>,
     usage: Arc<Usage>,
+}
+
+/// The permits of a bulkhead's isolated tenants. Without these, the jobs of one tenant could occupy all permits of the
+/// bulkhead, even though other tenants have idle workers.
+#[derive(Debug, Default)]
+pub(crate) struct TenantPermits {
+    /// Limits per tenant, or `None` if tenants are not isolated.
+    limits: Option<TenantLimits>,
+    /// Sets of the tenants whose jobs hold a permit or wait for one.
+    sets: BTreeMap<String, Arc<Permits>>,
+}
+
+/// Number of permits of each isolated tenant.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct TenantLimits {
+    /// Limits of tenants that have workers.
+    pub(crate) by_tenant: BTreeMap<String, usize>,
+    /// Limit of all other tenants.
+    pub(crate) default: usize,
+}
+
+impl TenantLimits {
+    fn of(&self, tenant: &str) -> usize {
+        self.by_tenant.get(tenant).copied().unwrap_or(self.default).max(1)
+    }
+}
+
+impl TenantPermits {
+    /// Sets the number of permits of each tenant, and removes sets that are not in use.
+    pub(crate) fn set_limits(&mut self, limits: Option<TenantLimits>) {
+        self.limits = limits;
+        self.sets.retain(|_, set| Arc::strong_count(set) > 1 || set.numbers().1 > 0);
+        if let Some(limits) = &self.limits {
+            self.sets.iter().for_each(|(tenant, set)| set.resize(limits.of(tenant)));
+        }
+    }
+
+    /// Returns the permits of a tenant, or `None` if tenants are not isolated.
+    pub(crate) fn of(&mut self, tenant: &str) -> Option<Arc<Permits>> {
+        let limits = self.limits.as_ref()?;
+        if let Some(set) = self.sets.get(tenant) {
+            return Some(set.clone());
+        }
+        let set = Arc::new(Permits::new());
+        set.resize(limits.of(tenant));
+        self.sets.insert(tenant.to_owned(), set.clone());
+        Some(set)
+    }
 }
 
 impl Usage {
@@ -132,6 +181,24 @@ mod tests {
         assert_eq!(permits.free(), 1);
         drop(b);
         assert_eq!((permits.free(), permits.numbers()), (2, (2, 0)));
+    }
+
+    #[tokio::test]
+    async fn permits_of_isolated_tenants_are_separate() {
+        let mut tenants = TenantPermits::default();
+        assert!(tenants.of("acme").is_none());
+        let limits =
+            |acme| TenantLimits { by_tenant: BTreeMap::from([("acme".to_owned(), acme)]), default: 1 };
+        tenants.set_limits(Some(limits(2)));
+        let held = tenants.of("acme").unwrap().acquire().await;
+        assert_eq!(tenants.of("acme").unwrap().free(), 1);
+        assert_eq!(tenants.of("quiet").unwrap().free(), 1);
+        tenants.set_limits(Some(limits(3)));
+        assert_eq!(tenants.sets.keys().collect::<Vec<_>>(), ["acme"]);
+        assert_eq!(tenants.of("acme").unwrap().free(), 2);
+        drop(held);
+        tenants.set_limits(None);
+        assert!(tenants.of("acme").is_none() && tenants.sets.is_empty());
     }
 
     #[tokio::test]

@@ -1,10 +1,14 @@
-//! Pulls the messages of one lane. Each pull requests one message more than the lane's share of the free permits. If this
-//! message gets no permit within a second, the lane gives it back, because another host might run the job sooner. Pulls
-//! expire after five seconds, because pulls that never expire can stall after a leader change. A pull is abandoned if its heartbeats
-//! fail to arrive.
+//! Pulls the messages of one lane. A lane is the JetStream consumer for some of a bulkhead's tenants, and a permit allows
+//! one job to run. The agent starts [`run`] for each lane, and [`runner`] processes the jobs that get a permit.
+//!
+//! Each pull requests one message more than the lane's share of the free permits. A message that gets no permit within a
+//! second is returned to the server, because another host might run the job sooner. Pulls expire after five seconds,
+//! because pulls that never expire can stall after a leader change. A pull is abandoned if its heartbeats fail to
+//! arrive.
 //!
 //! Each lane has its own connection, because a message with unreadable headers breaks the connection that receives it.
-//! Running jobs and other lanes use other connections.
+//! Running jobs and other lanes use other connections. If only the lane's connection is lost, the lane searches for
+//! unreadable messages and deletes them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -42,6 +46,9 @@ const FULL_PAUSE: Duration = Duration::from_millis(25);
 const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
+/// Maximum number of messages per pull after a message got no permit, until another message gets one. The messages may
+/// all belong to an isolated tenant whose jobs hold all of the tenant's permits.
+const BATCH_MAX_AFTER_RETURN: usize = 16;
 /// Status code that the server sends when a pull expires.
 const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
@@ -50,7 +57,7 @@ const IDLE: u16 = 100;
 /// changed has the same status codes.
 const CONSUMER_GONE: [u16; 2] = [409, 503];
 
-/// Lane of a bulkhead: a JetStream consumer and the state of its pulls.
+/// A JetStream consumer for some of a bulkhead's tenants, and the state of its pulls.
 struct Lane {
     shared: Arc<Shared>,
     served: Arc<Served>,
@@ -59,11 +66,12 @@ struct Lane {
     dispatch: mpsc::Sender<(Delivered, Instant)>,
 }
 
-/// State of a lane's messages that are waiting for a permit.
+/// Messages that a lane has received and that are waiting for a permit.
 #[derive(Debug)]
 struct Waiting {
     count: AtomicUsize,
-    /// Value of [`Permits::moves`](super::permits::Permits::moves) when a message was last given back.
+    /// Value of [`Permits::moves`](super::permits::Permits::moves) when a message was last given back, or `u64::MAX` if a
+    /// message has received a permit since then.
     moves_at_return: AtomicU64,
 }
 
@@ -92,7 +100,7 @@ impl Lane {
                 }
             };
             self.pull_from(client, loss).await;
-            // If the agent's other connection was lost as well, the servers or the network failed.
+            // A lost connection is caused by an unreadable message, unless the agent's other connection was lost as well.
             let client = &self.shared.client;
             if client.connection_state() == State::Connected && self.connects() == connects {
                 search_start = unreadable::delete(client, &self.served.name, search_start).await;
@@ -157,7 +165,8 @@ impl Lane {
             return 0;
         }
         let part = free / usize::from(self.served.settings.lanes);
-        (part + 1).saturating_sub(self.waiting.count.load(Ordering::Relaxed)).min(BATCH_MAX)
+        let max = if moves_at_return == u64::MAX { BATCH_MAX } else { BATCH_MAX_AFTER_RETURN };
+        (part + 1).min(max).saturating_sub(self.waiting.count.load(Ordering::Relaxed))
     }
 
     /// Receives the messages of one pull. Returns false if the subscription must be renewed.
@@ -229,8 +238,8 @@ impl Lane {
     }
 }
 
-/// Runs each received job as soon as a permit is free, or gives it back at its time limit. Permits are given to the
-/// lanes in turn, unless no permit becomes free within [`WAIT_MAX`].
+/// Runs each received job as soon as a permit is free, or gives it back at its time limit. Lanes receive permits in the
+/// order in which they requested them, as long as permits become free within [`WAIT_MAX`].
 async fn dispatch_all(
     shared: Arc<Shared>,
     served: Arc<Served>,
@@ -238,20 +247,20 @@ async fn dispatch_all(
     mut received: mpsc::Receiver<(Delivered, Instant)>,
 ) {
     while let Some((delivered, limit)) = received.recv().await {
-        let permit = tokio::select! {
+        let permits = tokio::select! {
             biased;
             () = served.gate.until_closed() => None,
-            permit = served.permits.acquire() => Some(permit),
+            permits = served.acquire(&delivered.names.1) => Some(permits),
             () = tokio::time::sleep_until(limit) => {
                 waiting.moves_at_return.store(served.permits.moves(), Ordering::Relaxed);
                 None
             }
         };
         waiting.count.fetch_sub(1, Ordering::Relaxed);
-        match permit {
-            Some(permit) => {
+        match permits {
+            Some(permits) => {
                 waiting.moves_at_return.store(u64::MAX, Ordering::Relaxed);
-                runner::spawn(&shared, &served, delivered, permit);
+                runner::spawn(&shared, &served, delivered, permits);
             }
             None => runner::give_back(&shared, &served, delivered).await,
         }

@@ -12,8 +12,7 @@ use bytes::Bytes;
 use serde_json::json;
 
 use super::metrics::count;
-use super::permits::Permit;
-use super::{Served, Shared, result_bytes_max};
+use super::{JobPermits, Served, Shared, result_bytes_max};
 use crate::decide::delivery::outcome as local_outcome;
 use crate::decide::outcome::{AttemptEnd, Pause};
 use crate::decide::{self, Action, Conclusion, Event, Handling, RETURN_DELAY_MIN, Rules, Step, Terms};
@@ -46,8 +45,8 @@ struct Run {
     content: Message,
 }
 
-/// Processes a delivered message to completion. Without a permit, the job is not run.
-async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Option<Permit>) {
+/// Processes a delivered message to completion. Without permits, the job is not run.
+async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permits: Option<JobPermits>) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
     let held = shared.clone();
@@ -59,16 +58,16 @@ async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, per
     let is_rate_limit_shared = served.is_rate_limit_shared.load(Ordering::Relaxed);
     let is_isolated = served.is_isolated.load(Ordering::Relaxed);
     let rules = Rules { is_rate_limit_shared, is_isolated, ..served.rules.clone() };
-    let begin = if permit.is_some() { Handling::begin } else { Handling::begin_without_permit };
+    let begin = if permits.is_some() { Handling::begin } else { Handling::begin_without_permit };
     let (handling, step) = begin(message, terms, rules, shared.host.clone(), nonce, jitter);
     let ledger = ledger_subject(&options.tenant, &options.id);
     let run = Run { shared, served, options, invalid, sequence, ledger, content };
     let conclusion = run.perform_all(handling, step).await;
-    let pause = run.conclude(conclusion, permit.is_some()).await;
+    let pause = run.conclude(conclusion, permits.is_some()).await;
     drop(guard);
     drop(run);
     tokio::time::sleep(pause).await;
-    drop(permit);
+    drop(permits);
 }
 
 fn terms(served: &Served, options: &JobOptions) -> Terms {
@@ -78,8 +77,8 @@ fn terms(served: &Served, options: &JobOptions) -> Terms {
 }
 
 /// Starts a task that processes a delivered message to completion.
-pub(crate) fn spawn(shared: &Arc<Shared>, served: &Arc<Served>, delivered: Delivered, permit: Permit) {
-    tokio::spawn(run(shared.clone(), served.clone(), delivered, Some(permit)));
+pub(crate) fn spawn(shared: &Arc<Shared>, served: &Arc<Served>, delivered: Delivered, permits: JobPermits) {
+    tokio::spawn(run(shared.clone(), served.clone(), delivered, Some(permits)));
 }
 
 /// Returns a message whose job this agent cannot run. The server soon redelivers the message to any agent.
@@ -243,7 +242,7 @@ impl Run {
         }
     }
 
-    /// Reports the conclusion to the server. Returns the time for which the job's permit stays in use.
+    /// Reports the conclusion to the server. Returns the time for which the job's permits stay in use.
     async fn conclude(&self, conclusion: Conclusion, is_attempted: bool) -> Duration {
         let counters = self.shared.metrics.of(&self.served.name);
         let add = |counter: fn(&super::metrics::Counters) -> &std::sync::atomic::AtomicU64| {

@@ -1,8 +1,9 @@
 //! Connects to the supervisor on this host, and polls its state over the admin API.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use bulkhead_api::{BulkheadState, Bulkheads, Snapshot};
@@ -13,6 +14,7 @@ use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 
 use super::Shared;
+use super::permits::TenantLimits;
 
 /// Interval between polls of the admin API.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -107,10 +109,18 @@ fn apply(shared: &Shared, snapshots: &[Snapshot]) {
         let is_isolated = snapshot.is_some_and(has_isolated_tenants);
         served.is_isolated.store(is_isolated, Ordering::Relaxed);
         let limit = snapshot.map_or(0, limit);
+        let share = |limit: u64| ((limit as f64 * served.settings.share).floor() as usize).max(1);
         if limit > 0 {
-            let share = (limit as f64 * served.settings.share).floor() as usize;
-            served.permits.resize(share.max(1));
+            served.permits.resize(share(limit));
         }
+        let tenant_limits = snapshot.filter(|_| is_isolated).map(|snapshot| TenantLimits {
+            by_tenant: tenant_limits(snapshot)
+                .into_iter()
+                .map(|(name, limit)| (name.to_owned(), share(limit)))
+                .collect(),
+            default: share(limit_per_tenant(snapshot)),
+        });
+        served.tenant_permits.lock().unwrap_or_else(PoisonError::into_inner).set_limits(tenant_limits);
         served.gate.set_ready(can_take && limit > 0);
     }
 }
@@ -132,11 +142,29 @@ fn is_rate_limit_shared(snapshot: &Snapshot) -> bool {
 fn limit(snapshot: &Snapshot) -> u64 {
     let is = |state: BulkheadState| snapshot.state == state;
     if has_isolated_tenants(snapshot) {
-        // A job makes the supervisor start workers for its tenant, even if no other tenant has a usable worker.
-        let per_tenant = u64::from(snapshot.processes) * u64::from(snapshot.max_in_flight);
-        return if is(BulkheadState::Draining) { 0 } else { snapshot.limit.max(per_tenant) };
+        // A job makes the supervisor start workers for its tenant, so there must be permits for one more tenant.
+        let limit = snapshot.limit.saturating_add(limit_per_tenant(snapshot));
+        return if is(BulkheadState::Draining) { 0 } else { limit };
     }
     if is(BulkheadState::Ready) || is(BulkheadState::Degraded) { snapshot.limit } else { 0 }
+}
+
+/// Returns the number of jobs that a new isolated tenant can run at once.
+fn limit_per_tenant(snapshot: &Snapshot) -> u64 {
+    u64::from(snapshot.processes) * u64::from(snapshot.max_in_flight)
+}
+
+/// Returns the number of jobs that each isolated tenant with workers can run at once.
+fn tenant_limits(snapshot: &Snapshot) -> BTreeMap<&str, u64> {
+    let mut limits = BTreeMap::new();
+    for worker in snapshot.workers.iter().filter(|worker| !worker.spare) {
+        // An older supervisor does not report `max_in_flight`.
+        let max_in_flight = worker.max_in_flight.unwrap_or(snapshot.max_in_flight);
+        if let Some(tenant) = &worker.tenant {
+            *limits.entry(tenant.as_str()).or_default() += u64::from(max_in_flight);
+        }
+    }
+    limits
 }
 
 #[cfg(test)]
@@ -150,12 +178,12 @@ mod tests {
     }
 
     #[test]
-    fn limit_of_isolated_tenants_covers_at_least_one_tenant() {
+    fn limit_of_isolated_tenants_covers_one_more_tenant() {
         let isolated = |state, limit| Snapshot { isolated: true, ..snapshot(state, limit) };
         for state in [BulkheadState::Ready, BulkheadState::Starting, BulkheadState::Degraded] {
             assert_eq!(limit(&isolated(state, 0)), 8);
         }
-        assert_eq!(limit(&isolated(BulkheadState::Ready, 13)), 13);
+        assert_eq!(limit(&isolated(BulkheadState::Ready, 13)), 21);
         assert_eq!(limit(&isolated(BulkheadState::Draining, 8)), 0);
         // A supervisor that does not report whether tenants are isolated.
         assert_eq!(limit(&snapshot(BulkheadState::Ready, 0)), 8);
@@ -165,6 +193,26 @@ mod tests {
             ..snapshot(BulkheadState::Starting, 0)
         }));
         assert!(!has_isolated_tenants(&snapshot(BulkheadState::Starting, 0)));
+    }
+
+    #[test]
+    fn tenant_limits_follow_the_workers() {
+        let worker = |tenant: Option<&str>, max_in_flight, spare| Worker {
+            tenant: tenant.map(str::to_owned),
+            max_in_flight,
+            spare,
+            ..Worker::default()
+        };
+        let workers = vec![
+            worker(Some("acme"), Some(3), false),
+            worker(Some("acme"), Some(3), false),
+            worker(Some("acme"), Some(3), true),
+            worker(Some("quiet"), None, false),
+            worker(None, Some(3), false),
+        ];
+        let snapshot = Snapshot { workers, ..snapshot(BulkheadState::Ready, 10) };
+        assert_eq!(tenant_limits(&snapshot), BTreeMap::from([("acme", 6), ("quiet", 4)]));
+        assert_eq!(limit_per_tenant(&snapshot), 8);
     }
 
     #[test]

@@ -151,7 +151,7 @@ class Pair:
         pair, descriptors[:] = descriptors[:2], descriptors[2:]
         try:
             if len(pair) < 2:
-                raise OSError("the memory files did not arrive: see `rlimits.nofile`")
+                raise OSError("the message contains fewer memory files than it announces: see `rlimits.nofile`")
             self.own = mmap.mmap(pair[own], size)
             self.other = memoryview(mmap.mmap(pair[1 - own], size, prot=mmap.PROT_READ))
             self.other_file = pair.pop(1 - own)

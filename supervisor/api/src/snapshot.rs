@@ -198,6 +198,9 @@ pub struct Worker {
     pub outdated: bool,
     pub uptime_ms: u64,
     pub in_flight: u64,
+    /// Maximum number of jobs that the worker runs at once.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_in_flight: Option<u32>,
     pub served: u64,
     pub restarts: u64,
     /// Resident memory in bytes, read from `/proc`.

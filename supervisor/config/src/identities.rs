@@ -27,7 +27,7 @@ fn found_id(label: &str, what: &str, name: &str, found: nix::Result<Option<u32>>
         )),
         Err(error) => Err(ValueError::new(
             format!("`{label}`: the {what} `{}` cannot be looked up: {error}", shown(name)),
-            format!("run `getent {database} {}` to check the lookup", shown(name)),
+            format!("run `getent {database} {}` to see the result", shown(name)),
         )),
     }
 }

@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn pending_reports_and_forks_stop_new_orders() {
+    fn pending_reports_and_forks_delay_new_orders() {
         assert!(has_room(PENDING_REPORTS_MAX - 1, DEFERRED_FORKS_MAX - 1));
         assert!(!has_room(PENDING_REPORTS_MAX, 0));
         assert!(!has_room(0, DEFERRED_FORKS_MAX));

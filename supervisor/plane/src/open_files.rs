@@ -34,6 +34,11 @@ pub fn current_limit() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
+/// Returns the highest limit that this process can set.
+pub(crate) fn hard_limit() -> u64 {
+    rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum.unwrap_or(u64::MAX)
+}
+
 /// Returns the number of templates in a bulkhead. Each template needs as many descriptors as a worker.
 fn templates(bulkhead: &BulkheadConfig) -> u64 {
     u64::from(bulkhead.start.mode == StartMode::Fork)

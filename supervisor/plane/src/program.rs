@@ -8,6 +8,7 @@ use bulkhead_policy::{Limits, TenantLimits};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::confinement::{Sandbox, SandboxSupport};
+use crate::open_files::hard_limit;
 use crate::rlimits;
 use bulkhead_config::{self as config, BulkheadConfig, Resource};
 use bulkhead_keeper::{Rlimit, SpawnOrder};
@@ -70,9 +71,16 @@ impl Program {
                 (host, arguments.map(str::to_owned).to_vec(), text(path))
             }
             config::Program::Exec { argv, path } => {
-                // In an `exec` bulkhead, the host applies the resource limits to each program that it starts. Only the
-                // limit on core dumps applies to the host itself.
-                rlimits.retain(|limit| limit.resource == Resource::Core.number());
+                // In an `exec` bulkhead, the host applies the resource limits to each program that it starts. The limit on
+                // core dumps applies to the host, too. A confined host gets three quarters of the supervisor's limit on open
+                // files, so it needs the programs' limit if that is higher.
+                let max = hard_limit();
+                let is_for_host = |limit: &Rlimit| {
+                    limit.resource == Resource::Core.number()
+                        || limit.resource == Resource::Nofile.number()
+                            && (max - max / 4..=max).contains(&limit.hard)
+                };
+                rlimits.retain(is_for_host);
                 let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
                 for rlimit in worker_rlimits.iter().filter(|rlimit| rlimit.resource != Resource::Core) {
                     let value = rlimit.limit.map_or_else(|| "unlimited".to_owned(), |n| n.to_string());

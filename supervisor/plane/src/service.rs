@@ -163,9 +163,12 @@ impl<'a> Totals<'a> {
     /// jobs. Failed jobs with different error codes count as different outcomes.
     fn cause(&self) -> String {
         let failed = self.codes.iter().map(|(code, count)| (format!("failed/{code}"), *count));
+        let uncounted = self.counts[FAILED].saturating_sub(self.codes.values().sum());
+        let rest = (uncounted > 0).then(|| ("failed/other codes".to_owned(), uncounted));
         let others = self.counts.iter().enumerate().skip(FAILED + 1);
         let others = others.filter(|(_, count)| **count > 0).map(|(outcome, count)| (name(outcome), *count));
-        let (first, most) = failed.chain(others).rev().max_by_key(|(_, count)| *count).unwrap_or_default();
+        let all = failed.chain(others).chain(rest).rev();
+        let (first, most) = all.max_by_key(|(_, count)| *count).unwrap_or_default();
         let (jobs, not_ok) = (self.jobs, self.not_ok());
         let all = if not_ok > most { format!("; {not_ok} jobs were not ok") } else { String::new() };
         format!("{first}: {most} of {jobs} jobs in the last minute{all}")
@@ -281,9 +284,9 @@ mod tests {
             cause(&[(failed_with("exit_3"), 9), (Verdict::DeadlineQueued, 8), (failed_with("exit_7"), 1)]),
             "failed/exit_3: 9 of 18 jobs in the last minute; 18 jobs were not ok"
         );
-        // Codes above the maximum are not counted separately.
+        // Codes above the maximum are counted together.
         let many: Vec<_> = (0..20).map(|number| (failed_with(&format!("exit_{number}")), 1)).collect();
-        assert!(cause(&many).starts_with("failed/exit_0: 1 of 20"), "{}", cause(&many));
+        assert!(cause(&many).starts_with("failed/other codes: 12 of 20"), "{}", cause(&many));
         for reason in RejectReason::ALL.iter().filter(|reason| !reason.is_caller_fault()) {
             let actual = cause(&[(Verdict::rejected(*reason), 10)]);
             assert!(actual.starts_with(&format!("rejected/{reason}: 10 of 10")), "{actual}");

@@ -380,7 +380,7 @@ fn syscalls_key_allows_and_denies_system_calls() {
 
 /// A worker cannot start if its filter denies `execve`.
 #[test]
-fn denied_execve_fails_the_start() {
+fn denied_execve_prevents_start() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }

@@ -170,6 +170,29 @@ fn open_breaker_of_an_isolated_tenant_does_not_stop_others() {
 }
 
 #[test]
+fn isolated_tenant_at_its_limit_does_not_delay_others() {
+    let settings = settings().replace("[bulkhead.b]\n", "[bulkhead.b]\nlanes = 2\n");
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings) else { return };
+    let bulkheads = BULKHEADS.replace("30s", "300s");
+    fleet.add_host("host-a", &format!("{bulkheads}tenants = {{ isolate = true, max_active = 4 }}\n"));
+    run(async {
+        let client = fleet.connect().await;
+        for tenant in ["acme", "calm"] {
+            result_of(client.job("b", "").tenant(tenant).submit().await.unwrap()).await.unwrap();
+        }
+        for _ in 0..40 {
+            let long = client.job("b", "300000").operation("sleep").tenant("acme");
+            long.deadline(Duration::from_secs(300)).submit().await.unwrap();
+        }
+        fleet.hosts[0].supervisor.wait_number("b", "in_flight", 4);
+        for _ in 0..20 {
+            let calm = client.job("b", "").tenant("calm").deadline(Duration::from_secs(40));
+            result_of(calm.submit().await.unwrap()).await.unwrap();
+        }
+    });
+}
+
+#[test]
 fn first_job_of_an_isolated_tenant_is_pulled() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     fleet.add_host("host-a", &format!("{BULKHEADS}tenants = {{ isolate = true, max_active = 4 }}\n"));

@@ -384,7 +384,7 @@ fn unknown_operation_error_lists_the_operations() {
 }
 
 #[test]
-fn registering_an_operation_twice_fails_the_start() {
+fn operation_registered_twice_prevents_start() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"registers-twice\"]\nrestart = { backoff = \"10ms\", max = 1 }\n",
     );

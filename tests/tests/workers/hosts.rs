@@ -840,13 +840,24 @@ fn log_explains_why_library_cannot_be_used() {
 
 /// No user can raise the limit on open files to this value.
 #[test]
-fn rlimit_above_hard_limit_fails_the_start_of_exec() {
+fn rlimit_above_hard_limit_prevents_start_of_exec() {
     let keys = "rlimits = { nofile = 1099511627776 }\nrestart = { backoff = \"10ms\", max = 2 }\n";
     let (supervisor, client) = shell("exit 0", keys);
     wait_failed(&supervisor, "x");
     let why = "rlimit nofile: 1099511627776 is above the hard limit";
     wait_for("the log names the limit", || supervisor.log().contains(why).then_some(()));
     assert_eq!(outcome(&client.job("x", "").send()), "rejected/unavailable");
+}
+
+/// A confined host has a lower limit on open files than its supervisor by default.
+#[test]
+fn exec_programs_can_have_the_supervisors_limit_on_open_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let bulkheads = "[bulkhead.x]\nexec = [\"sh\", \"-c\", \"ulimit -n\"]\nrlimits = { nofile = 1024 }\n";
+    let prlimit = ["prlimit", "--nofile=1024:1024"];
+    let supervisor = Supervisor::launch_under(&prlimit, folder, "", bulkheads).until_ready();
+    let client = Client::connect(supervisor.socket()).unwrap();
+    assert_eq!(text(client.job("x", "").send()), "1024\n");
 }
 
 /// If a start fails, the host first sends the reason in STATUS. Operators then need not search the output of a dead

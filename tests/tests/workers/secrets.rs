@@ -209,7 +209,7 @@ fn replacement_of_dead_worker_reads_current_secret() {
 
 /// The old worker stays in service until a replacement has started.
 #[test]
-fn invalid_secret_fails_the_start_until_it_is_corrected() {
+fn worker_with_invalid_secret_starts_after_correction() {
     const NAMES: [&str; 2] = ["worker", "forked"];
     let (folder, path) = folder_with("sesame");
     let bulkheads = hostile("worker", "") + &hostile("forked", "start.mode = \"fork\"");

@@ -135,6 +135,7 @@ impl<'a> SnapshotSource<'a> {
                 outdated: view.is_outdated,
                 uptime_ms: u64::try_from(view.uptime.as_millis()).unwrap_or(u64::MAX),
                 in_flight: view.in_flight.into(),
+                max_in_flight: Some(compartment.policy.limits().max_in_flight),
                 served: view.served,
                 restarts: view.restarts,
                 rss_bytes: None,

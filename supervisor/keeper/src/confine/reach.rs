@@ -106,7 +106,9 @@ pub(crate) struct UnusablePath {
 impl UnusablePath {
     /// Records that workers must not access the paths in `withheld`, which are the supervisor's files.
     pub(crate) fn record_withheld(&mut self, withheld: &[&Path]) {
-        self.has_other_use |= withheld.iter().any(|file| file.starts_with(&self.path));
+        let real = std::fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone());
+        let is_inside = |file: &&Path| file.starts_with(&self.path) || file.starts_with(&real);
+        self.has_other_use |= withheld.iter().any(is_inside);
     }
 }
 
@@ -192,10 +194,11 @@ fn is_system_path(path: &Path) -> bool {
     const WITH_CONTENTS: [&str; 11] =
         ["bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "proc", "sbin", "sys", "usr"];
     const WITHOUT_CONTENTS: [&str; 8] = ["dev", "home", "opt", "root", "run", "srv", "tmp", "var"];
-    let mut names = path.components().skip(1);
-    let Some(first) = names.next() else { return true };
+    const WITH_FOLDERS: [&str; 2] = ["home", "var"];
+    let Some(first) = path.components().nth(1) else { return true };
+    let depth = path.components().count() - 1;
     let is_in = |names: &[&str]| names.iter().any(|name| first.as_os_str() == *name);
-    is_in(&WITH_CONTENTS) || names.next().is_none() && is_in(&WITHOUT_CONTENTS)
+    is_in(&WITH_CONTENTS) || depth == 1 && is_in(&WITHOUT_CONTENTS) || depth <= 2 && is_in(&WITH_FOLDERS)
 }
 
 /// Returns all granted paths as given, each with its purpose.
@@ -364,7 +367,9 @@ mod tests {
     /// Changing the owner of such a folder would damage the system or the supervisor.
     #[test]
     fn owner_of_shared_folder_is_not_to_be_changed() {
-        for path in ["/", "/etc", "/etc/ssl/certs", "/usr/lib", "/proc/1", "/var", "/tmp"] {
+        for path in
+            ["/", "/etc", "/etc/ssl/certs", "/usr/lib", "/proc/1", "/var", "/var/log", "/home/ada", "/tmp"]
+        {
             assert!(is_system_path(Path::new(path)), "{path}");
         }
         for path in ["/srv/data", "/var/lib/data", "/dev/kvm", "/data", "/library"] {
@@ -376,8 +381,12 @@ mod tests {
         let mut unusable = look_at(outer.path(), &[], &[&place]).unwrap_err();
         unusable.record_withheld(&[&outer.path().join("workers.toml")]);
         assert!(unusable.to_string().contains("chown"), "{unusable}");
+        let link = outer.path().join("link");
+        std::os::unix::fs::symlink(&place, &link).unwrap();
+        let mut linked = look_at(outer.path(), &[], &[&link]).unwrap_err();
+        linked.record_withheld(&[&place.join("jobs.sock")]);
         unusable.record_withheld(&[&place.join("jobs.sock")]);
-        for unusable in [unusable, look_at(outer.path(), &[], &[Path::new("/")]).unwrap_err()] {
+        for unusable in [unusable, linked, look_at(outer.path(), &[], &[Path::new("/")]).unwrap_err()] {
             let text = unusable.to_string();
             assert!(text.contains("`write = [\"/srv/NAME\"]`") && !text.contains("chown"), "{text}");
         }

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn own_process_has_no_differing_namespaces() {
+    fn process_shares_its_own_namespaces() {
         let own = KeeperStatus::read();
         assert_eq!(own.differing_namespaces(std::process::id()).unwrap(), Namespaces::default());
         assert_eq!(process_of_thread(std::process::id()).unwrap().0, std::process::id());
