@@ -184,11 +184,15 @@ fn result_bytes_max(client: &async_nats::Client) -> usize {
 }
 
 impl Served {
+    /// Returns the permits of a tenant, or `None` if tenants are not isolated.
+    fn permits_of(&self, tenant: &str) -> Option<Arc<Permits>> {
+        self.tenant_permits.lock().unwrap_or_else(PoisonError::into_inner).of(tenant)
+    }
+
     /// Waits for the permits for a job. Requests the tenant's permit first, so that the jobs of a tenant at its limit do not
     /// keep other tenants' jobs waiting.
-    async fn acquire(&self, tenant: &str) -> JobPermits {
-        let set = self.tenant_permits.lock().unwrap_or_else(PoisonError::into_inner).of(tenant);
-        let _tenant = match set {
+    async fn acquire(&self, of_tenant: Option<&Permits>) -> JobPermits {
+        let _tenant = match of_tenant {
             Some(set) => Some(set.acquire().await),
             None => None,
         };

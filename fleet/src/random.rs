@@ -8,6 +8,11 @@ pub(crate) fn number() -> u64 {
     u64::from_le_bytes(bytes)
 }
 
+/// Returns a random number from 0 to 1.
+pub(crate) fn fraction() -> f64 {
+    number() as f64 / u64::MAX as f64
+}
+
 /// Returns 16 random hexadecimal digits.
 pub(crate) fn text() -> String {
     format!("{:016x}", number())

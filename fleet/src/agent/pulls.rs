@@ -24,9 +24,11 @@ use tokio::time::Instant;
 
 use super::held::in_progress;
 use super::metrics::count;
+use super::permits::Permits;
 use super::runner::{self, Delivered};
 use super::{Served, Shared};
-use crate::decide;
+use crate::decide::outcome::tenant_full_delay;
+use crate::decide::{self, RETURN_DELAY_MIN};
 use crate::names::{JOBS, consumer, parse_job_subject};
 use crate::random;
 use crate::server::connection::{Loss, connect_with_loss};
@@ -46,9 +48,6 @@ const FULL_PAUSE: Duration = Duration::from_millis(25);
 const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
-/// Maximum number of messages per pull after a message got no permit, until another message gets one. The messages may
-/// all belong to an isolated tenant whose jobs hold all of the tenant's permits.
-const BATCH_MAX_AFTER_RETURN: usize = 16;
 /// Status code that the server sends when a pull expires.
 const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
@@ -135,10 +134,10 @@ impl Lane {
             let batch = self.batch();
             if batch == 0 {
                 let _ = tokio::time::timeout(FULL_PAUSE, self.served.permits.until_moved()).await;
-                if self.served.settings.lanes > 1 {
+                let has_returned = self.waiting.moves_at_return.load(Ordering::Relaxed) != u64::MAX;
+                if has_returned && self.served.settings.lanes > 1 {
                     // Lanes that have given a message back compete for the permit. No lane may always be the first.
-                    let share = random::number() as f64 / u64::MAX as f64;
-                    tokio::time::sleep(FULL_PAUSE.mul_f64(share)).await;
+                    tokio::time::sleep(FULL_PAUSE.mul_f64(random::fraction())).await;
                 }
                 continue;
             }
@@ -165,8 +164,7 @@ impl Lane {
             return 0;
         }
         let part = free / usize::from(self.served.settings.lanes);
-        let max = if moves_at_return == u64::MAX { BATCH_MAX } else { BATCH_MAX_AFTER_RETURN };
-        (part + 1).min(max).saturating_sub(self.waiting.count.load(Ordering::Relaxed))
+        (part + 1).saturating_sub(self.waiting.count.load(Ordering::Relaxed)).min(BATCH_MAX)
     }
 
     /// Receives the messages of one pull. Returns false if the subscription must be renewed.
@@ -247,22 +245,34 @@ async fn dispatch_all(
     mut received: mpsc::Receiver<(Delivered, Instant)>,
 ) {
     while let Some((delivered, limit)) = received.recv().await {
+        let of_tenant = served.permits_of(&delivered.names.1);
+        let of_tenant = of_tenant.as_deref();
+        let tenant_full = || tenant_full_delay(delivered.message.delivery, random::fraction());
+        // The jobs behind this one must not wait longer than for the first job of a tenant at its limit.
+        let is_stuck = of_tenant.is_some_and(Permits::is_stuck);
         let permits = tokio::select! {
             biased;
-            () = served.gate.until_closed() => None,
-            permits = served.acquire(&delivered.names.1) => Some(permits),
-            () = tokio::time::sleep_until(limit) => {
-                waiting.moves_at_return.store(served.permits.moves(), Ordering::Relaxed);
-                None
+            () = served.gate.until_closed() => Err(RETURN_DELAY_MIN),
+            () = std::future::ready(()), if is_stuck => Err(tenant_full()),
+            permits = served.acquire(of_tenant) => Ok(permits),
+            () = tokio::time::sleep_until(limit) => match of_tenant.filter(|permits| permits.free() == 0) {
+                Some(permits) => {
+                    permits.wait_failed();
+                    Err(tenant_full())
+                }
+                None => {
+                    waiting.moves_at_return.store(served.permits.moves(), Ordering::Relaxed);
+                    Err(RETURN_DELAY_MIN)
+                }
             }
         };
         waiting.count.fetch_sub(1, Ordering::Relaxed);
         match permits {
-            Some(permits) => {
+            Ok(permits) => {
                 waiting.moves_at_return.store(u64::MAX, Ordering::Relaxed);
                 runner::spawn(&shared, &served, delivered, permits);
             }
-            None => runner::give_back(&shared, &served, delivered).await,
+            Err(delay) => runner::give_back(&shared, &served, delivered, delay).await,
         }
     }
 }

@@ -15,7 +15,7 @@ use super::metrics::count;
 use super::{JobPermits, Served, Shared, result_bytes_max};
 use crate::decide::delivery::outcome as local_outcome;
 use crate::decide::outcome::{AttemptEnd, Pause};
-use crate::decide::{self, Action, Conclusion, Event, Handling, RETURN_DELAY_MIN, Rules, Step, Terms};
+use crate::decide::{self, Action, Conclusion, Event, Handling, Rules, Step, Terms};
 use crate::format;
 use crate::job::JobOptions;
 use crate::names::{DEAD, dead_subject, ledger_subject, notice_subject};
@@ -45,8 +45,14 @@ struct Run {
     content: Message,
 }
 
-/// Processes a delivered message to completion. Without permits, the job is not run.
-async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permits: Option<JobPermits>) {
+/// Processes a delivered message to completion. Without permits, the job is not run, and the message is delivered again
+/// after the given delay.
+async fn run(
+    shared: Arc<Shared>,
+    served: Arc<Served>,
+    delivered: Delivered,
+    permits: Result<JobPermits, Duration>,
+) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
     let held = shared.clone();
@@ -54,19 +60,24 @@ async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, per
     let (options, invalid) = JobOptions::parse(names, content.headers.as_ref(), sequence);
     let terms = terms(&served, &options);
     let nonce = format!("{}.{}", shared.instance, random::text());
-    let jitter = random::number() as f64 / u64::MAX as f64;
     let is_rate_limit_shared = served.is_rate_limit_shared.load(Ordering::Relaxed);
     let is_isolated = served.is_isolated.load(Ordering::Relaxed);
     let rules = Rules { is_rate_limit_shared, is_isolated, ..served.rules.clone() };
-    let begin = if permits.is_some() { Handling::begin } else { Handling::begin_without_permit };
-    let (handling, step) = begin(message, terms, rules, shared.host.clone(), nonce, jitter);
+    let host = shared.host.clone();
+    let (handling, step) = match permits {
+        Ok(_) => Handling::begin(message, terms, rules, host, nonce, random::fraction()),
+        Err(delay) => Handling::begin_without_permit(message, terms, rules, host, nonce, delay),
+    };
     let ledger = ledger_subject(&options.tenant, &options.id);
     let run = Run { shared, served, options, invalid, sequence, ledger, content };
     let conclusion = run.perform_all(handling, step).await;
-    let pause = run.conclude(conclusion, permits.is_some()).await;
+    let pause = run.conclude(conclusion, permits.is_ok()).await;
     drop(guard);
     drop(run);
-    tokio::time::sleep(pause).await;
+    // Even the shortest sleep takes until the end of a millisecond.
+    if !pause.is_zero() {
+        tokio::time::sleep(pause).await;
+    }
     drop(permits);
 }
 
@@ -78,18 +89,23 @@ fn terms(served: &Served, options: &JobOptions) -> Terms {
 
 /// Starts a task that processes a delivered message to completion.
 pub(crate) fn spawn(shared: &Arc<Shared>, served: &Arc<Served>, delivered: Delivered, permits: JobPermits) {
-    tokio::spawn(run(shared.clone(), served.clone(), delivered, Some(permits)));
+    tokio::spawn(run(shared.clone(), served.clone(), delivered, Ok(permits)));
 }
 
-/// Returns a message whose job this agent cannot run. The server soon redelivers the message to any agent.
-pub(crate) async fn give_back(shared: &Arc<Shared>, served: &Arc<Served>, delivered: Delivered) {
+/// Returns a message whose job this agent cannot run. After the delay, the server redelivers the message to any agent.
+pub(crate) async fn give_back(
+    shared: &Arc<Shared>,
+    served: &Arc<Served>,
+    delivered: Delivered,
+    delay: Duration,
+) {
     let sequence = delivered.message.stream_sequence;
     if delivered.message.delivery > 1 {
         // Another agent might hold the job, so the ledger must be checked.
-        tokio::spawn(run(shared.clone(), served.clone(), delivered, None));
+        tokio::spawn(run(shared.clone(), served.clone(), delivered, Err(delay)));
         return;
     }
-    negative(shared, sequence, RETURN_DELAY_MIN).await;
+    negative(shared, sequence, delay).await;
     shared.held.release(sequence);
 }
 

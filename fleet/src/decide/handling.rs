@@ -6,7 +6,7 @@ use bulkhead_shared::{Executed, Verdict};
 
 use super::delivery::{self, Next};
 use super::outcome::{self, AttemptEnd, Claim, Consequence, Pause};
-use super::{Message, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
+use super::{Message, Rules, Terms, Timestamp};
 use crate::record::{Ending, Phase, Record, Stored};
 
 /// Delay before the first retry of a failed request to the server.
@@ -163,8 +163,8 @@ pub struct Handling {
     rules: Rules,
     agent: String,
     nonce: String,
-    /// False if the agent cannot run the job.
-    has_permit: bool,
+    /// Delay before the next delivery if the agent cannot run the job, or `None` if it can.
+    return_delay: Option<Duration>,
     /// Number of writes so far. Makes the nonce of each write unique.
     writes: u32,
     /// Number of consecutive failures of the current request.
@@ -184,13 +184,14 @@ impl Handling {
         nonce: String,
         jitter: f64,
     ) -> (Self, Step) {
-        let (has_permit, state) = (true, State::Reading);
+        let (return_delay, state) = (None, State::Reading);
         let own =
-            Self { message, terms, rules, agent, nonce, has_permit, writes: 0, failures: 0, jitter, state };
+            Self { message, terms, rules, agent, nonce, return_delay, writes: 0, failures: 0, jitter, state };
         (own, Step::Do(Action::Read, Duration::ZERO))
     }
 
-    /// Starts handling a message whose job the agent cannot run. If no other agent holds the job, the job is returned.
+    /// Starts handling a message whose job the agent cannot run. If no other agent holds the job, the job is returned and
+    /// delivered again after `delay`.
     ///
     /// On every delivery except the first, the ledger must show the return before the message is redelivered. Without
     /// that record, the early redelivery would look like the loss of another agent whose claim was not visible yet.
@@ -200,10 +201,10 @@ impl Handling {
         rules: Rules,
         agent: String,
         nonce: String,
-        jitter: f64,
+        delay: Duration,
     ) -> (Self, Step) {
-        let (own, step) = Self::begin(message, terms, rules, agent, nonce, jitter);
-        (Self { has_permit: false, ..own }, step)
+        let (own, step) = Self::begin(message, terms, rules, agent, nonce, 0.0);
+        (Self { return_delay: Some(delay), ..own }, step)
     }
 
     /// Returns true if the supervisor may be running the job at the moment.
@@ -250,12 +251,18 @@ impl Handling {
     fn delivered(&mut self, stored: Option<&Stored>, now: Timestamp) -> Step {
         self.failures = 0;
         match delivery::decide(&self.message, &self.terms, &self.rules, stored, now) {
-            Next::Claim { expects, attempts, previous } if !self.has_permit => {
-                let previous = previous.unwrap_or_else(|| delivery::too_late(&self.terms));
-                let purpose = Purpose::Return { delay: RETURN_DELAY_MIN, pause: Pause::None };
-                self.write(Some(expects), attempts - 1, Phase::Returned { previous }, purpose, false)
-            }
             Next::Claim { expects, attempts, previous } => {
+                if let Some(delay) = self.return_delay {
+                    let previous = previous.unwrap_or_else(|| delivery::too_late(&self.terms));
+                    let purpose = Purpose::Return { delay, pause: Pause::None };
+                    return self.write(
+                        Some(expects),
+                        attempts - 1,
+                        Phase::Returned { previous },
+                        purpose,
+                        false,
+                    );
+                }
                 let phase = Phase::Claimed {
                     stream_sequence: self.message.stream_sequence,
                     delivery: self.message.delivery,
@@ -347,6 +354,13 @@ impl Handling {
             Ok(Some(stored)) if stored.sequence >= conflict => {
                 if stored.record.nonce == write.record.nonce {
                     return self.stored(purpose, stored.sequence, now);
+                }
+                // The server had stored the result before it reported that the result was too large.
+                if is_own
+                    && let Phase::Decided(ending) = stored.record.phase
+                    && stored.record.nonce.starts_with(&format!("{}.", self.nonce))
+                {
+                    return self.announce(ending, stored.sequence, Conclusion::Decided, Duration::ZERO);
                 }
                 Step::Done(refused(is_own))
             }

@@ -14,6 +14,8 @@ use crate::record::Ending;
 const RERUN_DELAY_MIN: Duration = Duration::from_secs(1);
 /// Maximum time without pulls after a job has exceeded a rate limit that all tenants share.
 const RATE_LIMIT_PAUSE_MAX: Duration = Duration::from_secs(1);
+/// Maximum value of [`tenant_full_delay`].
+const TENANT_FULL_DELAY_MAX: Duration = Duration::from_secs(8);
 
 /// Result of an attempt to run a job.
 #[derive(Clone, Debug, PartialEq)]
@@ -129,19 +131,26 @@ fn not_begun(
     reported: Outcome,
     jitter: f64,
 ) -> Consequence {
-    // Deliveries without a rejection, such as those to agents without a free permit, do not lengthen the delay.
+    // Each rejection at most doubles the delay, because other deliveries, such as those to agents without a free permit,
+    // also increase the number of deliveries.
     let is_rejected = |last: &Outcome| matches!(last.verdict, Verdict::Rejected { .. });
-    let deliveries = if claim.previous.as_ref().is_some_and(is_rejected) { message.delivery } else { 1 };
-    let (delay, pause) = delay_and_pause(deliveries, rules, &reported, jitter);
+    let last_delay =
+        claim.previous.as_ref().filter(|last| is_rejected(last)).and_then(|last| last.retry_after);
+    let max = last_delay.unwrap_or_default().saturating_mul(2).max(RETURN_DELAY_MIN);
+    let growing = backoff(RETURN_DELAY_MIN, message.delivery, jitter).min(max);
+    let (delay, pause) = delay_and_pause(growing, rules, &reported, jitter);
     let ending = Ending { outcome: reported, payload: Bytes::new() };
     let mut previous = with_history(claim, ending).outcome;
     previous.deadline = terms.deadline;
+    if is_rejected(&previous) {
+        previous.retry_after = Some(delay);
+    }
     let attempts = claim.attempts.saturating_sub(1);
     Consequence::Return { attempts, previous, delay, pause }
 }
 
 /// Returns the delay before a job that has not begun is delivered again, and the agent's pause.
-fn delay_and_pause(deliveries: u64, rules: &Rules, reported: &Outcome, jitter: f64) -> (Duration, Pause) {
+fn delay_and_pause(growing: Duration, rules: &Rules, reported: &Outcome, jitter: f64) -> (Duration, Pause) {
     use RejectReason::{
         Backpressure, Draining, Evicted, NotFound, Overloaded, QueueFull, QueueTimeout, RateLimited, Shed,
         TenantQuota,
@@ -149,12 +158,16 @@ fn delay_and_pause(deliveries: u64, rules: &Rules, reported: &Outcome, jitter: f
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let asked = with_jitter(asked, jitter);
     // A growing delay prevents a tenant with many waiting jobs from occupying the agents with attempts.
-    let growing = asked.max(backoff(RETURN_DELAY_MIN, deliveries, jitter));
+    let growing = asked.max(growing);
+    let not_ready = match rules.is_isolated {
+        // Another host might be ready. This agent keeps the tenant's permit, so that it does not take the tenant's other jobs.
+        true => (with_jitter(RETURN_DELAY_MIN, jitter), Pause::Permit(asked)),
+        false => (asked, Pause::Pulls(asked)),
+    };
     let reason = match &reported.verdict {
         Verdict::Rejected { reason, .. } => *reason,
         // The job's deadline has passed in the supervisor's queue.
-        _ if rules.is_isolated => return (growing, Pause::None),
-        _ => return (asked, Pause::Pulls(asked)),
+        _ => return not_ready,
     };
     match reason {
         // The pause is shorter than the delay, because a job with a lower cost might be accepted sooner.
@@ -162,12 +175,11 @@ fn delay_and_pause(deliveries: u64, rules: &Rules, reported: &Outcome, jitter: f
         NotFound | Draining => (asked, Pause::Pulls(asked)),
         // The tenant has used up its own share. Other tenants must not wait, so pulls continue.
         RateLimited | TenantQuota => (growing, Pause::None),
-        _ if rules.is_isolated => (growing, Pause::None),
         // Some permits may be reserved for critical jobs or used by other clients. The other permits stay usable.
         Backpressure | QueueFull | QueueTimeout | Shed | Evicted | Overloaded => {
             (asked, Pause::Permit(asked))
         }
-        _ => (asked, Pause::Pulls(asked)),
+        _ => not_ready,
     }
 }
 
@@ -212,6 +224,12 @@ fn with_history(claim: &Claim, ending: Ending) -> Ending {
 
 /// Returns the delay after the given number of attempts. The delay starts at `first` and doubles with each further
 /// attempt, up to a limit.
+/// Returns the delay before a job whose tenant has no free permit is delivered again. The delay grows with the number of
+/// deliveries, because the server delivers returned messages before those that have not been delivered yet.
+pub fn tenant_full_delay(deliveries: u64, jitter: f64) -> Duration {
+    backoff(RETURN_DELAY_MIN, deliveries, jitter).min(TENANT_FULL_DELAY_MAX)
+}
+
 fn backoff(first: Duration, attempts: u64, jitter: f64) -> Duration {
     let doublings = attempts.saturating_sub(1).min(8) as u32;
     with_jitter((first * 2u32.pow(doublings)).min(RETURN_DELAY_MAX), jitter)

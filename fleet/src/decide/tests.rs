@@ -220,45 +220,66 @@ fn only_rejections_of_all_jobs_pause_pulls() {
 }
 
 #[test]
-fn rejection_of_an_isolated_tenant_pauses_nothing() {
+fn rejection_of_an_isolated_tenant_does_not_pause_pulls() {
+    use RejectReason::{CircuitOpen, Draining, NotFound, RateLimited, TenantQuota, Unavailable};
     let rules = Rules { is_isolated: true, ..rules() };
-    let decide = |delivery, end| {
-        let claim = Claim { attempts: 1, previous: Some(rejected(RejectReason::CircuitOpen)) };
-        let decided = outcome::decide(&message(delivery), &terms(false), &rules, &claim, end, IN_TIME, 0.0);
+    let decide = |end| {
+        let claim = Claim { attempts: 1, previous: None };
+        let decided = outcome::decide(&message(8), &terms(false), &rules, &claim, end, IN_TIME, 0.0);
         let Consequence::Return { delay, pause, .. } = decided else { panic!("{decided:?}") };
-        (delay.as_secs(), pause)
+        (delay, pause)
     };
-    let queued = verdict(Verdict::DeadlineQueued);
-    let retryable = RejectReason::ALL.into_iter().filter(|reason| reason.is_retryable());
-    let concerns_tenant = retryable.filter(|reason| *reason != RejectReason::Draining).map(rejected);
-    for outcome in concerns_tenant.chain([queued]) {
-        let end = AttemptEnd::Reported(ending(outcome.clone()));
-        assert_eq!(decide(8, end), (32, Pause::None), "{outcome}");
+    let asked = Duration::from_secs(20);
+    let reported =
+        |outcome| decide(AttemptEnd::Reported(ending(Outcome { retry_after: Some(asked), ..outcome })));
+    for reason in RejectReason::ALL.into_iter().filter(|reason| reason.is_retryable()) {
+        let expected = match reason {
+            // Another host might have started the tenant's workers, so the job is delivered again soon.
+            Unavailable | CircuitOpen => (RETURN_DELAY_MIN, Pause::Permit(asked)),
+            RateLimited | TenantQuota => (asked, Pause::None),
+            Draining => (asked, Pause::Pulls(asked)),
+            _ => (asked, Pause::Permit(asked)),
+        };
+        assert_eq!(reported(rejected(reason)), expected, "{reason}");
     }
-    for outcome in [rejected(RejectReason::Draining), rejected(RejectReason::NotFound)] {
-        let end = AttemptEnd::Reported(ending(outcome));
-        assert_eq!(decide(8, end), (0, Pause::Pulls(RETURN_DELAY_MIN)));
-    }
-    assert_eq!(decide(8, AttemptEnd::NOT_SENT), (0, Pause::Pulls(RETURN_DELAY_MIN)));
+    assert_eq!(reported(rejected(NotFound)), (asked, Pause::Pulls(asked)));
+    assert_eq!(reported(verdict(Verdict::DeadlineQueued)), (RETURN_DELAY_MIN, Pause::Permit(asked)));
+    assert_eq!(decide(AttemptEnd::NOT_SENT), (RETURN_DELAY_MIN, Pause::Pulls(RETURN_DELAY_MIN)));
 }
 
 #[test]
 fn retry_delay_grows_for_jobs_above_their_tenants_share() {
-    for (delivery, delay) in [(1, 20), (7, 20), (8, 32), (9, 60), (1000, 60)] {
-        assert_eq!(delays(RejectReason::RateLimited, delivery, false), (delay, Pause::None), "{delivery}");
-    }
-    assert_eq!(delays(RejectReason::RateLimited, 1000, true).0, 20);
+    let reported = Outcome { retry_after: Some(RETURN_DELAY_MIN), ..rejected(RejectReason::RateLimited) };
+    let mut previous = None;
+    let mut delays = (1..=12).map(|delivery| {
+        let claim = Claim { attempts: 1, previous: previous.take() };
+        let end = AttemptEnd::Reported(ending(reported.clone()));
+        let decided = outcome::decide(&message(delivery), &terms(false), &rules(), &claim, end, IN_TIME, 0.0);
+        let Consequence::Return { delay, pause: Pause::None, previous: last, .. } = decided else {
+            panic!("{decided:?}")
+        };
+        previous = Some(last);
+        delay.as_millis()
+    });
+    let expected = [250, 500, 1000, 2000, 4000, 8000, 16_000, 32_000, 60_000, 60_000];
+    assert!(delays.by_ref().take(10).eq(expected));
 }
 
 #[test]
 fn deliveries_without_a_rejection_do_not_lengthen_the_delay() {
     let end = AttemptEnd::Reported(ending(rejected(RejectReason::TenantQuota)));
-    for previous in [None, Some(verdict(Verdict::DeadlineQueued))] {
+    let last = |delay| Some(Outcome { retry_after: Some(delay), ..rejected(RejectReason::TenantQuota) });
+    let cases = [
+        (None, RETURN_DELAY_MIN),
+        (Some(verdict(Verdict::DeadlineQueued)), RETURN_DELAY_MIN),
+        (last(RETURN_DELAY_MIN), 2 * RETURN_DELAY_MIN),
+    ];
+    for (previous, expected) in cases {
         let claim = Claim { attempts: 1, previous };
         let decided =
             outcome::decide(&message(1000), &terms(false), &rules(), &claim, end.clone(), IN_TIME, 0.0);
         let Consequence::Return { delay, .. } = decided else { panic!("{decided:?}") };
-        assert_eq!(delay, RETURN_DELAY_MIN);
+        assert_eq!(delay, expected);
     }
 }
 
@@ -453,9 +474,10 @@ fn refused_claim_leaves_the_job_to_its_holder() {
 
 #[test]
 fn job_without_a_permit_is_returned_unless_claimed() {
+    const DELAY: Duration = Duration::from_secs(3);
     let begin = || {
         let (message, terms) = (message(2), terms(false));
-        Handling::begin_without_permit(message, terms, rules(), "a".into(), "nonce".into(), 0.0).0
+        Handling::begin_without_permit(message, terms, rules(), "a".into(), "nonce".into(), DELAY).0
     };
     let mut handling = begin();
     let step = handling.apply(Event::Read(Ok(None)), IN_TIME);
@@ -469,7 +491,7 @@ fn job_without_a_permit_is_returned_unless_claimed() {
     };
     assert_eq!(refused, Step::Done(Conclusion::Left(None)));
     let returned = handling.apply(Event::Written(WriteResult::Stored(1)), IN_TIME);
-    assert_eq!(returned, Step::Done(Conclusion::Returned { delay: RETURN_DELAY_MIN, pause: Pause::None }));
+    assert_eq!(returned, Step::Done(Conclusion::Returned { delay: DELAY, pause: Pause::None }));
     let step = begin().apply(Event::Read(Ok(Some(claimed(7, 1)))), IN_TIME);
     assert_eq!(step, Step::Done(Conclusion::Left(Some(ACK_WAIT))));
 }

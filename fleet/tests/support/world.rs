@@ -7,7 +7,7 @@ use std::time::Duration;
 use bulkhead_fleet::decide::delivery::host_lost;
 use bulkhead_fleet::decide::outcome::{AttemptEnd, Pause};
 use bulkhead_fleet::decide::{
-    Action, Conclusion, Event, Faults, Handling, Message, Rules, Step, Terms, Write,
+    Action, Conclusion, Event, Faults, Handling, Message, RETURN_DELAY_MIN, Rules, Step, Terms, Write,
 };
 use bulkhead_fleet::record::{Ending, Phase};
 use bulkhead_shared::{CrashReason, Outcome, RejectReason, Verdict};
@@ -433,7 +433,7 @@ impl World {
             Handling::begin(message, terms, rules, agent, nonce, 0.5)
         } else {
             coverage.count("given back again");
-            Handling::begin_without_permit(message, terms, rules, agent, nonce, 0.5)
+            Handling::begin_without_permit(message, terms, rules, agent, nonce, RETURN_DELAY_MIN)
         };
         self.agents[to.agent].held.insert(sequence, Held { job, handling, run: None });
         self.step(to, sequence, step, coverage);

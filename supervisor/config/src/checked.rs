@@ -29,7 +29,7 @@ pub struct Config {
 
 impl Config {
     /// Returns the sorted names of the tenants that have a separate metrics label. These are the first `tenant_labels`
-    /// tenants that the configuration names, so clients cannot add labels.
+    /// tenants in file order, those of the bulkheads before those in `[[access]]`. Clients cannot add labels.
     pub fn labelled_tenants(&self) -> Vec<String> {
         let of_bulkheads = self.bulkheads.iter().flat_map(|bulkhead| bulkhead.tenant.keys());
         let of_access = self.access.iter().filter_map(|entry| entry.tenants.as_ref()).flatten();

@@ -1,7 +1,7 @@
 //! Formats the effective configuration, including defaults, as TOML for `--check`. Parsing the result in the same
 //! folder produces the same configuration.
 
-use std::collections::BTreeMap;
+use indexmap::IndexMap;
 use std::fmt::{Display, Write as _};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -322,7 +322,7 @@ impl Write for Vec<(String, PathBuf)> {
 }
 
 /// Omits tenant tables, because `Lines::tenant` writes each tenant as a separate table.
-impl Write for BTreeMap<String, TenantConfig> {
+impl Write for IndexMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
         None
     }

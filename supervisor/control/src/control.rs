@@ -47,6 +47,7 @@ pub fn tcp_descriptors(config: &SupervisorConfig) -> u64 {
     admin + jobs_http::descriptors(config)
 }
 
+use std::collections::HashMap;
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
@@ -543,6 +544,12 @@ impl Control {
         let bulkhead = bulkhead.map(str::to_owned);
         let mut snapshots = self.commands.request(|reply| Command::Snapshot { bulkhead, reply }).await?;
         snapshots.iter_mut().for_each(add_usage);
+        // After a reload, the data plane has added bulkheads at the end.
+        let config = self.config();
+        let names = config.bulkheads.iter().map(|bulkhead| bulkhead.name.as_str());
+        let positions: HashMap<&str, usize> = names.zip(0..).collect();
+        snapshots
+            .sort_by_key(|snapshot| positions.get(snapshot.name.as_str()).copied().unwrap_or(usize::MAX));
         Some(snapshots)
     }
 

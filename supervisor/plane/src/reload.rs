@@ -96,7 +96,7 @@ impl BulkheadSpec {
             name: bulkhead.name.as_str().into(),
             program: Arc::new(Program::new(bulkhead, inputs.host, inputs.support)),
             limits: program::limits(bulkhead, inputs.labels),
-            tenants: bulkhead.tenant.clone(),
+            tenants: bulkhead.tenant.clone().into_iter().collect(),
             max_payload: bulkhead.max_payload,
             max_result: bulkhead.max_result,
             fallback: bulkhead.fallback.iter().map(|name| name.as_str().into()).collect(),
@@ -201,7 +201,7 @@ pub fn prepare(
     let resolve = |bulkhead: &BulkheadConfig| BulkheadSpec::new(bulkhead, inputs);
     let limits_before = |old: &BulkheadConfig| LimitsBefore {
         limits: program::limits(old, inputs.labels),
-        tenants: old.tenant.clone(),
+        tenants: old.tenant.clone().into_iter().collect(),
     };
     let new = names_of(changes, &[ChangeKind::Added, ChangeKind::Rebuilt]);
     let added = after.bulkheads.iter().filter(|b| new.contains(b.name.as_str())).map(resolve).collect();

@@ -587,13 +587,14 @@ fn event_stream_continues_stored_events_without_gaps() {
     let before = kept();
     assert_eq!(get(&supervisor, "/v1/events?follow=0").header("content-type"), "application/x-ndjson");
     let last = before.last().unwrap()["seq"].as_u64().unwrap();
-    // Three ways to choose the first event: the `since` parameter, the `Last-Event-ID` header of a reconnecting
-    // browser, and the beginning of the log.
+    // Ways to choose the first event: the `since` parameter, the `Last-Event-ID` header of a reconnecting browser, which
+    // repeats the `since` of its first request, and the beginning of the log.
     let middle = format!("Last-Event-ID: {}", last - 1);
     let paths = [
         (format!("/v1/events?since={last}"), "Accept: */*", last),
         (format!("/v1/events?since={last}&follow=true"), "Accept: application/json", last),
         ("/v1/events".to_owned(), middle.as_str(), last - 1),
+        ("/v1/events?since=0".to_owned(), middle.as_str(), last - 1),
         ("/v1/events?since=0&follow".to_owned(), "X: y", 0),
     ];
     let mut streams: Vec<_> = paths

@@ -171,8 +171,7 @@ fn open_breaker_of_an_isolated_tenant_does_not_stop_others() {
 
 #[test]
 fn isolated_tenant_at_its_limit_does_not_delay_others() {
-    let settings = settings().replace("[bulkhead.b]\n", "[bulkhead.b]\nlanes = 2\n");
-    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings) else { return };
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let bulkheads = BULKHEADS.replace("30s", "300s");
     fleet.add_host("host-a", &format!("{bulkheads}tenants = {{ isolate = true, max_active = 4 }}\n"));
     run(async {

@@ -324,9 +324,13 @@ fn removed_bulkhead_finishes_accepted_jobs() {
         let gone = supervisor.wait_events("bulkhead_removed", 1);
         assert_eq!((&gone[0]["bulkhead"], &gone[0]["done"]), (&json!("gone"), &json!(4)));
         assert_eq!(supervisor.try_get("/v1/jobs?bulkhead=gone").unwrap().0, 404);
+        let events = supervisor.try_get("/v1/events?bulkhead=gone&follow=false").unwrap();
+        assert!(events.0 == 200 && events.1.contains("bulkhead_removed"), "{events:?}");
+        assert_eq!(supervisor.try_get("/v1/events?bulkhead=none&follow=false").unwrap().0, 404);
         wait_for("the worker of the removed bulkhead has exited", || (!is_alive(pids[0])).then_some(()));
-        // A new bulkhead with the removed name starts with empty counters.
-        reload(&supervisor, &format!("{B}[bulkhead.gone]\ncommand = [\"MISBEHAVE\"]\n"));
+        // A new bulkhead with the removed name starts with empty counters, and is listed at its place in the file.
+        reload(&supervisor, &format!("[bulkhead.gone]\ncommand = [\"MISBEHAVE\"]\n{B}"));
+        assert_eq!(names(&supervisor), ["gone", "b"]);
         assert_eq!(answer(&client, "gone", "echo").await, "");
         let snapshot = supervisor.snapshot("gone");
         assert_eq!((&snapshot["submitted"], &snapshot["queue_capacity"]), (&json!(1), &json!(0)));

@@ -292,6 +292,8 @@ fn followed_events_continue_with_the_new_program() {
         resize(&(10 * round).to_string());
         assert_eq!(next_queue(), 10 * round);
         upgraded(&manager);
+        // The new program restores the value before it takes over.
+        assert_eq!(next_queue(), 10 * round);
     }
     resize("70");
     assert_eq!(next_queue(), 70);

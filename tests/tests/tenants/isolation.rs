@@ -284,6 +284,8 @@ fn status_can_show_a_single_tenant() {
         let problem: Value = serde_json::from_str(&body).unwrap();
         assert_eq!(problem["status"], status, "{path}: {body}");
     }
+    patch(&supervisor, "b/tenants/limited", r#"{"max_queue": 7}"#);
+    assert_eq!(part(&supervisor, "limited")["max_queue"], 7);
     for (arguments, code) in [
         (&["status", "b", "--tenant", "nobody"][..], 66),
         (&["status", "shared", "--tenant", "a"], 65),

@@ -2,7 +2,6 @@
 //! select the program.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -12,6 +11,7 @@ use bulkhead_policy::{
     RetryLimits, Start,
 };
 use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING as PAYLOAD_MAX;
+use indexmap::IndexMap;
 use serde::Serialize;
 
 use super::kinds::*;
@@ -184,8 +184,8 @@ pub struct BulkheadConfig {
     /// Limits that apply to each tenant, or settings for isolating tenants. `None` means that tenants share the workers
     /// without limits of their own.
     pub tenants: Option<tenants::TenantsConfig>,
-    /// Per-tenant settings, by tenant name. At most 1024 tenants.
-    pub tenant: BTreeMap<String, tenants::TenantConfig>,
+    /// Per-tenant settings, by tenant name and in file order. At most 1024 tenants.
+    pub tenant: IndexMap<String, tenants::TenantConfig>,
     /// Settings of the circuit breaker. `None` means no breaker.
     #[serde(serialize_with = "as_table_option")]
     pub breaker: Option<BreakerLimits>,

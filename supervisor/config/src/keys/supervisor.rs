@@ -78,8 +78,8 @@ section! {
     /// `/usr/lib/debug`: `.build-id/ab/cdef….debug`. At most 8. `/usr/lib/debug` is always read.
     crash_symbols: Arguments as Kind::Paths(CRASH_SYMBOLS_MAX), without "`[]`", such as "[\"/srv/debug\"]", reload NeedsRestart;
     /// Maximum number of tenants with a separate label in the metrics. Labels are given first to the tenants
-    /// of each bulkhead, sorted by name, in the order of the bulkheads in the file, and then to the tenants
-    /// in `[[access]]`. All other tenants share the `_other` label.
+    /// of the bulkheads, in file order, and then to the tenants in `[[access]]`. All other tenants share the
+    /// `_other` label.
     tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload NeedsRestart;
     /// First and last user ID of the range from which workers with `sandbox.user = "auto"` get their IDs.
     /// From 1 to 4294967294, at most 1000000 IDs. IDs that belong to existing users, to processes or to other

@@ -1,7 +1,7 @@
 //! Checks tenant keys: limits on shared workers, isolation, and the per-tenant tables, whose meaning depends on whether
 //! tenants are isolated.
 
-use std::collections::BTreeMap;
+use indexmap::IndexMap;
 
 use super::admission::burst;
 use super::{Checker, Permits};
@@ -87,9 +87,9 @@ impl Checker<'_> {
         }
     }
 
-    pub(super) fn tenant(&mut self, bulkhead: &RawBulkhead) -> BTreeMap<String, TenantConfig> {
+    pub(super) fn tenant(&mut self, bulkhead: &RawBulkhead) -> IndexMap<String, TenantConfig> {
         let isolated = isolated(&bulkhead.tenants);
-        let mut tenants = BTreeMap::new();
+        let mut tenants = IndexMap::new();
         for raw in &bulkhead.tenant {
             match isolated {
                 Some(true) => self.check_isolated_tenant(raw, bulkhead),

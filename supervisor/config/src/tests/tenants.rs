@@ -486,6 +486,7 @@ fn first_tenants_in_file_get_metric_labels() {
     assert_eq!(labelled(""), "abde");
     assert_eq!(labelled("tenant_labels = 3"), "abd");
     assert_eq!(labelled("tenant_labels = 2"), "bd");
+    assert_eq!(labelled("tenant_labels = 1"), "d");
     assert_eq!(labelled("tenant_labels = 0"), "");
     folder.reject_one(
         &format!("[supervisor]\ntenant_labels = 1001\n{}", bulkhead("")),

@@ -85,8 +85,9 @@ pub(super) async fn submit(
             count(tenant, job.options.priority, RejectReason::Overloaded);
             rejected(&name, deadline, RejectReason::Overloaded, sentence)
         }
-        // The request did not become a job, usually because the client has disconnected.
+        // Usually, the client has disconnected.
         Err(Failure::Broken) => {
+            count(tenant, job.options.priority, RejectReason::Invalid);
             let sentence = "the payload does not match the request headers".into();
             rejected(&name, deadline, RejectReason::Invalid, sentence)
         }

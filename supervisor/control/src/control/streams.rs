@@ -111,7 +111,7 @@ fn accepts_stream(accept: &str) -> bool {
 }
 
 /// Returns the ID of the last event that the client received. A client sends this ID when it reconnects to a stream of
-/// server-sent events.
+/// server-sent events. The ID is newer than the value of `since`, because a client repeats the original URL.
 pub(super) fn last_event_id(headers: &HeaderMap) -> Option<u64> {
     headers.get("last-event-id")?.to_str().ok()?.parse().ok()
 }
@@ -122,11 +122,14 @@ pub(super) async fn events(
     Query(query): Query<StreamQuery>,
 ) -> Response {
     if let Some(name) = query.bulkhead.as_ref().filter(|name| !control.reloads.has(name)) {
-        return not_found(name);
+        // The events of a removed bulkhead can still be read.
+        if control.events.kept(0, Some(name), 1).is_empty() {
+            return not_found(name);
+        }
     }
     let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
     let is_stream = query.follow.unwrap_or_else(|| accept.is_none_or(accepts_stream));
-    let since = query.since.or(last_event_id(&headers)).unwrap_or(0);
+    let since = last_event_id(&headers).or(query.since).unwrap_or(0);
     let limit = query.limit.unwrap_or(LIMIT_DEFAULT);
     if !is_stream {
         let kept = control.events.kept(since, query.bulkhead.as_deref(), limit);

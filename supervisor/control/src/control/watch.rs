@@ -91,7 +91,7 @@ pub(super) async fn show(
     Query(query): Query<WatchQuery>,
 ) -> Response {
     let Ok(permit) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
-    let since = query.since.or(last_event_id(&headers)).unwrap_or(0);
+    let since = last_event_id(&headers).or(query.since).unwrap_or(0);
     let reader = control.events.reader(since, None, query.limit.unwrap_or(LIMIT_DEFAULT));
     let events = pieces(&control, reader, permit).map(|piece| {
         let missed = match piece.missed {

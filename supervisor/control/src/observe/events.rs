@@ -51,9 +51,21 @@ pub struct Rendered {
 
 impl Rendered {
     fn new(event: &Event, seq: u64) -> Self {
+        Self::from_json(&render(event, seq), seq, event.bulkhead.clone())
+    }
+
+    fn from_json(json: &str, seq: u64, bulkhead: Option<Arc<str>>) -> Self {
         let head = format!("id: {seq}\ndata: ");
-        let frame = format!("{head}{}\n\n", render(event, seq)).into();
-        Self { seq, bulkhead: event.bulkhead.clone(), frame, json: head.len() }
+        let frame = format!("{head}{json}\n\n").into();
+        Self { seq, bulkhead, frame, json: head.len() }
+    }
+
+    fn renumbered(&self, increment: u64) -> Self {
+        let seq = self.seq + increment;
+        // No text in the event matches, because quotation marks in texts are escaped.
+        let (old, new) = (format!("\"seq\":{}", self.seq), format!("\"seq\":{seq}"));
+        let json = String::from_utf8_lossy(self.json()).replacen(&old, &new, 1);
+        Self::from_json(&json, seq, self.bulkhead.clone())
     }
 
     /// Returns the event as a JSON object, without a newline.
@@ -163,11 +175,10 @@ impl Events {
         self.lock().seq
     }
 
-    /// Continues the numbering of events after `number`. In an upgrade, this is the last number that the previous
-    /// supervisor used.
+    /// Continues the numbering of events after `number`, which follows the last number that the previous supervisor used.
+    /// Also changes the numbers of the stored events, which no client can have read before the upgrade.
     pub fn continue_after(&self, number: u64) {
-        let mut ring = self.lock();
-        ring.seq = ring.seq.max(number);
+        self.lock().add_to_numbers(number);
     }
 
     /// Reports how many events of each kind were suppressed. Skips kinds that had an event recently.
@@ -300,6 +311,16 @@ impl EventRing {
         self.flows.entry((event.kind.name(), event.bulkhead.clone())).or_default().kept.push_back(self.seq);
         if self.kept.len() > EVENTS_MAX {
             self.evict_one();
+        }
+    }
+
+    fn add_to_numbers(&mut self, increment: u64) {
+        self.seq += increment;
+        let kept = std::mem::take(&mut self.kept).into_values();
+        self.kept =
+            kept.map(|event| (event.seq + increment, Arc::new(event.renumbered(increment)))).collect();
+        for flow in self.flows.values_mut() {
+            flow.kept.iter_mut().for_each(|seq| *seq += increment);
         }
     }
 
@@ -518,6 +539,24 @@ mod tests {
             assert_eq!(read(reader, &events), (vec![], 0));
         }
         assert_eq!(read(&mut of_b, &events), (vec![303], 0));
+    }
+
+    #[test]
+    fn events_before_an_upgrade_get_new_numbers() {
+        let events = Events::default();
+        ["\"seq\":1", "b"].into_iter().for_each(|name| events.add(event(name, "")));
+        events.continue_after(500);
+        events.add(event("b", ""));
+        let kept = events.kept(0, None, usize::MAX);
+        let numbers: Vec<_> = kept.iter().map(|event| announced(event)["seq"].as_u64().unwrap()).collect();
+        assert_eq!(numbers, [501, 502, 503]);
+        assert!(
+            kept.iter()
+                .zip(numbers)
+                .all(|(event, seq)| event.frame().starts_with(format!("id: {seq}\n").as_bytes()))
+        );
+        assert_eq!(announced(&kept[0])["bulkhead"], "\"seq\":1");
+        assert_eq!(read(&mut events.reader(501, Some("b".into()), usize::MAX), &events), (vec![502, 503], 0));
     }
 
     #[test]

@@ -103,14 +103,18 @@ impl<'a> SnapshotSource<'a> {
                            snapshot";
             return Err(SteerError::Conflict(message.into()));
         };
-        let compartment =
-            &self.compartments[*isolated.by_tenant.get(tenant).ok_or(SteerError::UnknownTenant)?];
+        let compartment = isolated.by_tenant.get(tenant).map(|index| &self.compartments[*index]);
+        if compartment.is_none() && !isolated.own.contains_key(tenant) {
+            return Err(SteerError::UnknownTenant);
+        }
         let mut sum = Sum::default();
-        sum.add(self, compartment);
+        compartment.into_iter().for_each(|compartment| sum.add(self, compartment));
         let mut snapshot = sum.snapshot(self, entry);
         snapshot.tenant = Some(tenant.to_owned());
-        snapshot.latency_ms = compartment.latency.percentiles();
-        let limits = compartment.policy.limits();
+        if let Some(compartment) = compartment {
+            snapshot.latency_ms = compartment.latency.percentiles();
+        }
+        let limits = isolated.limits_of(tenant);
         (snapshot.processes, snapshot.max_in_flight) = (limits.processes, limits.max_in_flight);
         snapshot.max_queue = limits.max_queue;
         snapshot.rate_limit = limits.rate_limit.map(Rate::from);
