@@ -571,8 +571,8 @@ fn bench_duration(text: &str) -> Result<Duration, String> {
 struct Given {
     /// True if the user has specified a socket on the command line.
     socket_flag: bool,
-    /// True if the user has specified a socket on the command line, or the jobs socket through its environment
-    /// variable.
+    /// True if the user has specified the jobs socket. `BULKHEAD_SOCKET` does not count if the command line contains
+    /// `--host`, because the jobs would then go to a different supervisor.
     jobs_socket: bool,
 }
 
@@ -594,7 +594,11 @@ impl Args {
             let message = "--host cannot be combined with --socket or --admin: specify only one supervisor";
             return Err(Self::command().error(ErrorKind::ArgumentConflict, message));
         }
-        args.given = Given { socket_flag, jobs_socket: has_flag("socket") || source("socket").is_some() };
+        // `BULKHEAD_ADMIN` can belong to a different supervisor than the socket on the command line.
+        if has_flag("socket") && !has_flag("admin") {
+            args.admin = None;
+        }
+        args.given = Given { socket_flag, jobs_socket: source("socket").is_some() && !has_flag("host") };
         args.host = args.host.filter(|host| !host.is_empty());
         Ok(args)
     }

@@ -177,7 +177,10 @@ fn check_output(path: &Path) -> Result<(), Failure> {
         Err(error) => Err(error),
     };
     checked.map_err(|error: io::Error| {
-        Failure::new(exit::USAGE, format!("the result cannot be written to {}: {error}", path.display()))
+        Failure::new(
+            exit::OUTPUT_FAILED,
+            format!("the result cannot be written to {}: {error}", path.display()),
+        )
     })
 }
 

@@ -26,7 +26,10 @@ const OUTPUT_FAILED: u8 = 74;
 fn main() -> ExitCode {
     bulkhead_supervisor::run_hidden_mode();
     signals::restore_default_sigchld();
-    let args = Args::parse();
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => return print_clap_message(&error),
+    };
     match &args.command {
         Some(Command::Doctor { json }) => {
             exit_code_after_write(standard_output::get().and_then(|mut out| doctor::run(*json, &mut out)))
@@ -38,6 +41,14 @@ fn main() -> ExitCode {
             Err(error) => fail_with(USAGE, &error),
         },
     }
+}
+
+/// Prints the error or help text returned by clap.
+fn print_clap_message(error: &clap::Error) -> ExitCode {
+    if error.use_stderr() {
+        error.exit();
+    }
+    exit_code_after_write(standard_output::get().and_then(|_| error.print()))
 }
 
 /// Returns the path given on the command line, or the default path. Fails if the default path does not exist, because

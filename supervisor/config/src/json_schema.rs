@@ -1,6 +1,6 @@
 //! JSON schema of the configuration file for editors, generated from the declared keys. The schema describes the shape
-//! of a file. It does not cover rules that span several keys and cannot check files on disk, but it never rejects a
-//! valid file.
+//! of the configuration file or of a file in `conf.d`. It does not cover rules that span several keys and cannot check
+//! files on disk, but it never rejects a valid file.
 
 use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};
@@ -33,7 +33,6 @@ pub fn json_schema() -> Value {
     definitions.insert(DEFAULTS.to_owned(), table_of("[defaults]", key::BULKHEAD, shared));
     let mut whole = table_of("Configuration for bulkhead-supervisor", key::TOP_LEVEL, |_| true);
     whole["$schema"] = json!("http://json-schema.org/draft-07/schema#");
-    whole["required"] = json!(["bulkhead"]);
     whole["definitions"] = Value::Object(definitions);
     whole
 }
@@ -112,7 +111,8 @@ fn inner_table(key: &Key) -> Value {
         (key::TOP_LEVEL, "bulkhead") => {
             let pattern = format!("^[a-z0-9._-]{{1,{BULKHEAD_NAME_BYTES_MAX}}}$");
             let mut named = named_tables(json!({"pattern": pattern}), key::BULKHEAD);
-            (named["minProperties"], named["maxProperties"]) = (json!(1), json!(defaults::BULKHEADS_MAX));
+            // There is no minimum, because all bulkheads can be defined in `conf.d`.
+            named["maxProperties"] = json!(defaults::BULKHEADS_MAX);
             named
         }
         (key::BULKHEAD, "tenant") => {

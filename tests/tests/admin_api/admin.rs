@@ -883,7 +883,8 @@ fn schema_option_prints_the_documented_schema() {
 #[test]
 fn unwritable_standard_output_exits_with_status_74() {
     let folder = configured("[bulkhead.one]\nexec = [\"cat\"]\n");
-    for arguments in [&["--config", "workers.toml", "--check"][..], &["--schema"], &["doctor"]] {
+    let check: &[&str] = &["--config", "workers.toml", "--check"];
+    for arguments in [check, &["--schema"], &["doctor"], &["--version"], &["--help"], &["help", "doctor"]] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
         command.args(arguments).current_dir(folder.path()).stdin(Stdio::null()).stdout(full);

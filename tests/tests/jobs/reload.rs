@@ -344,6 +344,7 @@ fn renamed_bulkhead_finishes_accepted_jobs() {
         let client = connect(&supervisor).await;
         let jobs = holders(&client, "b", 3);
         wait_ran(&supervisor, 1);
+        supervisor.wait_number("b", "queued", 2);
         reload(&supervisor, &format!("{}max_queue = 5\n", B.replace("bulkhead.b", "bulkhead.c")));
         wait_for("the new bulkhead is ready", || {
             (supervisor.snapshot("c")["state"] == "ready").then_some(())

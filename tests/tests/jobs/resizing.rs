@@ -994,16 +994,30 @@ fn queue_required_by_other_keys_cannot_be_removed() {
 fn worker_maximum_includes_spares_of_isolated_tenants() {
     let supervisor =
         start("tenants = { isolate = true, max_active = 1024 }\nstart.spares = 2\nmax_queue = 5");
-    for arguments in [&["b", "--processes", "15"][..], &["b", "--tenant", "t", "--processes", "15"]] {
-        let output = resize(&supervisor, arguments);
-        assert_eq!(code(&output), 65);
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            told.contains("(processes + start.spares) x tenants.max_active must be at most 16384"),
-            "{told}"
-        );
-    }
+    let output = resize(&supervisor, &["b", "--processes", "15"]);
+    assert_eq!(code(&output), 65);
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(told.contains("(processes + start.spares) x tenants.max_active must be at most 16384"), "{told}");
     assert_eq!(code(&resize(&supervisor, &["b", "--processes", "14"])), 0);
+}
+
+/// The maximum counts the processes of each tenant separately, as in a configuration file.
+#[test]
+fn worker_maximum_adds_processes_of_isolated_tenants() {
+    let supervisor = start("tenants = { isolate = true, max_active = 1024 }\nprocesses = 15");
+    let set = |arguments: &[&str]| resize(&supervisor, &[&["b"], arguments].concat());
+    // 1023 tenants with 15 processes each, and a tenant with 1024 processes.
+    assert_eq!(code(&set(&["--tenant", "big", "--processes", "1024"])), 0);
+    assert_eq!(code(&set(&["--tenant", "big", "--processes", "1024", "--max-queue", "3"])), 0);
+    for arguments in [&["--tenant", "other", "--processes", "31"][..], &["--processes", "16"]] {
+        let output = set(arguments);
+        assert_eq!(code(&output), 65, "{arguments:?}");
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(told.contains("workers at the same time, above 16384"), "{told}");
+    }
+    assert_eq!(code(&set(&["--tenant", "other", "--processes", "30"])), 0);
+    assert_eq!(code(&set(&["--tenant", "big", "--processes", "15"])), 0);
+    assert_eq!(code(&set(&["--tenant", "other", "--processes", "31"])), 0);
 }
 
 #[test]

@@ -563,7 +563,9 @@ fn crash_reports_survive_supervisor_restart() {
     let mut third = Supervisor::start_with(&keys, "[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n");
     reports(&third, 3);
     let (status, body) = third.post(&format!("/v1/crashes/{}/replay", id(&before[0])));
-    assert!(status == 409 && body.contains("no longer configured"), "{status} {body}");
+    assert!(status == 404 && body.contains("no longer configured"), "{status} {body}");
+    let refused = command(&third, &["replay", &id(&before[0])]);
+    assert_eq!(refused.status.code(), Some(66), "{}", String::from_utf8_lossy(&refused.stderr));
     third.signal(Signal::SIGTERM);
     assert!(third.wait().success());
 }

@@ -449,6 +449,19 @@ fn tenant_queue_without_permits_is_rejected() {
 }
 
 #[test]
+fn bulkhead_without_permits_conflicts_with_tenant_queue() {
+    let own = "[bulkhead.b.tenant.acme]\nmax_queue = 5";
+    let supervisor = Supervisor::start(&isolated("max_active = 64", own));
+    let change = r#"{"max_in_flight": 0}"#;
+    let (status, told) = patch(&supervisor, "b", change);
+    assert_eq!(status, 400, "{told}");
+    let detail = told["detail"].as_str().unwrap();
+    assert!(detail.contains("tenant 'acme'") && detail.contains("max_queue"), "{detail}");
+    assert_eq!(patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 1}"#).0, 200);
+    assert_eq!(patch(&supervisor, "b", change).0, 200);
+}
+
+#[test]
 fn bulkhead_wide_rate_limit_conflicts_with_tenant_rate_limit() {
     let own = "[bulkhead.b.tenant.acme]\nrate_limit = { per_second = 5 }";
     let tenant = "rate_limit = { per_second = 5, per = \"tenant\" }";

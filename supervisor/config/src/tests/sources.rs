@@ -73,6 +73,21 @@ fn main_file_can_leave_all_bulkheads_to_fragments() {
 }
 
 #[test]
+fn json_schema_accepts_each_file_of_valid_configuration() {
+    let folder = Folder::new();
+    let bulkhead = named("b");
+    let fragments = ["[[access]]\nuid = 7\n", "[bulkhead]\n", &bulkhead, ""];
+    let files: Vec<_> = ["1.toml", "2.toml", "3.toml", "4.toml"].into_iter().zip(fragments).collect();
+    let head = "[supervisor]\nsocket = \"s\"\n";
+    for main in ["", "[defaults]\ndeadline = \"7s\"\n", "[bulkhead]\n"].map(|rest| format!("{head}{rest}")) {
+        load(&folder.configured(&main, &files)).unwrap();
+        for text in [&*main].into_iter().chain(fragments) {
+            assert_eq!(json_schema::complaints(text), Some(Vec::new()), "{text}");
+        }
+    }
+}
+
+#[test]
 fn each_files_relative_paths_start_at_its_own_directory() {
     let folder = Folder::new();
     let main = "[supervisor]\nsocket = \"s\"\n[defaults]\nenv_files = { MAIN = \"token\" }\n\

@@ -168,7 +168,8 @@ async fn begin(control: &Shared, report: &CrashReport, index: usize) -> Result<R
         Some(Ok(())) => Ok(receiver),
         Some(Err(error)) => {
             let status = match error {
-                ReplayError::NotConfigured | ReplayError::Stopping => StatusCode::CONFLICT,
+                ReplayError::NotConfigured => StatusCode::NOT_FOUND,
+                ReplayError::Stopping => StatusCode::CONFLICT,
                 ReplayError::Busy => StatusCode::TOO_MANY_REQUESTS,
             };
             Err(problem(status, &error.to_string()))

@@ -256,13 +256,11 @@ impl BulkheadEntry {
                 if u64::from(limits.max_in_flight) > IN_FLIGHT_CEILING {
                     return unfit(format!("max_in_flight (per worker) must be at most {IN_FLIGHT_CEILING}"));
                 }
-                if limits.max_in_flight == 0 && limits.max_queue > 0 {
-                    return unfit(
-                        "this tenant's max_in_flight is 0, so its queued jobs would never run".into(),
-                    );
-                }
-                check_permits(&limits, self.program.sandbox())?;
-                check_workers(limits.processes, limits.start.spares, isolated.max_active)
+                check_tenant_permits(tenant, &limits, self.program.sandbox())?;
+                let Some(processes) = numbers.processes else { return Ok(()) };
+                let others = isolated.own.iter().filter(|(other, _)| *other != tenant);
+                let own = others.filter_map(|(_, own)| own.processes).chain([processes]);
+                check_workers(&isolated.limits, own, isolated.max_active)
             }
             Layout::Shared(compartment) => {
                 let own = &self.own;
@@ -365,8 +363,13 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// Checks the number of permits of a bulkhead or of an isolated tenant.
+/// Checks the permits and the queue of a bulkhead or of an isolated tenant.
 fn check_permits(limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
+    if limits.max_in_flight == 0 && limits.max_queue > 0 {
+        let message = "max_in_flight is 0, so queued jobs would never run: set max_queue to 0, or max_in_flight to at \
+                       least 1";
+        return Err(SteerError::Conflict(message.into()));
+    }
     check_programs(sandbox, limits.max_in_flight)?;
     let most = u64::from(limits.processes) * u64::from(limits.max_in_flight);
     if most > PERMITS_CEILING {
@@ -374,6 +377,16 @@ fn check_permits(limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
         return Err(SteerError::Conflict(message));
     }
     check_adaptive(limits, most)
+}
+
+/// Checks the permits and the queue of an isolated tenant.
+fn check_tenant_permits(tenant: &str, limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
+    check_permits(limits, sandbox).map_err(|error| match error {
+        SteerError::Conflict(why) => {
+            SteerError::Conflict(format!("tenant '{}': {why}", tenant.escape_debug()))
+        }
+        other => other,
+    })
 }
 
 /// Returns an error if the adaptive limit's maximum exceeds the number of permits, `most`.
@@ -388,15 +401,33 @@ fn check_adaptive(limits: &Limits, most: u64) -> Result<(), SteerError> {
     }
 }
 
-/// Returns an error if a bulkhead with isolated tenants would have too many processes, including spares.
-fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), SteerError> {
-    let each = u64::from(processes) + u64::from(spares);
-    match each * max_active as u64 <= ISOLATED_WORKERS_CEILING {
-        true => Ok(()),
-        false => Err(SteerError::Conflict(format!(
-            "(processes + start.spares) x tenants.max_active must be at most {ISOLATED_WORKERS_CEILING}"
-        ))),
+/// Returns an error if a bulkhead with isolated tenants could have too many workers, including spares. Only `max_active`
+/// tenants have workers at the same time, so the maximum is reached by the tenants with the most processes. `own`
+/// contains the numbers of processes that were set for individual tenants.
+fn check_workers(
+    limits: &Limits,
+    own: impl Iterator<Item = u32>,
+    max_active: usize,
+) -> Result<(), SteerError> {
+    let mut larger: Vec<u32> = own.filter(|processes| *processes > limits.processes).collect();
+    larger.sort_unstable_by(|a, b| b.cmp(a));
+    let of_each = larger.into_iter().chain(std::iter::repeat(limits.processes)).take(max_active);
+    let spares = u64::from(limits.start.spares);
+    let workers: u64 = of_each.map(|processes| u64::from(processes) + spares).sum();
+    if workers <= ISOLATED_WORKERS_CEILING {
+        return Ok(());
     }
+    let common = (u64::from(limits.processes) + spares) * max_active as u64;
+    let message = match common <= ISOLATED_WORKERS_CEILING {
+        true => format!(
+            "with the processes set for individual tenants, there could be {workers} workers at the same time, above \
+             {ISOLATED_WORKERS_CEILING}: reduce processes, here or for other tenants"
+        ),
+        false => format!(
+            "(processes + start.spares) x tenants.max_active must be at most {ISOLATED_WORKERS_CEILING}"
+        ),
+    };
+    Err(SteerError::Conflict(message))
 }
 
 /// Bulkhead settings that cannot be changed live.
@@ -427,22 +458,20 @@ fn check_limits(
     own: &BTreeMap<String, TenantConfig>,
     fixed: FixedSettings<'_>,
 ) -> Result<(), SteerError> {
-    let unfit = |message: String| Err(SteerError::Conflict(message));
     check_queue(limits, fixed.has_own_pressure)?;
     check_permits(limits, fixed.sandbox)?;
-    for own in own.values().filter(|_| fixed.max_active.is_some()) {
-        let mut limits = limits.clone();
-        own.of_workers().apply_to(&mut limits);
-        check_permits(&limits, fixed.sandbox)?;
-    }
-    if limits.max_in_flight == 0 && limits.max_queue > 0 {
-        return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());
+    if let Some(max_active) = fixed.max_active {
+        for (tenant, own) in own {
+            let mut limits = limits.clone();
+            own.of_workers().apply_to(&mut limits);
+            check_tenant_permits(tenant, &limits, fixed.sandbox)?;
+        }
+        return check_workers(limits, own.values().filter_map(|own| own.processes), max_active);
     }
     let is_common = limits.rate_limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
-    let has_own = own.values().any(|own| own.rate_limit.is_some());
-    if fixed.max_active.is_none() && is_common && has_own {
+    if is_common && own.values().any(|own| own.rate_limit.is_some()) {
         let message = "some tenants have a separate rate limit, which requires rate_limit.per = \"tenant\"";
-        return unfit(message.into());
+        return Err(SteerError::Conflict(message.into()));
     }
-    fixed.max_active.map_or(Ok(()), |tenants| check_workers(limits.processes, limits.start.spares, tenants))
+    Ok(())
 }
