@@ -20,8 +20,13 @@ use output::{Failure, exit};
 
 /// Runs the program.
 pub(crate) fn main() -> ExitCode {
-    let args = Args::parse();
-    match run(&args) {
+    let result = match Args::try_parse() {
+        Ok(args) => run(&args),
+        Err(error) if error.use_stderr() => error.exit(),
+        // Help or the version.
+        Err(message) => output::raw(message.render().to_string().as_bytes()).map(|()| exit::OK),
+    };
+    match result {
         Ok(code) => ExitCode::from(code),
         Err(failure) => failure.report(),
     }

@@ -19,6 +19,15 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
+fn version_that_cannot_be_written_is_an_error() {
+    let full = std::fs::File::create("/dev/full").unwrap();
+    let mut command = Command::new(programs().join("bulkhead-fleet"));
+    let output = command.arg("--version").stdout(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(74), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"), "{output:?}");
+}
+
+#[test]
 fn exit_codes_match_those_of_the_bulkhead_command() {
     let Some(fleet) = start() else { return };
     let submit = |arguments: &[&str]| {
