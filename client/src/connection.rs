@@ -745,11 +745,12 @@ impl Drop for Driver {
     }
 }
 
-/// Reads and writes frames until the connection closes. Returns the reason for the closure.
+/// Reads and writes frames, and ends unanswered jobs, until the connection closes. Returns the reason for the closure.
 async fn serve(requests: Arc<Requests>) -> String {
     tokio::select! {
         message = read(&requests) => message,
         message = write(&requests) => message,
+        never = requests.end_unanswered() => never,
     }
 }
 

@@ -130,7 +130,8 @@ impl Job {
     ///
     /// The supervisor measures the time from receipt of the job. Before the client sends the job, it subtracts the
     /// time spent waiting for a connection or for space in the send queue, and the time spent on a connection that
-    /// was lost.
+    /// was lost. If the supervisor does not respond within 10 s after the deadline, the job ends as
+    /// [`JobError::Disconnected`].
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.request.options.deadline = Some(limit);
         self

@@ -12,7 +12,7 @@ use bulkhead_shared::connection::Payload;
 use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
 use bulkhead_shared::{Executed, JobOptions, Outcome, RejectReason, Verdict};
 
-use crate::reply::JobError;
+use crate::reply::{JobError, OUTCOME_MARGIN};
 
 /// Maximum length of a bulkhead name or traceparent that the client sends, in bytes. The supervisor's limits are lower.
 const TEXT_BYTES_MAX: usize = 1024;
@@ -185,6 +185,11 @@ impl JobRequest {
         }
         self.options.deadline = Some(left);
         Ok(())
+    }
+
+    /// Returns the time after which the client stops waiting for the outcome. Returns `None` if the job has no deadline.
+    pub(crate) fn outcome_due(&self) -> Option<Instant> {
+        self.deadline.and_then(|deadline| deadline.at.checked_add(OUTCOME_MARGIN))
     }
 
     /// Records that the connection was lost. `was_sent` is true if the whole job had been sent over that

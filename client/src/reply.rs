@@ -10,6 +10,10 @@ use bulkhead_shared::{CrashReason, Executed, Outcome, Verdict};
 use crate::mapped::MappedResult;
 use crate::success::SuccessRecord;
 
+/// Maximum time after a job's deadline to wait for the outcome. The supervisor usually reports a missed deadline at once.
+/// The margin leaves time for a supervisor that is only slow, and for results that arrive late.
+pub(crate) const OUTCOME_MARGIN: Duration = Duration::from_secs(10);
+
 /// A progress report from a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Progress {
@@ -104,8 +108,8 @@ pub enum JobError {
     Crashed(Box<Outcome>),
     /// The job was cancelled.
     Cancelled(Box<Outcome>),
-    /// There is no connection to the supervisor, the connection was lost, or this client could not read the
-    /// outcome or the result.
+    /// There is no connection to the supervisor, the connection was lost, or this client could not read the outcome
+    /// or the result. Also returned if the supervisor has sent no outcome 10 s after the job's deadline.
     Disconnected {
         /// Whether the handler began the job.
         executed: Executed,
@@ -123,6 +127,16 @@ impl JobError {
         };
         let message = format!("the connection to the supervisor was lost ({reason}); {advice}");
         Self::Disconnected { executed, message }
+    }
+
+    /// Returns the error for a job without an outcome long after the deadline.
+    pub(crate) fn unanswered() -> Self {
+        let message = format!(
+            "no outcome within {} s after the deadline: the supervisor does not respond; the job may have run: \
+             send the job again only if it can safely run twice",
+            OUTCOME_MARGIN.as_secs()
+        );
+        Self::Disconnected { executed: Executed::Unknown, message }
     }
 
     /// Returns the error for a job that waited too long for a connection.

@@ -40,6 +40,10 @@ const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
 /// revokes a recalled lease after the same time.
 const MAPPED_RESULTS_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Minimum interval between checks for jobs without an outcome. If a check is late by more than this, the client was
+/// paused, possibly together with the supervisor. The supervisor then gets this much more time.
+const OUTCOME_CHECK_INTERVAL_MIN: Duration = Duration::from_secs(1);
+
 /// Approximate number of batches in which the frames of all pending jobs are written. With several batches, the
 /// supervisor and the workers process some jobs while the client sends others. With a single batch, each side would
 /// wait for the other. A batch has between [`BATCH_MIN`] and [`BATCH_MAX`] frames.
@@ -92,6 +96,8 @@ struct State {
     queued_submitters: usize,
     /// Number of frames queued since the last write.
     unflushed: usize,
+    /// Lower bound of the times after which the client stops waiting for the outcomes of pending jobs.
+    first_outcome_due: Option<Instant>,
     /// Request numbers of the jobs to send over another connection, in submission order.
     detached: VecDeque<u64>,
 }
@@ -108,6 +114,8 @@ pub(crate) struct Requests {
     /// waiting submitters.
     pub(crate) space: Notify,
     idle: Notify,
+    /// Notified when `first_outcome_due` becomes earlier.
+    outcome_due: Notify,
     /// Notified when the last mapped result has been dropped, or the connection has closed.
     unmapped: Notify,
     /// Notifies the driver that a new connection is needed because the supervisor has sent GOAWAY.
@@ -134,6 +142,7 @@ impl Requests {
             flush_due: Notify::new(),
             space: Notify::new(),
             idle: Notify::new(),
+            outcome_due: Notify::new(),
             unmapped: Notify::new(),
             leaving: Notify::new(),
             frame_bytes_max,
@@ -230,6 +239,7 @@ impl Requests {
             may_have_run: job.losses > 0,
             ..Waiter::default()
         };
+        let outcome_due = job.outcome_due();
         let number = state.waiters.insert(std::mem::take(job), waiter, waker);
         if state.push_job(number, loaded, payload_bytes).is_err() {
             let left = state.waiters.remove(number);
@@ -239,6 +249,12 @@ impl Requests {
             return Err(SubmitError::Rejected(
                 rejection.unwrap_or_else(|| unreachable!("the job was inserted")),
             ));
+        }
+        if let Some(due) = outcome_due
+            && state.first_outcome_due.is_none_or(|first| due < first)
+        {
+            state.first_outcome_due = outcome_due;
+            self.outcome_due.notify_one();
         }
         self.schedule_flush(&mut state);
         drop(state);
@@ -348,12 +364,7 @@ impl Requests {
         self.notify_if_idle(&state);
         let is_sent = |waiter: &Waiter| state.phase != Phase::Closed && !waiter.is_detached();
         if let Some(waiter) = left.waiter.take().filter(is_sent) {
-            state.push_empty(kind::CANCEL, number);
-            if let Some(lease) = waiter.lease {
-                // The cancellation must be sent before the lease is returned.
-                state.leases.forget(lease.number);
-                state.push_empty(kind::LEASE_RETURNED, lease.number);
-            }
+            state.push_withdrawal(number, &waiter);
             self.flush_now(&mut state);
         }
         drop(state);
@@ -396,6 +407,51 @@ impl Requests {
     }
 
     // Outcomes, and closing the connection.
+
+    /// Ends jobs whose outcomes have not arrived within [`OUTCOME_MARGIN`](crate::reply::OUTCOME_MARGIN) after
+    /// their deadlines. Never returns.
+    pub(crate) async fn end_unanswered(&self) -> ! {
+        loop {
+            let first = self.lock().first_outcome_due;
+            let Some(first) = first.map(tokio::time::Instant::from_std) else {
+                self.outcome_due.notified().await;
+                continue;
+            };
+            tokio::select! {
+                () = tokio::time::sleep_until(first) => {}
+                () = self.outcome_due.notified() => continue,
+            }
+            if first.elapsed() > OUTCOME_CHECK_INTERVAL_MIN {
+                tokio::time::sleep(OUTCOME_CHECK_INTERVAL_MIN).await;
+            }
+            self.end_unanswered_at(tokio::time::Instant::now().into_std());
+        }
+    }
+
+    /// Ends and cancels the jobs whose outcomes are due at `now`. Later outcomes of these jobs are ignored.
+    fn end_unanswered_at(&self, now: Instant) {
+        let mut state = self.lock();
+        let mut first = None;
+        let (_, ended) = state.waiters.detach(|job| match job {
+            Some((waiter, job)) if !waiter.is_detached() => match job.outcome_due() {
+                Some(due) if due <= now => Decision::Ends(JobError::unanswered()),
+                due => {
+                    first = first.into_iter().chain(due).min();
+                    Decision::Stays
+                }
+            },
+            // A job that waits for another connection has other limits.
+            _ => Decision::Stays,
+        });
+        state.first_outcome_due = first.map(|first| first.max(now + OUTCOME_CHECK_INTERVAL_MIN));
+        if state.phase != Phase::Closed && !ended.waiters.is_empty() {
+            ended.waiters.iter().for_each(|(number, waiter)| state.push_withdrawal(*number, waiter));
+            self.flush_now(&mut state);
+        }
+        self.notify_if_idle(&state);
+        drop(state);
+        ended.wake();
+    }
 
     /// Notifies the driver if the last job has ended.
     fn notify_if_idle(&self, state: &State) {
@@ -719,6 +775,16 @@ impl State {
         let _ = self.push(kind, number, &Empty, &[], Payload::NONE);
     }
 
+    /// Queues the cancellation of a job whose outcome will be ignored. Also returns the job's lease, which must not
+    /// happen before the cancellation.
+    fn push_withdrawal(&mut self, number: u64, waiter: &Waiter) {
+        self.push_empty(kind::CANCEL, number);
+        if let Some(lease) = &waiter.lease {
+            self.leases.forget(lease.number);
+            self.push_empty(kind::LEASE_RETURNED, lease.number);
+        }
+    }
+
     fn has_space(&self) -> bool {
         self.outbox.waiting_bytes() < OUTBOX_BYTES_MAX
     }
@@ -834,10 +900,12 @@ mod tests {
 
     use bulkhead_shared::Verdict;
     use bulkhead_shared::client_protocol::OutcomeMessage;
+    use bulkhead_shared::connection::{Inbox, Item, Scratch};
     use bulkhead_shared::frame::Header;
     use bulkhead_shared::in_process::{self, Endpoint};
 
     use super::*;
+    use crate::reply::OUTCOME_MARGIN;
 
     /// Creates a [`Requests`] value for an in-process connection.
     fn in_memory() -> (Arc<Requests>, Endpoint) {
@@ -951,13 +1019,11 @@ mod tests {
         }
     }
 
-    /// If the connection were closed earlier, the supervisor would revoke the result.
-    #[tokio::test]
-    async fn connection_is_in_use_until_mapped_results_are_dropped() {
-        let (here, _there) = in_process::pair();
+    /// Creates a [`Requests`] value with a free lease for payloads of `bytes` bytes.
+    fn with_lease(bytes: usize) -> (Arc<Requests>, Endpoint, LeaseRef) {
+        let (here, there) = in_process::pair();
         let transport = Transport::InProcess(here);
         let requests = Arc::new(Requests::new(transport, 1 << 20, capability::MEMORY_FILES));
-        let bytes = 2 * INLINE_PAYLOAD_BYTES_MAX;
         let file = || {
             let file = rustix::fs::memfd_create("lease", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
             rustix::fs::ftruncate(&file, bytes as u64).unwrap();
@@ -971,6 +1037,57 @@ mod tests {
         let lease_ref = LeaseRef { lease: 7, bytes: bytes as u64 };
         assert_eq!(state.leases.receive(request, lease_ref), Some(true));
         drop(state);
+        (requests, there, lease_ref)
+    }
+
+    /// A late outcome of the job is ignored, even if its result is in the file that the client has returned.
+    #[test]
+    fn unanswered_job_is_cancelled_and_forgotten() {
+        let bytes = 2 * INLINE_PAYLOAD_BYTES_MAX;
+        let (requests, there, lease_ref) = with_lease(bytes);
+        let submit = |job: &mut JobRequest| {
+            job.begin();
+            requests.submit(job, &mut None, None).unwrap_or_else(|_| panic!("the job was not sent"))
+        };
+        let mut limited = JobRequest::new("resize".into(), vec![0; bytes]);
+        limited.options.deadline = Some(Duration::from_secs(1));
+        let mut limited = submit(&mut limited);
+        let mut unlimited = submit(&mut JobRequest::new("resize".into(), b"picture".to_vec()));
+        let due = requests.lock().first_outcome_due.unwrap();
+        assert!(due - Instant::now() > OUTCOME_MARGIN, "the supervisor has time to report a missed deadline");
+        let cx = &Context::from_waker(Waker::noop());
+        requests.end_unanswered_at(due - Duration::from_millis(1));
+        assert!(limited.poll(cx).is_pending());
+        requests.end_unanswered_at(due);
+        let Poll::Ready(Err(error)) = limited.poll(cx) else { panic!("the job still waits") };
+        assert!(matches!(error, JobError::Disconnected { executed: Executed::Unknown, .. }), "{error}");
+        assert!(!error.is_retryable());
+
+        let (mut inbox, mut scratch) = (Inbox::default(), Scratch::with_read_bytes(4096));
+        let (_, mut batch) =
+            inbox.receive_by(&mut scratch, |buffer| there.read(buffer, &mut Vec::new())).unwrap();
+        let mut frames = Vec::new();
+        while let Some(Item::Frame { header, .. }) = batch.next().unwrap() {
+            frames.push((header.kind, header.number));
+        }
+        let last = frames.len().saturating_sub(2);
+        let expected = [(kind::CANCEL, limited.number), (kind::LEASE_RETURNED, lease_ref.lease)];
+        assert_eq!(frames[last..], expected, "{frames:?}");
+
+        let message = OutcomeMessage::from_verdict(&Verdict::Ok, "resize");
+        let mut metadata = Vec::new();
+        codec::encode(&message, &[(tag::LEASE, &lease_ref.to_bytes())], &mut metadata).unwrap();
+        let header = header(kind::OUTCOME, limited.number, &metadata);
+        Frames::new(&requests).handle(header, &metadata, Vec::new()).unwrap();
+        assert!(unlimited.poll(cx).is_pending());
+        assert_eq!(requests.lock().first_outcome_due, None);
+    }
+
+    /// If the connection were closed earlier, the supervisor would revoke the result.
+    #[tokio::test]
+    async fn connection_is_in_use_until_mapped_results_are_dropped() {
+        let bytes = 2 * INLINE_PAYLOAD_BYTES_MAX;
+        let (requests, _there, lease_ref) = with_lease(bytes);
         let mut job = JobRequest::new("resize".into(), vec![0; bytes]);
         job.maps_result = true;
         let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {

@@ -116,7 +116,8 @@ pub(crate) enum Decision {
 /// Wakers of jobs that have ended, and values to drop after the lock is released.
 #[derive(Default)]
 pub(crate) struct Ended {
-    _waiters: Vec<Waiter>,
+    /// Request numbers and waiters of the jobs.
+    pub(crate) waiters: Vec<(u64, Waiter)>,
     wakers: Vec<Waker>,
 }
 
@@ -284,6 +285,7 @@ impl<M> Waiters<M> {
     ) -> (Vec<u64>, Ended) {
         let (mut again, mut ended) = (Vec::new(), Ended::default());
         for (index, slot) in self.slots.iter_mut().enumerate() {
+            let number = u64::from(slot.generation) << 32 | index as u64;
             let decided = match &mut slot.state {
                 SlotState::Waiting(waiter) => decide(Some((waiter, &mut slot.request))),
                 SlotState::Processing => decide(None),
@@ -293,17 +295,16 @@ impl<M> Waiters<M> {
                 (Decision::Ends(error), state) => {
                     if let SlotState::Waiting(waiter) = std::mem::replace(state, SlotState::Done(Err(error)))
                     {
-                        ended._waiters.push(waiter);
+                        ended.waiters.push((number, waiter));
                     }
                     ended.wakers.extend(slot.waker.take());
                     self.waiting -= 1;
                 }
                 (Decision::SentAgain, SlotState::Waiting(waiter)) => {
-                    let number = u64::from(slot.generation) << 32 | index as u64;
                     again.push((waiter.frame_end, number));
                     waiter.frame_end = DETACHED;
                     let lease = waiter.lease.take();
-                    ended._waiters.push(Waiter { lease, ..Waiter::default() });
+                    ended.waiters.push((number, Waiter { lease, ..Waiter::default() }));
                 }
                 _ => {}
             }
@@ -323,7 +324,7 @@ impl<M> Waiters<M> {
             if let SlotState::Waiting(waiter) =
                 std::mem::replace(&mut slot.state, SlotState::Done(Err(error)))
             {
-                ended._waiters.push(waiter);
+                ended.waiters.push((number, waiter));
             }
             ended.wakers.extend(slot.waker.take());
         }
@@ -478,7 +479,7 @@ mod tests {
         waiters.finish(numbers[1], revoked()).unwrap();
         waiters.take(numbers[3]);
         let (again, ended) = waiters.detach(|_| Decision::Ends(lost().unwrap_err()));
-        assert_eq!((again.len(), ended._waiters.len(), ended.wakers.len()), (0, 2, 3));
+        assert_eq!((again.len(), ended.waiters.len(), ended.wakers.len()), (0, 2, 3));
         assert_eq!(waiters.waiting(), 0);
         let cx = Context::from_waker(&task);
         let result: Vec<_> = numbers.iter().map(|number| outcome(&mut waiters, *number, &cx)).collect();

@@ -119,6 +119,16 @@ class Supervisor:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stops the process with SIGSTOP for the duration of the block."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         assert self.process is not None
         if self.process.poll() is None:

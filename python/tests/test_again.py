@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from pools import LONG, script, wait_for
-from running import WORKER, running
+from running import WORKER, Supervisor, running
 
 import bulkhead
 from bulkhead import AsyncClient, Client, JobError, _again, _aio, _connection, _wire
@@ -171,6 +171,13 @@ class Peer:
             kind, number, _, payload = self._next()
             if kind == _wire.SUBMIT:
                 return number, bytes(payload)
+
+    def cancellation(self) -> int:
+        """Returns the number of the next job that the client cancels."""
+        while True:
+            kind, number, _, _ = self._next()
+            if kind == _wire.CANCEL:
+                return number
 
     def end(self, number: int, verdict: int, reason: int = 0, retry_after: float | None = None) -> None:
         """Sends an outcome."""
@@ -650,6 +657,97 @@ def test_job_that_waits_for_the_first_connection_ends_at_its_deadline(
 
     with fake.running(script) as path:
         asyncio.run(run(path))
+
+
+def shorten_outcome_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_connection, "OUTCOME_MARGIN_SECONDS", 0.2)
+    monkeypatch.setattr(_connection, "OUTCOME_CHECK_SECONDS", 0.1)
+
+
+def call_with(client: Client, way: str, name: str, deadline: float) -> bulkhead.Reply:
+    """Runs an idempotent job."""
+    if way == "call":
+        return client.call(name, idempotent=True, deadline=deadline)
+    return client.submit(name, idempotent=True, deadline=deadline).result(LONG)
+
+
+def assert_unanswered(error: JobError) -> None:
+    assert isinstance(error, bulkhead.Disconnected)
+    assert (error.executed, error.retryable) == ("unknown", False)
+    assert "the supervisor does not respond" in str(error)
+
+
+@WAYS
+def test_late_outcome_of_an_unanswered_job_is_ignored(
+    fake: FakeSupervisor, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_outcome_margin(monkeypatch)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        number, _ = peer.job()
+        assert peer.cancellation() == number
+        peer.end(number, OK)
+        peer.end(peer.job()[0], OK)
+
+    async def of_asyncio(path: str) -> None:
+        async with AsyncClient(path, retry=True) as client:
+            with pytest.raises(JobError) as caught:
+                await client.call("plain", idempotent=True, deadline=0.01)
+            assert_unanswered(caught.value)
+            assert (await client.call("plain")).payload == b""
+
+    with fake.running(script) as path:
+        if way == "asyncio":
+            asyncio.run(of_asyncio(path))
+            return
+        with Client(path, retry=True) as client:
+            with pytest.raises(JobError) as caught:
+                call_with(client, way, "plain", deadline=0.01)
+            assert_unanswered(caught.value)
+            assert client.call("plain").payload == b""
+
+
+@WAYS
+def test_deadline_ends_only_its_job_if_the_supervisor_is_stopped(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_outcome_margin(monkeypatch)
+    file = tmp_path / "end"
+    name = bytes(file)
+    free = {**WORKER, "processes": 2, "sandbox": {"profile": "none"}}
+
+    async def of_asyncio(supervisor: Supervisor) -> None:
+        async with AsyncClient(supervisor.socket) as client:
+            unlimited = client.submit("free", name, operation="wait")
+            await client.call("free")
+            with supervisor.stopped(), pytest.raises(JobError) as caught:
+                await client.call("free", idempotent=True, deadline=0.1)
+            assert_unanswered(caught.value)
+            assert not unlimited.done()
+            file.touch()
+            assert (await unlimited).payload == b"waited"
+
+    with running(free=free) as supervisor:
+        if way == "asyncio":
+            asyncio.run(of_asyncio(supervisor))
+            return
+        with Client(supervisor.socket) as client, concurrent.futures.ThreadPoolExecutor() as threads:
+            client.call("free")
+            # Of two calls, the first one reads the connection for both.
+            if way == "call":
+                unlimited = threads.submit(client.call, "free", name, operation="wait")
+            else:
+                unlimited = client.submit("free", name, operation="wait")
+            wait_for("the job without a deadline runs", lambda: supervisor.snapshot("free")["in_flight"] == 1)
+            try:
+                with supervisor.stopped(), pytest.raises(JobError) as caught:
+                    call_with(client, way, "free", deadline=0.1)
+                assert_unanswered(caught.value)
+                assert not unlimited.done()
+            finally:
+                file.touch()
+            assert unlimited.result(LONG).payload == b"waited"
 
 
 def end_one_job(fake: FakeSupervisor) -> None:

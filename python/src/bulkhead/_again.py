@@ -44,11 +44,11 @@ class Job:
     """A job that the client keeps until the outcome arrives, so that it can be sent again after a lost connection."""
 
     __slots__ = (
-        "_ends_at",
         "_not_before",
         "_pause",
         "_reconnect_timeout",
         "_was_taken",
+        "ends_at",
         "is_incomplete",
         "is_sending",
         "losses",
@@ -70,7 +70,8 @@ class Job:
         self.metadata = metadata
         self.payload = payload
         deadline = options[DEADLINE]
-        self._ends_at: float | None = None if deadline is None else began + deadline
+        #: Time of the deadline.
+        self.ends_at: float | None = None if deadline is None else began + deadline
         self._reconnect_timeout = reconnect_timeout
         # False if a supervisor that is being replaced has not accepted the job.
         self._was_taken = True
@@ -104,9 +105,9 @@ class Job:
         if limit == 0 and not self._was_taken:
             limit = RECONNECT_SECONDS_MAX
         if self.waits_until is None:
-            if limit is None and self._ends_at is None:
+            if limit is None and self.ends_at is None:
                 limit = RECONNECT_SECONDS_MAX
-            ends = [] if self._ends_at is None else [self._ends_at]
+            ends = [] if self.ends_at is None else [self.ends_at]
             if limit is not None:
                 ends.append((time.monotonic() if since is None else since) + limit)
             self.waits_until = min(ends)
@@ -118,7 +119,7 @@ class Job:
 
         A job that has already waited too long has until its deadline for one more attempt to connect.
         """
-        end = self._ends_at if self.waits_until is None or self.is_overdue() else self.waits_until
+        end = self.ends_at if self.waits_until is None or self.is_overdue() else self.waits_until
         return None if end is None else end - time.monotonic()
 
     def is_overdue(self) -> bool:
@@ -146,9 +147,9 @@ class Job:
 
     def update_remaining(self) -> None:
         """Encodes the remaining time in ``metadata``. Raises ``DeadlineExceeded`` if the deadline has passed."""
-        if self._ends_at is None:
+        if self.ends_at is None:
             return
-        left = self._ends_at - time.monotonic()
+        left = self.ends_at - time.monotonic()
         if left <= 0:
             limit = self.options[DEADLINE]
             outcome = Outcome(

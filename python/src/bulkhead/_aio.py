@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from . import _again, _wire
+from . import _again, _connection, _wire
 from ._client import BaseClient, as_buffer, submission_with, too_old
 from ._connection import (
     HANDSHAKE_SECONDS_MIN,
@@ -26,6 +26,7 @@ from ._connection import (
     lost_before_sent,
     lost_error,
     open_connection,
+    unanswered_error,
 )
 from ._reply import Reply
 from .errors import Disconnected, JobError
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Maximum number of reads per iteration of the event loop.
 READS_MAX = 16
+#: Maximum time between two checks for jobs without an outcome, in seconds. Some event loops reject long delays.
+CHECK_SECONDS_MAX = 3600.0
 #: Maximum number of buffers per write. The kernel accepts 1024.
 BUFFERS_MAX = 512
 
@@ -111,6 +114,9 @@ class _Connection:
         self._outgoing: deque[_wire.Buffer] = deque()
         self._is_flush_due = False
         self._is_full = False
+        #: The next check for jobs without an outcome, and its time.
+        self._check: asyncio.TimerHandle | None = None
+        self._check_at = 0.0
         link.setblocking(False)
         loop.add_reader(link, self._on_readable)
         connections.add(self)
@@ -134,6 +140,8 @@ class _Connection:
         job._job_end = self._queued_bytes
         is_alone = not self._jobs
         self._jobs[number] = job
+        if kept.ends_at is not None:
+            self._check_by(kept.ends_at + _connection.OUTCOME_MARGIN_SECONDS)
         self._flush_soon(is_alone)
 
     def _queue(self, *buffers: _wire.Buffer) -> None:
@@ -245,12 +253,56 @@ class _Connection:
             elif kind == _wire.REFUSED:
                 reason, sentence = _wire.refused(metadata)
                 self.lose(f"the supervisor rejected the connection ({reason}): {sentence}")
-        if self.is_over and not jobs:
-            self.lose("the supervisor was replaced")
-        elif self._is_released and not jobs:
-            self.release()
+        self._end_if_unused()
+
+    def _check_by(self, at: float) -> None:
+        """Schedules a check for jobs without an outcome, unless there is an earlier one."""
+        if self._check is not None:
+            if self._check_at <= at:
+                return
+            self._check.cancel()
+        delay = min(at - time.monotonic(), CHECK_SECONDS_MAX)
+        self._check_at = time.monotonic() + delay
+        self._check = self._loop.call_later(delay, self._end_unanswered)
+
+    def _end_unanswered(self) -> None:
+        """Ends and cancels the jobs whose outcomes have not arrived long after their deadlines.
+
+        Later outcomes of these jobs are ignored.
+        """
+        self._check = None
+        if self.is_lost:
+            return
+        now = time.monotonic()
+        if now - self._check_at > _connection.OUTCOME_CHECK_SECONDS:
+            # The loop or the process was paused, so outcomes may still be unread.
+            self._check_by(now + _connection.OUTCOME_CHECK_SECONDS)
+            return
+        first = None
+        for number, job in list(self._jobs.items()):
+            kept = job._job
+            if kept is None or kept.ends_at is None:
+                continue
+            due = kept.ends_at + _connection.OUTCOME_MARGIN_SECONDS
+            if due > now:
+                first = due if first is None else min(first, due)
+                continue
+            del self._jobs[number]
+            self._queue(_wire.frame(_wire.CANCEL, number))
+            job._fail_job(unanswered_error())
+        if first is not None:
+            self._check_by(max(first, now + _connection.OUTCOME_CHECK_SECONDS))
+        self._flush_soon(at_once=True)
+        self._end_if_unused()
 
     # Closing.
+
+    def _end_if_unused(self) -> None:
+        """Closes the connection after its last job, if there will be no further jobs."""
+        if self.is_over and not self._jobs:
+            self.lose("the supervisor was replaced")
+        elif self._is_released and not self._jobs:
+            self.release()
 
     def release(self) -> None:
         """Closes the connection after the last outcome, because the client was dropped."""
@@ -290,6 +342,8 @@ class _Connection:
             self._loop.remove_reader(self._socket)
             if self._is_full:
                 self._loop.remove_writer(self._socket)
+            if self._check is not None:
+                self._check.cancel()
         self._socket.close()
         jobs, self._jobs = self._jobs, {}
         self._outgoing.clear()

@@ -15,6 +15,7 @@ from ._connection import (
     Lost,
     NotSent,
     NotTaken,
+    Unanswered,
     handshake_seconds,
     lost_before_sent,
     lost_error,
@@ -168,8 +169,9 @@ class Client(BaseClient):
         instead.
 
         Raises ``Crashed`` if the worker died, and ``Disconnected`` if the connection was lost and the job cannot be
-        sent again. Raises ``DeadlineExceeded`` if a time limit passed; the worker is then killed unless the job stops
-        on its own. ``KeyboardInterrupt`` cancels the job.
+        sent again. Also raises ``Disconnected`` if the supervisor has sent no outcome 10 s after the deadline. Raises
+        ``DeadlineExceeded`` if a time limit passed; the worker is then killed unless the job stops on its own.
+        ``KeyboardInterrupt`` cancels the job.
         """
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         metadata = submission_with(self._submissions, options)
@@ -195,10 +197,11 @@ class Client(BaseClient):
             raise of_parent() from None
 
     def _call(self, options: tuple[Any, ...], metadata: bytes, data: _wire.Buffer, forks: int) -> Reply:
-        began = 0.0 if options[_again.DEADLINE] is None else time.monotonic()
+        deadline = options[_again.DEADLINE]
+        began = 0.0 if deadline is None else time.monotonic()
         connection = self._connection
         try:
-            connected = self._connected(options, options[_again.DEADLINE])
+            connected = self._connected(options, deadline)
         except Disconnected as error:
             if connection is None or not connection.is_over:
                 # There is no connection at all.
@@ -206,7 +209,9 @@ class Client(BaseClient):
             problem: Exception = error
         else:
             try:
-                return connected.call(metadata, data)
+                return connected.call(metadata, data, None if deadline is None else began + deadline)
+            except Unanswered as error:
+                raise error.error from None
             except (NotSent, Lost) as error:
                 problem = error
         job = _again.Job(options, metadata, data, began, self.reconnect_timeout)
@@ -239,7 +244,9 @@ class Client(BaseClient):
                 continue
             try:
                 job.update_remaining()
-                return connected.call(job.metadata, job.payload)
+                return connected.call(job.metadata, job.payload, job.ends_at)
+            except Unanswered as error:
+                raise error.error from None
             except (NotSent, Lost) as error:
                 problem, connection = error, connected
             except JobError as error:

@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import select
+import struct
 import threading
 import time
 import weakref
@@ -40,6 +41,12 @@ HANDSHAKE_SECONDS_MIN = 1.0
 #: Minimum timeout for a job that has already waited for a connection, in seconds. A timeout of 0 would make the socket
 #: non-blocking.
 REPEATED_HANDSHAKE_SECONDS_MIN = 0.001
+#: Maximum time after a job's deadline to wait for the outcome, in seconds. The supervisor usually reports a missed
+#: deadline at once. The margin leaves time for a supervisor that is only slow, and for results that arrive late.
+OUTCOME_MARGIN_SECONDS = 10.0
+#: Interval between checks for jobs without an outcome, in seconds. If a check is later than that, this process was
+#: paused, possibly together with the supervisor. The supervisor then gets this much more time.
+OUTCOME_CHECK_SECONDS = 1.0
 
 
 def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
@@ -48,6 +55,15 @@ def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
     if executed == "no":
         advice = "the job was not sent: send the job again"
     return Disconnected(f"the connection to the supervisor was lost ({reason}); {advice}", executed)
+
+
+def unanswered_error() -> Disconnected:
+    """Returns the error for a job without an outcome long after its deadline."""
+    return Disconnected(
+        f"no outcome within {OUTCOME_MARGIN_SECONDS:g} s after the deadline: the supervisor does not respond; "
+        "the job may have run: send the job again only if it can safely run twice",
+        "unknown",
+    )
 
 
 def handshake_seconds(left: float | None, *, is_repeated: bool = False) -> float:
@@ -87,17 +103,25 @@ class Lost(Exception):
         self.error = error
 
 
+class Unanswered(Lost):
+    """The job has no outcome long after its deadline. It must not be sent again."""
+
+
 class _Call:
     """A job that a thread is waiting for."""
 
-    __slots__ = ("error", "is_taken", "outcome", "sleep_lock", "thread")
+    __slots__ = ("ends_at", "error", "is_taken", "is_unanswered", "outcome", "sleep_lock", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, ends_at: float | None) -> None:
         self.thread = threading.get_ident()
+        #: Time of the deadline.
+        self.ends_at = ends_at
         self.outcome: tuple[bytes, bytes | bytearray] | None = None
         self.error: Disconnected | None = None
         #: False if the supervisor has not accepted the job, which must be sent over another connection.
         self.is_taken = True
+        #: True if there was no outcome long after the deadline.
+        self.is_unanswered = False
         #: Locked while the thread sleeps. Another thread wakes the sleeping thread by releasing the lock.
         self.sleep_lock: threading.Lock | None = None
 
@@ -116,6 +140,11 @@ class Connection:
         seconds: float,
     ) -> None:
         self._socket, self._reader, self.capabilities = open_connection(path, seconds)
+        # Makes the thread that reads check regularly for jobs without an outcome.
+        timeout = struct.pack("ll", int(OUTCOME_CHECK_SECONDS), int(OUTCOME_CHECK_SECONDS % 1 * 1e6))
+        self._socket.setsockopt(_socket.SOL_SOCKET, _socket.SO_RCVTIMEO, timeout)
+        #: Time of the last check.
+        self._checked_at = 0.0
         self._send_again = send_again
         self._send = self._socket.send
         self._numbers = itertools.count(1)
@@ -186,6 +215,11 @@ class Connection:
 
     def _drain(self, flags: int) -> None:
         """Sends the queued buffers. With MSG_DONTWAIT in ``flags``, receives data while the socket is full."""
+        while not self._drain_some(flags):
+            self._receive(None)
+
+    def _drain_some(self, flags: int) -> bool:
+        """Sends the queued buffers. With MSG_DONTWAIT in ``flags``, returns false if the socket is full."""
         outgoing = self._outgoing
         while outgoing:
             buffer, counts = outgoing[0]
@@ -199,7 +233,8 @@ class Connection:
                 if not flags:
                     # Raised by a signal handler.
                     raise
-                self._receive(None)
+                return False
+        return True
 
     def _push_as_leader(self, buffers: tuple[_wire.Buffer, ...]) -> bool:
         """Sends the buffers and also reads the socket, because an abandoned call may have left a result unread.
@@ -237,15 +272,19 @@ class Connection:
     def _receive(self, patience_ms: int | None) -> None:
         """Receives available data for later processing.
 
-        Waits at most ``patience_ms``. With ``None``, waits until the socket is readable or writable.
+        Waits at most ``patience_ms``. With ``None``, waits until the socket is readable or writable, but only until the
+        next check for jobs without an outcome.
         """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if patience_ms is None else 0))
-        if any(events & select.POLLIN for _, events in poll.poll(patience_ms)):
+        found = poll.poll(OUTCOME_CHECK_SECONDS * 1000 if patience_ms is None else patience_ms)
+        if any(events & select.POLLIN for _, events in found):
             try:
                 self._reader.read()
             except EOFError:
                 raise ConnectionResetError(errno.ECONNRESET, "it has closed") from None
+        elif patience_ms is None and not found:
+            self._end_unanswered()
 
     def _push_or_break(self, *buffers: _wire.Buffer) -> bool:
         """Sends the buffers. Returns false if the connection is broken.
@@ -287,12 +326,35 @@ class Connection:
         if self.lost is None and not self._is_broken:
             self._push_or_break(_wire.frame(_wire.CANCEL, number))
 
+    def _cancel_unanswered(self, numbers: list[int]) -> None:
+        """Requests cancellation of jobs without blocking.
+
+        If the socket is full, the next thread that sends also sends the requests. If another thread is sending, does
+        nothing.
+        """
+        is_nested = self._writing._is_owned()  # type: ignore[attr-defined]
+        if not self._writing.acquire(blocking=False):
+            return
+        try:
+            self._outgoing.extend([(_wire.frame(_wire.CANCEL, number), []) for number in numbers])
+            if not is_nested:
+                self._drain_some(_socket.MSG_DONTWAIT)
+        except OSError as error:
+            # The thread that reads detects a lost connection.
+            if error.errno not in _wire.LOST_CONNECTION_ERRORS:
+                raise
+        finally:
+            self._writing.release()
+
     # Jobs.
 
-    def call(self, metadata: bytes, payload: _wire.Buffer) -> Reply:
-        """Submits a job and waits for the result. Raises ``JobError``, ``NotSent`` or ``Lost``."""
+    def call(self, metadata: bytes, payload: _wire.Buffer, ends_at: float | None = None) -> Reply:
+        """Submits a job and waits for the result. Raises ``JobError``, ``NotSent`` or ``Lost``.
+
+        ``ends_at`` is the time of the deadline.
+        """
         number = next(self._numbers)
-        call = _Call()
+        call = _Call(ends_at)
         if self._is_nested(call.thread):
             raise RuntimeError("a callback, or a signal handler during another call, cannot wait for a job: use submit")
         try:
@@ -304,6 +366,8 @@ class Connection:
             while call.outcome is None:
                 if not call.is_taken:
                     raise NotTaken
+                if call.is_unanswered:
+                    raise Unanswered(unanswered_error())
                 if call.error is not None:
                     raise Lost(call.error) if is_sent else NotSent
                 self._read_or_sleep(number, call)
@@ -498,7 +562,13 @@ class Connection:
         frames = reader.frames
         try:
             if not frames:
-                reader.read()
+                try:
+                    reader.read()
+                except BlockingIOError as error:
+                    if error.errno != errno.EAGAIN:
+                        # Raised by a signal handler.
+                        raise
+                    self._end_unanswered()
             while frames:
                 self._handle_frame(*frames[0])
                 frames.popleft()
@@ -535,6 +605,43 @@ class Connection:
         elif kind == _wire.REFUSED:
             reason, sentence = _wire.refused(metadata)
             self.lose(f"the supervisor rejected the connection ({reason}): {sentence}")
+
+    def _end_unanswered(self) -> None:
+        """Ends and cancels the jobs whose outcomes have not arrived long after their deadlines.
+
+        Called once per check interval while nothing arrives. Later outcomes of these jobs are ignored.
+        """
+        now = time.monotonic()
+        checked_at, self._checked_at = self._checked_at, now
+        if now - checked_at > 2 * OUTCOME_CHECK_SECONDS or self._reader.frames:
+            return
+        before = now - OUTCOME_MARGIN_SECONDS
+        with self._lock:
+            calls = {
+                number: call
+                for number, call in self._calls.items()
+                if call.ends_at is not None and call.ends_at < before
+            }
+            futures = {
+                number: future
+                for number, future in self._futures.items()
+                if future.is_due(before) and not future.is_sending()
+            }
+            if calls or futures:
+                # The outcomes can arrive while no thread reads.
+                self._leaves_unread = True
+            for number, call in calls.items():
+                call.is_unanswered = True
+                call.error = unanswered_error()
+                self._wake(call)
+                self._sleeping.pop(number, None)
+                self._calls.pop(number, None)
+        if calls or futures:
+            self._cancel_unanswered([*calls, *futures])
+        for number, future in futures.items():
+            future.lose(unanswered_error())
+            with self._lock:
+                self._futures.pop(number, None)
 
     # Closing.
 

@@ -138,6 +138,11 @@ class JobFuture(CancellableFuture[Reply]):
             if self._state == _states.PENDING:
                 self._state = _states.RUNNING
 
+    def is_due(self, before: float) -> bool:
+        """Returns true if the job's deadline was earlier than ``before``."""
+        job = self.job
+        return job is not None and job.ends_at is not None and job.ends_at < before
+
     def is_sending(self) -> bool:
         """Returns true while a thread is sending the job."""
         return self.job is not None and self.job.is_sending

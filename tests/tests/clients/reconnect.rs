@@ -12,12 +12,64 @@ use bulkhead_shared::codec;
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::{Fault, HandlerFailure, Outcome, RejectReason};
 use bulkhead_tests::ledger::worker::{self, Mark};
-use bulkhead_tests::{PATIENCE, SetOnDrop, Supervisor, programs, wait_for};
+use bulkhead_tests::{PATIENCE, SetOnDrop, Supervisor, programs, run, wait_for};
 
 use super::client::{Fake, Peer, against, frame, lost, metadata, outcome, welcome};
 
 /// A duration that exceeds any wait in these tests.
 const LONG: Duration = Duration::from_secs(100);
+
+// A supervisor that does not respond.
+
+/// The jobs that the supervisor has received run to their end, but the clients ignore the outcomes.
+#[test]
+fn deadlines_end_jobs_of_a_stopped_supervisor() {
+    const MIB: usize = 1 << 20;
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 10\ndeadline = \"60s\"\n",
+    );
+    let limit = Duration::from_secs(5);
+    let submit = || {
+        let mut command = supervisor.command();
+        command.args(["submit", "b", "steps:count ran;wait end", "-n", "--deadline", "5s", "--json"]);
+        command.stdout(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let blocking = blocking::Client::connect(supervisor.socket()).unwrap();
+    let unlimited = blocking.job("b", "").operation("steps:count ran;wait end;echo").start().unwrap();
+    let connected = submit();
+    wait_for("the jobs run", || (supervisor.file_bytes("ran") == 2).then_some(()));
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        // The client gets a memory file for later jobs.
+        for _ in 0..10 {
+            client.job("b", vec![1; MIB]).send().await.unwrap();
+        }
+        let paused = supervisor.pause();
+        let unconnected = submit();
+        let job = |payload| client.job("b", payload).idempotent(true).deadline(limit).retry(true);
+        let (small, large) = tokio::join!(job(Vec::new()).send(), job(vec![2; MIB]).send());
+        let of_thread = blocking.job("b", "").idempotent(true).deadline(limit);
+        let of_thread = tokio::task::spawn_blocking(|| of_thread.send()).await.unwrap();
+        for error in [small, large, of_thread].map(Result::unwrap_err) {
+            assert!(!error.is_retryable() && error.outcome().is_none(), "{error}");
+            assert_eq!(error.executed(), Executed::Unknown, "{error}");
+            assert!(error.to_string().contains("the supervisor does not respond"), "{error}");
+        }
+        for (command, executed) in [(connected, "unknown"), (unconnected, "no")] {
+            let output = command.wait_with_output().unwrap();
+            let record: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!((output.status.code(), &record["executed"]), (Some(69), &executed.into()), "{record}");
+        }
+        drop(paused);
+        supervisor.touch("end");
+        for size in [0, MIB, MIB] {
+            let reply = client.job("b", vec![3; size]).send().await.unwrap();
+            assert_eq!(reply.payload(), vec![3; size]);
+        }
+    });
+    // The connection of the unlimited job is still open.
+    unlimited.wait().unwrap();
+}
 
 // A supervisor that is killed.
 
