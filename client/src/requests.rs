@@ -409,8 +409,12 @@ impl Requests {
     // Outcomes, and closing the connection.
 
     /// Ends jobs whose outcomes have not arrived within [`OUTCOME_MARGIN`](crate::reply::OUTCOME_MARGIN) after
-    /// their deadlines. Never returns.
+    /// their deadlines. Never returns. Does nothing for a supervisor in the same process, because different runtimes can
+    /// drive such a connection, but only one runtime can drive a timer.
     pub(crate) async fn end_unanswered(&self) -> ! {
+        if matches!(self.transport, Transport::InProcess(_)) {
+            return std::future::pending().await;
+        }
         loop {
             let first = self.lock().first_outcome_due;
             let Some(first) = first.map(tokio::time::Instant::from_std) else {
