@@ -604,6 +604,29 @@ def test_attempts_to_send_a_job_are_limited(fake: FakeSupervisor, way: str) -> N
 # Waiting for a connection with asyncio.
 
 
+def test_asyncio_error_does_not_name_an_earlier_cause(fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MIN", 0.01)
+    ended = threading.Event()
+
+    async def run(path: str) -> None:
+        async with AsyncClient(path) as client:
+            os.rename(path, f"{path}.away")
+            with pytest.raises(bulkhead.Disconnected, match="No such file"):
+                await client.call("plain", deadline=LONG)
+            os.rename(f"{path}.away", path)
+            # The job has no deadline, so that the attempt to connect continues after the other job's deadline.
+            patient = client.submit("plain")
+            with pytest.raises(bulkhead.Disconnected, match="is not responding; the job was not sent"):
+                await client.call("plain", deadline=0.05)
+            patient.cancel()
+
+    with fake.running(lambda _: ended.wait(LONG)) as path:
+        try:
+            asyncio.run(run(path))
+        finally:
+            ended.set()
+
+
 def test_asyncio_connects_while_the_executor_is_busy(fake: FakeSupervisor) -> None:
     def script(fake: FakeSupervisor) -> None:
         peer = fake.welcome()

@@ -383,6 +383,7 @@ class _LoopState:
     async def _connect(self) -> None:
         """Connects, and sends the waiting jobs. Keeps trying if an earlier connection was lost."""
         loop = self._loop
+        self._problem = None
         try:
             while self._waiting:
                 pauses = [job._job.pause_seconds() for job in self._waiting if job._job is not None]
