@@ -601,6 +601,39 @@ def test_attempts_to_send_a_job_are_limited(fake: FakeSupervisor, way: str) -> N
     assert 2 <= attempts <= 10
 
 
+def test_paused_future_does_not_delay_another_future(fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_paused = threading.Event()
+    postpone = _again.Job.postpone
+
+    def pause_large_job(job: _again.Job) -> None:
+        postpone(job)
+        if len(job.payload) == len(LARGE):
+            job._not_before = time.monotonic() + LONG
+            has_paused.set()
+
+    monkeypatch.setattr(_again.Job, "postpone", pause_large_job)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        assert peer.link.recv(1)
+        peer.close()
+        peer = fake.welcome()
+        peer.job()
+        peer.close()
+        peer = fake.welcome()
+        number, payload = peer.job()
+        assert payload == b"small"
+        peer.end(number, OK)
+        peer.wait_for_end()
+
+    with fake.running(script) as path, Client(path) as client:
+        large = client.submit("plain", LARGE, deadline=10 * LONG)
+        assert has_paused.wait(LONG)
+        small = client.submit("plain", b"small", idempotent=True, deadline=LONG / 2)
+        assert bytes(small.result(LONG).payload) == b""
+        assert not large.done()
+
+
 # Waiting for a connection with asyncio.
 
 
