@@ -182,6 +182,10 @@ class Peer:
         """Sends GOAWAY: the supervisor has accepted ``count`` jobs, of which ``taken`` have no outcome."""
         self.link.sendall(_wire.frame(_wire.GOAWAY, count, _wire.EMPTY, b"".join(map(_wire.NUMBER.pack, taken))))
 
+    def pid(self) -> int:
+        """Returns the PID of the client."""
+        return int(struct.unpack("iii", self.link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
     def wait_for_end(self) -> None:
         """Waits until the client closes the connection."""
         with contextlib.suppress(ConnectionError, EOFError):
@@ -767,24 +771,31 @@ def test_job_that_waits_in_a_closed_loop_does_not_affect_the_client(fake: FakeSu
 # Forks.
 
 
-@pytest.mark.parametrize("state", ["reads", "sleeps", "sends"])
+@pytest.mark.parametrize("state", ["reads", "sleeps", "sends", "connects", "connects to submit", "has connected"])
 def test_call_that_continues_in_a_forked_child_fails(fake: FakeSupervisor, state: str, tmp_path: Path) -> None:
     has_forked = tmp_path / "forked"
     payload = LARGE if state == "sends" else b"main"
 
     def script_of_supervisor(fake: FakeSupervisor) -> None:
-        peer = fake.welcome()
-        if state == "sleeps":
+        peer = fake.accept()
+        if not state.startswith("connects"):
+            peer.welcome()
+        if state.startswith("connects") or state == "has connected":
+            jobs = []
+        elif state == "sleeps":
             jobs = [peer.job(), peer.job()]
         elif state == "sends":
             # The client cannot send the whole payload yet.
             assert peer.link.recv(1, socket.MSG_PEEK)
+            jobs = []
         else:
             jobs = [peer.job()]
-        pid = struct.unpack("iii", peer.link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        os.kill(pid, signal.SIGUSR1)
+        if state != "has connected":
+            os.kill(peer.pid(), signal.SIGUSR1)
         wait_for("the child has ended", has_forked.exists)
-        if state == "sends":
+        if state.startswith("connects"):
+            peer.welcome()
+        if not jobs:
             jobs = [peer.job()]
         for number, _ in jobs:
             peer.end(number, OK)
@@ -810,8 +821,18 @@ if {state == "sleeps"}:
     thread.start()
     while client._connection is None or client._connection._leader is None:
         time.sleep(0.001)
+if {state == "has connected"}:
+    start = bulkhead._connection.Connection.start
+    def fork_and_start(*given):
+        bulkhead._connection.Connection.start = start
+        signal.raise_signal(signal.SIGUSR1)
+        start(*given)
+    bulkhead._connection.Connection.start = fork_and_start
 try:
-    client.call("plain", bytes({len(payload)}), idempotent=True)
+    if {state in ("connects to submit", "has connected")}:
+        client.submit("plain", idempotent=True).result()
+    else:
+        client.call("plain", bytes({len(payload)}), idempotent=True)
     result = 0
 except bulkhead.Disconnected as error:
     result = 7 if "belongs to the parent process" in str(error) else 8
@@ -821,6 +842,96 @@ print(result, flush=True)
 if thread.ident is not None:
     thread.join()
 client.close()
+""")
+    assert ended.stdout == "7\n0\n", (ended.stdout, ended.stderr)
+
+
+def test_forked_child_closes_a_connecting_socket(fake: FakeSupervisor, tmp_path: Path) -> None:
+    has_forked, has_ended = tmp_path / "forked", tmp_path / "ended"
+
+    def script_of_supervisor(fake: FakeSupervisor) -> None:
+        peer = fake.accept()
+        os.kill(peer.pid(), signal.SIGUSR1)
+        wait_for("the client has forked", has_forked.exists)
+        peer.welcome()
+        peer.end(peer.job()[0], OK)
+        peer.wait_for_end()
+        has_ended.touch()
+
+    with fake.running(script_of_supervisor) as path:
+        ended = script(f"""
+import asyncio, os, signal, time, bulkhead
+signal.alarm(60)
+children = []
+def fork(*_):
+    child = os.fork()
+    if not child:
+        # Ends a child that waits forever.
+        signal.alarm(30)
+        while not os.path.exists({str(has_ended)!r}):
+            time.sleep(0.005)
+        os._exit(7)
+    children.append(child)
+    open({str(has_forked)!r}, "w").close()
+signal.signal(signal.SIGUSR1, fork)
+async def main():
+    async with bulkhead.AsyncClient({path!r}) as client:
+        await client.call("plain")
+asyncio.run(main())
+print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+""")
+    assert ended.stdout == "7\n", (ended.stdout, ended.stderr)
+
+
+def test_forked_child_sends_no_waiting_job(fake: FakeSupervisor, tmp_path: Path) -> None:
+    has_forked, listens = tmp_path / "forked", tmp_path / "listens"
+
+    def script_of_supervisor(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.job()
+        fake.close()
+        peer.close()
+        wait_for("the client has forked", has_forked.exists)
+        new = FakeSupervisor(fake.path)
+        listens.touch()
+        peer = new.welcome()
+        peer.end(peer.job()[0], OK)
+        peer.wait_for_end()
+
+    with fake.running(script_of_supervisor) as path:
+        ended = script(f"""
+import asyncio, os, signal, time, bulkhead
+from bulkhead import _again
+signal.alarm(60)
+# The child is forked during the first pause.
+_again.RECONNECT_PAUSE_MIN = 0.5
+_again.RECONNECT_SECONDS_MAX = 60.0
+async def main():
+    loop = asyncio.get_running_loop()
+    never = loop.create_future()
+    async with bulkhead.AsyncClient({path!r}) as client:
+        job = client.submit("plain", idempotent=True)
+        state = client._states[loop]
+        while "not reachable" not in str(state._problem):
+            await asyncio.sleep(0)
+        child = os.fork()
+        if not child:
+            # Ends a child that waits forever.
+            signal.alarm(30)
+            while not os.path.exists({str(listens)!r}):
+                time.sleep(0.005)
+            def end():
+                if state.connecting is not None:
+                    loop.call_later(0.005, end)
+                else:
+                    os._exit(7 if state.connection.is_lost else 8)
+            end()
+            await never
+        open({str(has_forked)!r}, "w").close()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        await job
+        print(0)
+asyncio.run(main())
 """)
     assert ended.stdout == "7\n0\n", (ended.stdout, ended.stderr)
 

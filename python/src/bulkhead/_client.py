@@ -205,6 +205,7 @@ class Client(BaseClient):
                 raise
             problem: Exception = error
         else:
+            self._check_process(forks)
             try:
                 return connected.call(metadata, data)
             except (NotSent, Lost) as error:
@@ -237,6 +238,7 @@ class Client(BaseClient):
             except JobError as error:
                 problem = error
                 continue
+            self._check_process(forks)
             try:
                 job.update_remaining()
                 return connected.call(job.metadata, job.payload)
@@ -278,12 +280,16 @@ class Client(BaseClient):
             # The client keeps the payload after this method has returned.
             data = bytes(data)
         future = JobFuture(_again.Job(options, metadata, data, time.monotonic(), self.reconnect_timeout))
-        connection = self._connection
+        connection, forks = self._connection, self._forks
         try:
-            self._connected(options, deadline).start(future)
+            connected = self._connected(options, deadline)
+            self._check_process(forks)
+            connected.start(future)
         except (NotSent, Lost) as error:
+            self._check_process(forks)
             self._send_unsent_again(future, error)
         except JobError as error:
+            self._check_process(forks)
             if connection is None or not connection.is_over:
                 raise
             self._wait_for_connection([future], error, connection.lost_at)
@@ -305,7 +311,10 @@ class Client(BaseClient):
                         self._leaving = [other for other in (*self._leaving, connection) if other.lost is None]
                     send_again = partial(_send_lost_again, weakref.ref(self), self.path)
                     seconds = handshake_seconds(left, is_repeated=is_repeated)
+                    forks = self._forks
                     connection = Connection(self.path, send_again, seconds)
+                    # If a signal handler has forked, this connection belongs to the parent.
+                    self._check_process(forks)
                     if self._is_closed:
                         connection.lose("this program closed the client")
                         raise RuntimeError("the client is closed")

@@ -28,9 +28,17 @@ if TYPE_CHECKING:
 
     from ._future import JobFuture
 
-#: The connections of all clients, including connections that have outlived their clients.
+#: The connections of all clients, including connections that have outlived their clients, and the states of the asyncio
+#: clients. A forked child abandons all of them.
 connections: weakref.WeakSet[Any] = weakref.WeakSet()
 
+
+class _Link(_socket.socket):
+    """A socket to the supervisor. Unlike its base class, it supports weak references."""
+
+
+# The sockets of all connections, including unfinished connections.
+_links: weakref.WeakSet[_Link] = weakref.WeakSet()
 
 #: Timeout for the supervisor's welcome, in seconds.
 HANDSHAKE_SECONDS_MAX = 10.0
@@ -632,11 +640,13 @@ def open_connection(path: str, seconds: float) -> tuple[_socket.socket, _wire.Re
     """Connects and performs the handshake. Raises ``Disconnected`` (job not executed) or ``Rejected``."""
     from . import __version__
 
+    process = os.getpid()
     try:
-        link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        link = _Link(_socket.AF_UNIX, _socket.SOCK_STREAM)
     except OSError as error:
         sentence = f"a socket could not be created: {error.strerror}; the job was not sent"
         raise Disconnected(sentence) from None
+    _links.add(link)
     try:
         link.settimeout(seconds)
         link.connect(path)
@@ -660,6 +670,9 @@ def open_connection(path: str, seconds: float) -> tuple[_socket.socket, _wire.Re
         return link, reader, capabilities
     except BaseException as error:
         link.close()
+        if os.getpid() != process and isinstance(error, (OSError, EOFError, _wire.Unreadable, JobError)):
+            # A signal handler has forked, and `_after_fork` has closed the socket.
+            raise of_parent() from None
         if isinstance(error, EOFError):
             raise Disconnected(f"the supervisor at {path} closed the connection before its welcome frame") from None
         if isinstance(error, (OSError, _wire.Unreadable)) and not isinstance(error, JobError):
@@ -671,6 +684,9 @@ def open_connection(path: str, seconds: float) -> tuple[_socket.socket, _wire.Re
 def _after_fork() -> None:
     for connection in list(connections):
         connection.abandon()
+    # Includes unfinished connections. A child that continued a handshake would read the parent's welcome frame.
+    for link in list(_links):
+        link.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)
