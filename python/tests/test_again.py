@@ -6,6 +6,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import errno
 import gc
 import os
 import random
@@ -529,6 +530,92 @@ def test_failed_send_in_a_callback_keeps_outcomes_that_have_arrived(fake: FakeSu
         assert bytes(first.result(LONG).payload) == bytes(second.result(LONG).payload) == b""
         wait_for("the callback has submitted a job", lambda: chained)
         assert bytes(chained[0].result(LONG).payload) == b""
+
+
+def end_all_jobs(peer: Peer) -> list[bytes]:
+    """Ends jobs until the client closes the connection. Returns their payloads."""
+    payloads = []
+    with contextlib.suppress(ConnectionError, EOFError):
+        while True:
+            number, payload = peer.job()
+            payloads.append(payload)
+            peer.end(number, OK)
+    return payloads
+
+
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_failed_nested_send_does_not_repeat_the_outer_job(fake: FakeSupervisor, way: str) -> None:
+    nested: list[Any] = []
+    repeated: list[bytes] = []
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+        assert peer.job()[1] == b"outer"
+        peer.close()
+        repeated.extend(end_all_jobs(fake.welcome()))
+
+    with fake.running(script) as path, Client(path) as client:
+        client.call("plain")
+        connection = client._connection
+        assert connection is not None
+        send = connection._send
+
+        def send_and_submit(*given: Any) -> int:
+            sent = send(*given)
+            if not nested:
+                # Like a signal handler that runs just after the outer job was sent.
+                nested.append(client.submit("plain", LARGE, idempotent=True))
+            return sent
+
+        connection._send = send_and_submit  # type: ignore[assignment]
+        run: Any = client.call if way == "call" else lambda *job: client.submit(*job).result(LONG)
+        with pytest.raises(bulkhead.Disconnected) as caught:
+            run("plain", b"outer")
+        nested[0].result(LONG)
+    assert (caught.value.executed, repeated) == ("unknown", [LARGE])
+
+
+def test_job_sent_by_another_thread_is_not_repeated(fake: FakeSupervisor) -> None:
+    repeated: list[bytes] = []
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+        assert [peer.job()[1], peer.job()[1]] == [b"failed", b"other"]
+        peer.close()
+        repeated.extend(end_all_jobs(fake.welcome()))
+
+    with fake.running(script) as path, Client(path) as client:
+        client.call("plain")
+        connection = client._connection
+        assert connection is not None
+        send, link = connection._send, connection._socket
+        shutdown = link.shutdown
+        results: list[Any] = []
+
+        def submit_other() -> None:
+            results.append(client.submit("plain", b"other", idempotent=True).result(LONG))
+
+        other = threading.Thread(target=submit_other)
+
+        def fail_once(*_: Any) -> int:
+            connection._send = send
+            other.start()
+            wait_for("the other thread waits to send", lambda: connection._futures)
+            raise OSError(errno.ENOBUFS, "no memory")
+
+        def shut_down_later(how: int) -> None:
+            wait_for("the other thread has sent both jobs", lambda: not connection._outgoing)
+            shutdown(how)
+
+        connection._send = fail_once  # type: ignore[assignment]
+        link.shutdown = shut_down_later  # type: ignore[method-assign]
+        with pytest.raises(bulkhead.Disconnected) as caught:
+            client.call("plain", b"failed")
+        other.join(LONG)
+    assert len(results) == 1
+    assert (caught.value.executed, repeated) == ("unknown", [b"other"])
 
 
 @pytest.mark.parametrize("last", ["submit", "cancel"])
