@@ -413,7 +413,7 @@ impl Requests {
     /// drive such a connection, but only one runtime can drive a timer.
     pub(crate) async fn end_unanswered(&self) -> ! {
         if matches!(self.transport, Transport::InProcess(_)) {
-            return std::future::pending().await;
+            std::future::pending::<()>().await;
         }
         loop {
             let first = self.lock().first_outcome_due;

@@ -57,8 +57,8 @@ struct Served {
 
 /// The permits that a job holds.
 struct JobPermits {
-    _tenant: Option<Permit>,
-    _bulkhead: Permit,
+    tenant: Option<Permit>,
+    bulkhead: Permit,
 }
 
 /// State shared by all tasks of an agent.
@@ -192,11 +192,11 @@ impl Served {
     /// Waits for the permits for a job. Requests the tenant's permit first, so that the jobs of a tenant at its limit do not
     /// keep other tenants' jobs waiting.
     async fn acquire(&self, of_tenant: Option<&Permits>) -> JobPermits {
-        let _tenant = match of_tenant {
+        let tenant = match of_tenant {
             Some(set) => Some(set.acquire().await),
             None => None,
         };
-        JobPermits { _tenant, _bulkhead: self.permits.acquire().await }
+        JobPermits { tenant, bulkhead: self.permits.acquire().await }
     }
 }
 

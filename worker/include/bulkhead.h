@@ -21,6 +21,10 @@
  * A crash, a hang or a leak in the library affects only this worker process
  * and the jobs in it.
  *
+ * The stacks of these threads have the size of `rlimits.stack`, but from 2 MiB
+ * to 64 MiB. In C++, declare the functions `noexcept`. The worker then ends
+ * with the message of an uncaught exception.
+ *
  * A process that the library forks is not the worker. A forked process must
  * terminate with _exit(), even if exec() fails. If it returns from the handler,
  * the host terminates it with status 1. The library must close only descriptors
@@ -68,7 +72,9 @@ typedef struct bulkhead_host {
 
     /* Copies `len` bytes from `data` to the end of the result. Can be called
      * repeatedly. Returns 0. If the result would exceed `max_result`, returns
-     * -1, and the job ends as `failed` / `result_too_large`. */
+     * -1, and the job ends as `failed` / `result_too_large`. If `data` is NULL
+     * although `len` is not 0, returns -1, and the job ends as `failed` /
+     * `library`. */
     int (*result)(const bulkhead_job *job, const void *data, size_t len);
 
     /* Sets the error of the job, before the handler returns non-zero. `code`

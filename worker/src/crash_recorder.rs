@@ -147,7 +147,9 @@ fn resend(signal: c_int, info: &libc::siginfo_t) {
 impl Recorder {
     fn record(&self, signal: c_int, info: &libc::siginfo_t, context: &libc::ucontext_t) {
         let identity = rustix::fs::fstat(self.file).map(|found| (found.st_dev, found.st_ino));
-        if identity != Ok(self.identity) {
+        // A write beyond the limit would replace the signal with SIGXFSZ.
+        let is_writable = getrlimit(Resource::Fsize).current.is_none_or(|bytes| bytes >= FILE_BYTES as u64);
+        if identity != Ok(self.identity) || !is_writable {
             return;
         }
         // SAFETY: only the thread that records uses the buffer.

@@ -200,6 +200,8 @@ pub(crate) struct Pool<S> {
     /// Moving average of the handler duration, in nanoseconds.
     typical_ns: AtomicU64,
     handler: Box<Handler<S>>,
+    /// Stack size of handler threads in bytes, or `None` for the default of the standard library.
+    stack_bytes: Option<usize>,
     shared: std::sync::OnceLock<Arc<S>>,
 }
 
@@ -214,6 +216,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         reader: Reader,
         writer: Arc<Writer>,
         handler: Box<Handler<S>>,
+        stack_bytes: Option<usize>,
     ) -> std::io::Result<Arc<Self>> {
         let claims = writer.claims();
         let create = || epoll::create(CreateFlags::CLOEXEC);
@@ -245,8 +248,17 @@ impl<S: Send + Sync + 'static> Pool<S> {
             claims,
             typical_ns: AtomicU64::new(ASSUMED_HANDLER_NS),
             handler,
+            stack_bytes,
             shared: std::sync::OnceLock::new(),
         }))
+    }
+
+    fn spawn_handler(&self, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+        let mut thread = std::thread::Builder::new().name("handler".into());
+        if let Some(bytes) = self.stack_bytes {
+            thread = thread.stack_size(bytes);
+        }
+        thread.spawn(run).map(drop)
     }
 
     /// Runs `init` on the first handler thread, then runs jobs until the supervisor stops the worker.
@@ -260,7 +272,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
         lock(&self.state).threads = 1;
         let pool = self.clone();
-        let first = std::thread::Builder::new().name("handler".into()).spawn(move || {
+        let first = self.spawn_handler(move || {
             pool.start(init);
             pool.handle_jobs(Lifetime::Permanent);
         });
@@ -451,9 +463,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             self.wake_idle_thread(state);
         } else if state.threads < state.threads_max {
             let pool = self.clone();
-            let spawned = std::thread::Builder::new()
-                .name("handler".into())
-                .spawn(move || pool.handle_jobs(Lifetime::WhileNeeded));
+            let spawned = self.spawn_handler(move || pool.handle_jobs(Lifetime::WhileNeeded));
             // Without another thread, the existing threads run the jobs one after another. The supervisor still
             // enforces deadlines.
             state.threads += usize::from(spawned.is_ok());

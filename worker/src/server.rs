@@ -86,6 +86,8 @@ pub struct Server<S = (), Stage = Configured> {
     fallback: Option<BoxedHandler<S>>,
     /// The first method call that replaced a value set by an earlier call. `serve` reports this call as an error.
     repeated: Option<String>,
+    /// Stack size of the handler threads in bytes, or `None` for the default of the standard library.
+    stack_bytes: Option<usize>,
     stage: PhantomData<Stage>,
 }
 
@@ -130,13 +132,35 @@ impl Server<(), Blank> {
 impl<S, Stage> Server<S, Stage> {
     fn started_by(init: BoxedInit<S>) -> Self {
         let operations = BTreeMap::new();
-        let (before_fork, after_fork, fallback, repeated) = (None, None, None, None);
-        Self { init, before_fork, after_fork, operations, fallback, repeated, stage: PhantomData }
+        let (before_fork, after_fork, fallback, repeated, stack_bytes) = (None, None, None, None, None);
+        Self {
+            init,
+            before_fork,
+            after_fork,
+            operations,
+            fallback,
+            repeated,
+            stack_bytes,
+            stage: PhantomData,
+        }
+    }
+
+    pub(crate) fn stack_bytes(self, bytes: usize) -> Self {
+        Self { stack_bytes: Some(bytes), ..self }
     }
 
     fn configured(self) -> Server<S> {
-        let Self { init, before_fork, after_fork, operations, fallback, repeated, .. } = self;
-        Server { init, before_fork, after_fork, operations, fallback, repeated, stage: PhantomData }
+        let Self { init, before_fork, after_fork, operations, fallback, repeated, stack_bytes, .. } = self;
+        Server {
+            init,
+            before_fork,
+            after_fork,
+            operations,
+            fallback,
+            repeated,
+            stack_bytes,
+            stage: PhantomData,
+        }
     }
 }
 
@@ -247,7 +271,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     /// template only on an error.
     fn open_template(self, socket: OwnedFd) -> Result<ExitCode, String> {
         let template = Arc::new(Template::new(socket)?);
-        let Self { init, mut before_fork, after_fork, operations, fallback, .. } = self;
+        let Self { init, mut before_fork, after_fork, operations, fallback, stack_bytes, .. } = self;
         let context = StartCtx { to: StatusReceiver::Keeper(template.clone()) };
         let made = run_user_code(|| init(&context)).and_then(|made| made);
         let refused = |message: String| {
@@ -268,7 +292,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
             after_fork.map_or(Ok(()), |hook| hook(&mut state, start))?;
             Ok(state)
         });
-        Server::<S> { operations, fallback, ..Server::started_by(init) }.open(link)
+        Server::<S> { operations, fallback, stack_bytes, ..Server::started_by(init) }.open(link)
     }
 
     fn open(self, link: OwnedFd) -> Result<ExitCode, String> {
@@ -278,7 +302,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         let mut reader = Reader::new();
         let mut welcome = link::handshake(&link, &mut reader, &writer)?;
         welcome.journal_file.take().into_iter().for_each(crash_recorder::install);
-        let Self { init, operations, fallback, .. } = self;
+        let Self { init, operations, fallback, stack_bytes, .. } = self;
         let handler =
             move |job: &Job, ctx: &Ctx<S>| match operations.get(ctx.operation()).or(fallback.as_ref()) {
                 Some(handler) => handler(job, ctx),
@@ -292,7 +316,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
                     Reply::Failed(HandlerError::new("unknown_operation", message).caller())
                 }
             };
-        let pool = Pool::new(link, welcome, reader, writer, Box::new(handler)).map_err(text)?;
+        let pool = Pool::new(link, welcome, reader, writer, Box::new(handler), stack_bytes).map_err(text)?;
         Ok(pool.run(&signals, init))
     }
 }

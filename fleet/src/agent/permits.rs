@@ -22,8 +22,8 @@ struct Usage {
     /// Number of times that a permit was acquired or returned.
     moves: AtomicU64,
     moved: Notify,
-    /// Value of `moves` plus one when a job last waited for a permit without success.
-    failed_at: AtomicU64,
+    /// Number of jobs that are waiting for a permit, beside the lanes.
+    waiters: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
@@ -143,20 +143,26 @@ impl Permits {
         Permit { permit, state: self.state.clone(), usage: self.usage.clone() }
     }
 
-    /// Records that a job has waited for a permit without success.
-    pub(crate) fn wait_failed(&self) {
-        self.usage.failed_at.store(self.moves() + 1, Ordering::Relaxed);
-    }
-
-    /// Returns true if there is no free permit, and if a job has waited without success since a permit was last acquired
-    /// or returned.
-    pub(crate) fn is_stuck(&self) -> bool {
-        self.free() == 0 && self.usage.failed_at.load(Ordering::Relaxed) == self.moves() + 1
+    /// Registers a waiting job. Returns `None` if enough jobs are waiting to replace all jobs that hold a permit.
+    pub(crate) fn try_wait(&self) -> Option<Waiting> {
+        let (limit, _) = self.numbers();
+        let waiting = Waiting(self.usage.clone());
+        (self.usage.waiters.fetch_add(1, Ordering::Relaxed) <= limit).then_some(waiting)
     }
 
     /// Waits until a permit is returned or acquired.
     pub(crate) async fn until_moved(&self) {
         self.usage.moved.notified().await;
+    }
+}
+
+/// A job that is waiting for a permit.
+#[derive(Debug)]
+pub(crate) struct Waiting(Arc<Usage>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.waiters.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -187,11 +193,7 @@ mod tests {
         let (a, b) = (permits.acquire().await, permits.acquire().await);
         permits.resize(1);
         assert_eq!((permits.free(), permits.numbers(), permits.moves()), (0, (1, 2), 2));
-        assert!(!permits.is_stuck());
-        permits.wait_failed();
-        assert!(permits.is_stuck());
         drop(a);
-        assert!(!permits.is_stuck());
         assert_eq!(permits.moves(), 3);
         assert_eq!(permits.free(), 0);
         permits.resize(2);
@@ -210,14 +212,22 @@ mod tests {
         let held = tenants.of("acme").unwrap().acquire().await;
         assert_eq!(tenants.of("acme").unwrap().free(), 1);
         assert_eq!(tenants.of("quiet").unwrap().free(), 1);
-        tenants.of("quiet").unwrap().wait_failed();
-        assert!(!tenants.of("quiet").unwrap().is_stuck());
         tenants.set_limits(Some(limits(3)));
         assert_eq!(tenants.sets.keys().collect::<Vec<_>>(), ["acme"]);
         assert_eq!(tenants.of("acme").unwrap().free(), 2);
         drop(held);
         tenants.set_limits(None);
         assert!(tenants.of("acme").is_none() && tenants.sets.is_empty());
+    }
+
+    #[test]
+    fn waiting_jobs_can_replace_all_running_jobs() {
+        let permits = Permits::new();
+        permits.resize(2);
+        let waiting = [permits.try_wait(), permits.try_wait(), permits.try_wait()];
+        assert!(waiting.iter().all(Option::is_some) && permits.try_wait().is_none());
+        drop(waiting);
+        assert!(permits.try_wait().is_some());
     }
 
     #[tokio::test]

@@ -46,6 +46,8 @@ const PAUSE: Duration = Duration::from_millis(250);
 const FULL_PAUSE: Duration = Duration::from_millis(25);
 /// Maximum time that a pulled message waits for a permit.
 const WAIT_MAX: Duration = Duration::from_secs(1);
+/// Maximum time that a lane waits for a job of a tenant at its limit to start, if other jobs of the tenant are waiting.
+const TENANT_FULL_PAUSE: Duration = Duration::from_millis(5);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
 /// Status code that the server sends when a pull expires.
@@ -246,33 +248,61 @@ async fn dispatch_all(
 ) {
     while let Some((delivered, limit)) = received.recv().await {
         let of_tenant = served.permits_of(&delivered.names.1);
-        let of_tenant = of_tenant.as_deref();
-        let tenant_full = || tenant_full_delay(delivered.message.delivery, random::fraction());
-        // The jobs behind this one must not wait longer than for the first job of a tenant at its limit.
-        let is_stuck = of_tenant.is_some_and(Permits::is_stuck);
+        if let Some(permits) = of_tenant.clone().filter(|permits| permits.free() == 0) {
+            waiting.count.fetch_sub(1, Ordering::Relaxed);
+            wait_beside_lane(&shared, &served, permits, delivered, limit).await;
+            continue;
+        }
         let permits = tokio::select! {
             biased;
-            () = served.gate.until_closed() => Err(RETURN_DELAY_MIN),
-            () = std::future::ready(()), if is_stuck => Err(tenant_full()),
-            permits = served.acquire(of_tenant) => Ok(permits),
-            () = tokio::time::sleep_until(limit) => match of_tenant.filter(|permits| permits.free() == 0) {
-                Some(permits) => {
-                    permits.wait_failed();
-                    Err(tenant_full())
-                }
-                None => {
-                    waiting.moves_at_return.store(served.permits.moves(), Ordering::Relaxed);
-                    Err(RETURN_DELAY_MIN)
-                }
+            () = served.gate.until_closed() => None,
+            permits = served.acquire(of_tenant.as_deref()) => Some(permits),
+            () = tokio::time::sleep_until(limit) => {
+                waiting.moves_at_return.store(served.permits.moves(), Ordering::Relaxed);
+                None
             }
         };
         waiting.count.fetch_sub(1, Ordering::Relaxed);
         match permits {
-            Ok(permits) => {
+            Some(permits) => {
                 waiting.moves_at_return.store(u64::MAX, Ordering::Relaxed);
                 runner::spawn(&shared, &served, delivered, permits);
             }
-            Err(delay) => runner::give_back(&shared, &served, delivered, delay).await,
+            None => runner::give_back(&shared, &served, delivered, RETURN_DELAY_MIN).await,
         }
     }
+}
+
+/// Makes a job wait for one of its tenant's permits, while the lane continues with other tenants' jobs. If enough of the
+/// tenant's jobs are waiting, returns the job after a short time, so that the lane is not busy with returning jobs.
+async fn wait_beside_lane(
+    shared: &Arc<Shared>,
+    served: &Arc<Served>,
+    permits: Arc<Permits>,
+    delivered: Delivered,
+    limit: Instant,
+) {
+    let mut waiting = permits.try_wait();
+    if waiting.is_none() {
+        let _ = tokio::time::timeout(TENANT_FULL_PAUSE, permits.until_moved()).await;
+        waiting = permits.try_wait();
+    }
+    let Some(waiting) = waiting else {
+        let delay = tenant_full_delay(delivered.message.delivery, random::fraction());
+        return runner::give_back(shared, served, delivered, delay).await;
+    };
+    let (shared, served) = (shared.clone(), served.clone());
+    tokio::spawn(async move {
+        let acquired = tokio::select! {
+            biased;
+            () = served.gate.until_closed() => None,
+            acquired = served.acquire(Some(&permits)) => Some(acquired),
+            () = tokio::time::sleep_until(limit) => None,
+        };
+        drop(waiting);
+        match acquired {
+            Some(acquired) => runner::spawn(&shared, &served, delivered, acquired),
+            None => runner::give_back(&shared, &served, delivered, RETURN_DELAY_MIN).await,
+        }
+    });
 }

@@ -15,7 +15,7 @@ use super::metrics::count;
 use super::{JobPermits, Served, Shared, result_bytes_max};
 use crate::decide::delivery::outcome as local_outcome;
 use crate::decide::outcome::{AttemptEnd, Pause};
-use crate::decide::{self, Action, Conclusion, Event, Handling, Rules, Step, Terms};
+use crate::decide::{self, Action, Conclusion, Event, Handling, RETURN_DELAY_MIN, Rules, Step, Terms};
 use crate::format;
 use crate::job::JobOptions;
 use crate::names::{DEAD, dead_subject, ledger_subject, notice_subject};
@@ -66,7 +66,12 @@ async fn run(
     let host = shared.host.clone();
     let (handling, step) = match permits {
         Ok(_) => Handling::begin(message, terms, rules, host, nonce, random::fraction()),
-        Err(delay) => Handling::begin_without_permit(message, terms, rules, host, nonce, delay),
+        Err(delay) => {
+            // The job must have another chance before its deadline.
+            let max = terms.time_left(&message, shared.clock.now()) / 2;
+            let delay = delay.min(max.max(RETURN_DELAY_MIN));
+            Handling::begin_without_permit(message, terms, rules, host, nonce, delay)
+        }
     };
     let ledger = ledger_subject(&options.tenant, &options.id);
     let run = Run { shared, served, options, invalid, sequence, ledger, content };
@@ -76,9 +81,10 @@ async fn run(
     drop(run);
     // Even the shortest sleep takes until the end of a millisecond.
     if !pause.is_zero() {
+        // If tenants are isolated, only the tenant's permit stays in use.
+        let _kept = permits.map(|JobPermits { tenant, bulkhead }| tenant.unwrap_or(bulkhead));
         tokio::time::sleep(pause).await;
     }
-    drop(permits);
 }
 
 fn terms(served: &Served, options: &JobOptions) -> Terms {
@@ -258,7 +264,7 @@ impl Run {
         }
     }
 
-    /// Reports the conclusion to the server. Returns the time for which the job's permits stay in use.
+    /// Reports the conclusion to the server. Returns the time for which the job's permit stays in use.
     async fn conclude(&self, conclusion: Conclusion, is_attempted: bool) -> Duration {
         let counters = self.shared.metrics.of(&self.served.name);
         let add = |counter: fn(&super::metrics::Counters) -> &std::sync::atomic::AtomicU64| {

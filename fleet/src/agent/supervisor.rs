@@ -157,12 +157,17 @@ fn limit_per_tenant(snapshot: &Snapshot) -> u64 {
 /// Returns the number of jobs that each isolated tenant with workers can run at once.
 fn tenant_limits(snapshot: &Snapshot) -> BTreeMap<&str, u64> {
     let mut limits = BTreeMap::new();
-    for worker in snapshot.workers.iter().filter(|worker| !worker.spare) {
+    for worker in snapshot.workers.iter().filter(|worker| !worker.spare && !worker.outdated) {
         // An older supervisor does not report `max_in_flight`.
         let max_in_flight = worker.max_in_flight.unwrap_or(snapshot.max_in_flight);
         if let Some(tenant) = &worker.tenant {
             *limits.entry(tenant.as_str()).or_default() += u64::from(max_in_flight);
         }
+    }
+    let sum: u64 = limits.values().sum();
+    if snapshot.adaptive.is_some() && snapshot.limit < sum {
+        // The snapshot contains only the sum of the tenants' adaptive limits.
+        limits.values_mut().for_each(|limit| *limit = *limit * snapshot.limit / sum);
     }
     limits
 }

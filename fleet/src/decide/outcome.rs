@@ -142,8 +142,10 @@ fn not_begun(
     let ending = Ending { outcome: reported, payload: Bytes::new() };
     let mut previous = with_history(claim, ending).outcome;
     previous.deadline = terms.deadline;
-    if is_rejected(&previous) {
-        previous.retry_after = Some(delay);
+    if let Verdict::Rejected { reason: RejectReason::RateLimited | RejectReason::TenantQuota, .. } =
+        previous.verdict
+    {
+        previous.retry_after = previous.retry_after.max(Some(delay));
     }
     let attempts = claim.attempts.saturating_sub(1);
     Consequence::Return { attempts, previous, delay, pause }

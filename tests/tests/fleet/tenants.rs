@@ -191,6 +191,34 @@ fn isolated_tenant_at_its_limit_does_not_delay_others() {
     });
 }
 
+/// While a tenant's jobs keep ending, another tenant's jobs do not wait for the whole backlog. The tenant's own jobs use all
+/// of its permits.
+#[test]
+fn backlog_of_an_isolated_tenant_neither_delays_others_nor_starves() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
+    fleet.add_host("host-a", &format!("{bulkheads}tenants = {{ isolate = true, max_active = 4 }}\n"));
+    run(async {
+        let client = fleet.connect().await;
+        for tenant in ["acme", "calm"] {
+            result_of(client.job("b", "").tenant(tenant).submit().await.unwrap()).await.unwrap();
+        }
+        let submit = || client.job("b", "250").operation("sleep").tenant("acme").submit();
+        let mut backlog = Vec::new();
+        for _ in 0..80 {
+            backlog.push(submit().await.unwrap());
+        }
+        // All jobs of the backlog together run longer than this deadline.
+        for _ in 0..5 {
+            let calm = client.job("b", "").tenant("calm").deadline(Duration::from_secs(15));
+            result_of(calm.submit().await.unwrap()).await.unwrap();
+        }
+        for job in backlog {
+            result_of(job).await.unwrap();
+        }
+    });
+}
+
 #[test]
 fn first_job_of_an_isolated_tenant_is_pulled() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };

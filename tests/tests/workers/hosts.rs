@@ -652,6 +652,7 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
     if (!strcmp(op, "fill")) return fills(job, host);
     if (!strcmp(op, "meet")) return meets(job, host);
     if (!strcmp(op, "silent")) return 7;
+    if (!strcmp(op, "deep")) { volatile char stack[6 << 20]; for (size_t i = 0; i < sizeof stack; i += 4096) stack[i] = 1; return 0; }
     if (!strcmp(op, "secret")) return says(job, host, getenv("SECRET"));
     if (!strcmp(op, "segv")) *(volatile int *)0 = 1;
     if (!strcmp(op, "exit")) exit(9);
@@ -700,7 +701,6 @@ fn library_can_return_its_result_in_parts() {
         let payload: Vec<u8> = (0..size).map(|i: usize| (i * 13 + i / 257) as u8).collect();
         assert!(client.job("x", payload.clone()).send().unwrap().payload() == payload, "{size} bytes");
     }
-    assert_eq!(text(client.job("x", "").operation("null").send()), "refused");
     assert_eq!(supervisor.number("x", "restarts"), 0);
 }
 
@@ -726,6 +726,8 @@ fn library_reports_failure_reason() {
     assert_eq!((failed.retryable, failed.fault), (true, Fault::Dependency));
     assert_eq!(submit("silent").code, "error_7");
     assert_eq!(submit("fill").code, "result_too_large");
+    let failed = submit("null");
+    assert_eq!((failed.code.as_str(), failed.message.contains("NULL")), ("library", true), "{failed:?}");
     assert_eq!(supervisor.number("x", "restarts"), 0);
 }
 
@@ -760,6 +762,16 @@ fn library_crash_kills_only_its_worker() {
     }
     let error = client.job("x", "").operation("segv").send().unwrap_err();
     assert!(error.to_string().contains("SIGSEGV"), "{error}");
+}
+
+/// Threads of a C program have stacks of this size, too.
+#[test]
+fn library_can_use_the_stack_of_rlimits() {
+    let (_folder, _supervisor, client) = library("max_in_flight = 2\nrlimits = { stack = \"8MiB\" }\n");
+    let jobs = [(); 2].map(|()| client.job("x", "").operation("deep").start().unwrap());
+    for job in jobs {
+        job.wait().unwrap();
+    }
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use bulkhead_shared::Fault;
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use rustix::process::{Resource, getrlimit};
 
 use crate::context::{Ctx, Job};
 use crate::reply::HandlerError;
@@ -18,6 +19,11 @@ const ABI_VERSION: u32 = 1;
 const RETRYABLE: u32 = 1;
 const CALLER_FAULT: u32 = 2;
 const INIT_MESSAGE_BYTES: usize = 1024;
+
+/// Stack size of handler threads if the limit on stacks is unlimited, in bytes.
+const STACK_BYTES: usize = 8 << 20;
+const STACK_BYTES_MIN: usize = 2 << 20;
+const STACK_BYTES_MAX: usize = 64 << 20;
 
 #[repr(C)]
 struct CJob {
@@ -60,6 +66,8 @@ struct Call<'c> {
     ctx: &'c Ctx<Loaded>,
     result: RefCell<Vec<u8>>,
     is_too_large: RefCell<bool>,
+    /// Error for a result that could not be copied.
+    invalid_result: RefCell<Option<HandlerError>>,
     error: RefCell<Option<HandlerError>>,
 }
 
@@ -72,7 +80,13 @@ pub(super) struct Loaded {
 
 pub(super) fn run(path: &str, entry: &str) -> ExitCode {
     let (path, entry) = (Arc::<str>::from(path), Arc::<str>::from(entry));
-    Server::new().init(move |_| load(&path, &entry)).handler(call).serve()
+    Server::new().init(move |_| load(&path, &entry)).handler(call).stack_bytes(stack_bytes()).serve()
+}
+
+/// Returns the stack size of handler threads, which is the limit on stacks (`rlimits.stack`). C libraries expect this size.
+fn stack_bytes() -> usize {
+    let limit = getrlimit(Resource::Stack).current.and_then(|bytes| usize::try_from(bytes).ok());
+    limit.map_or(STACK_BYTES, |bytes| bytes.clamp(STACK_BYTES_MIN, STACK_BYTES_MAX))
 }
 
 fn failed(message: String) -> HandlerError {
@@ -134,6 +148,7 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
         ctx,
         result: RefCell::default(),
         is_too_large: RefCell::new(false),
+        invalid_result: RefCell::default(),
         error: RefCell::default(),
     };
     let c_job = CJob {
@@ -154,9 +169,10 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
         let message = format!("the result is larger than max_result ({} bytes)", ctx.result_bytes_max());
         return Err(HandlerError::new(RESULT_TOO_LARGE, message));
     }
-    match code {
-        0 => Ok(call.result.take()),
-        code => Err(call.error.take().unwrap_or_else(|| HandlerError::new(format!("error_{code}"), ""))),
+    match (code, call.invalid_result.take()) {
+        (0, None) => Ok(call.result.take()),
+        (0, Some(error)) => Err(error),
+        (code, _) => Err(call.error.take().unwrap_or_else(|| HandlerError::new(format!("error_{code}"), ""))),
     }
 }
 
@@ -184,6 +200,8 @@ extern "C-unwind" fn append_result(job: *const CJob, data: *const c_void, len: u
         return 0;
     }
     if data.is_null() {
+        let message = format!("the library passed NULL as {len} bytes of the result");
+        call.invalid_result.replace(Some(failed(message)));
         return -1;
     }
     let mut result = call.result.borrow_mut();

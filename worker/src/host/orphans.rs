@@ -56,6 +56,9 @@ pub(super) struct Orphans {
 
 #[derive(Default)]
 struct Programs {
+    /// Children of the host that SIGKILL has not ended, for example because they have gained another user's ID. The host
+    /// does not wait for them again.
+    unkillable: Vec<ProcessIdentity>,
     /// Programs whose jobs have not ended, by PID, which is also the session ID. The value is true once the program's
     /// orphans have been recorded.
     unfinished: HashMap<u32, bool>,
@@ -105,6 +108,19 @@ impl Programs {
 
     fn is_protected(&mut self, child: u32) -> bool {
         self.owners_of_child(child).iter().any(|owner| self.unfinished.contains_key(owner))
+    }
+
+    fn is_unkillable(&self, child: u32) -> bool {
+        self.unkillable.iter().any(|process| process.pid == child)
+    }
+
+    /// Records the unprotected children that are still alive after the time limit.
+    fn record_unkillable(&mut self) {
+        for (found, child) in list_descendants().unwrap_or_default() {
+            if found.pid == child && !self.is_unkillable(child) && !self.is_protected(child) {
+                self.unkillable.push(found);
+            }
+        }
     }
 
     /// Records for each descendant of the host which programs it may descend from. Returns an error if `/proc`
@@ -230,7 +246,8 @@ impl Orphans {
                     let has_protected = programs.unfinished.values().any(|is_recorded| *is_recorded);
                     // An error means that `/proc` cannot be read; the next iteration tries again.
                     let _ = if has_protected { programs.record_all() } else { Ok(()) };
-                    let killed = kill_descendants(|child| programs.is_protected(child));
+                    let is_spared = |child| programs.is_unkillable(child) || programs.is_protected(child);
+                    let killed = kill_descendants(is_spared);
                     drop((programs, starting));
                     if matches!(killed, Ok(0)) {
                         while wait4(-1, FIRST_THREAD).is_ok_and(|(pid, ..)| pid != 0) {}
@@ -238,13 +255,17 @@ impl Orphans {
                     }
                     std::thread::sleep(Duration::from_micros(500));
                 }
-                Ok((0, ..)) => break,
+                Ok((0, ..)) => {
+                    self.programs.lock().unwrap_or_else(PoisonError::into_inner).record_unkillable();
+                    break;
+                }
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(_) => break,
             }
         }
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-        let Programs { unfinished, owners } = &mut *programs;
+        let Programs { unfinished, owners, unkillable } = &mut *programs;
+        unkillable.retain(|process| identity_of(process.pid) == Some(*process));
         owners.retain(|_, owners| owners.iter().any(|owner| unfinished.contains_key(owner)));
     }
 }

@@ -75,7 +75,7 @@ impl Fixture {
             journal_file: None,
             result_bytes_max: 100,
         };
-        let pool = Pool::new(link, welcome, Reader::new(), writer, Box::new(handler)).unwrap();
+        let pool = Pool::new(link, welcome, Reader::new(), writer, Box::new(handler), None).unwrap();
         let (init, go) = channel();
         let (tell_thread, init_thread) = channel();
         let running = pool.clone();

@@ -121,6 +121,9 @@ impl<'a> SnapshotSource<'a> {
         if isolated.is_draining {
             snapshot.state = BulkheadState::Draining.into();
         }
+        if isolated.is_forced_open {
+            snapshot.breaker = BreakerState::ForcedOpen.into();
+        }
         Ok(Box::new(snapshot))
     }
 
