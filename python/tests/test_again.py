@@ -6,6 +6,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import errno
 import gc
 import os
 import random
@@ -188,6 +189,10 @@ class Peer:
     def go_away(self, count: int, taken: list[int]) -> None:
         """Sends GOAWAY: the supervisor has accepted ``count`` jobs, of which ``taken`` have no outcome."""
         self.link.sendall(_wire.frame(_wire.GOAWAY, count, _wire.EMPTY, b"".join(map(_wire.NUMBER.pack, taken))))
+
+    def pid(self) -> int:
+        """Returns the PID of the client."""
+        return int(struct.unpack("iii", self.link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
     def wait_for_end(self) -> None:
         """Waits until the client closes the connection."""
@@ -534,6 +539,92 @@ def test_failed_send_in_a_callback_keeps_outcomes_that_have_arrived(fake: FakeSu
         assert bytes(chained[0].result(LONG).payload) == b""
 
 
+def end_all_jobs(peer: Peer) -> list[bytes]:
+    """Ends jobs until the client closes the connection. Returns their payloads."""
+    payloads = []
+    with contextlib.suppress(ConnectionError, EOFError):
+        while True:
+            number, payload = peer.job()
+            payloads.append(payload)
+            peer.end(number, OK)
+    return payloads
+
+
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_failed_nested_send_does_not_repeat_the_outer_job(fake: FakeSupervisor, way: str) -> None:
+    nested: list[Any] = []
+    repeated: list[bytes] = []
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+        assert peer.job()[1] == b"outer"
+        peer.close()
+        repeated.extend(end_all_jobs(fake.welcome()))
+
+    with fake.running(script) as path, Client(path) as client:
+        client.call("plain")
+        connection = client._connection
+        assert connection is not None
+        send = connection._send
+
+        def send_and_submit(*given: Any) -> int:
+            sent = send(*given)
+            if not nested:
+                # Like a signal handler that runs just after the outer job was sent.
+                nested.append(client.submit("plain", LARGE, idempotent=True))
+            return sent
+
+        connection._send = send_and_submit  # type: ignore[assignment]
+        run: Any = client.call if way == "call" else lambda *job: client.submit(*job).result(LONG)
+        with pytest.raises(bulkhead.Disconnected) as caught:
+            run("plain", b"outer")
+        nested[0].result(LONG)
+    assert (caught.value.executed, repeated) == ("unknown", [LARGE])
+
+
+def test_job_sent_by_another_thread_is_not_repeated(fake: FakeSupervisor) -> None:
+    repeated: list[bytes] = []
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+        assert [peer.job()[1], peer.job()[1]] == [b"failed", b"other"]
+        peer.close()
+        repeated.extend(end_all_jobs(fake.welcome()))
+
+    with fake.running(script) as path, Client(path) as client:
+        client.call("plain")
+        connection = client._connection
+        assert connection is not None
+        send, link = connection._send, connection._socket
+        shutdown = link.shutdown
+        results: list[Any] = []
+
+        def submit_other() -> None:
+            results.append(client.submit("plain", b"other", idempotent=True).result(LONG))
+
+        other = threading.Thread(target=submit_other)
+
+        def fail_once(*_: Any) -> int:
+            connection._send = send
+            other.start()
+            wait_for("the other thread waits to send", lambda: connection._futures)
+            raise OSError(errno.ENOBUFS, "no memory")
+
+        def shut_down_later(how: int) -> None:
+            wait_for("the other thread has sent both jobs", lambda: not connection._outgoing)
+            shutdown(how)
+
+        connection._send = fail_once  # type: ignore[assignment]
+        link.shutdown = shut_down_later  # type: ignore[method-assign]
+        with pytest.raises(bulkhead.Disconnected) as caught:
+            client.call("plain", b"failed")
+        other.join(LONG)
+    assert len(results) == 1
+    assert (caught.value.executed, repeated) == ("unknown", [b"other"])
+
+
 @pytest.mark.parametrize("last", ["submit", "cancel"])
 def test_asyncio_keeps_outcomes_that_arrived_before_a_failed_send(fake: FakeSupervisor, last: str) -> None:
     is_busy, has_closed = threading.Event(), threading.Event()
@@ -608,7 +699,63 @@ def test_attempts_to_send_a_job_are_limited(fake: FakeSupervisor, way: str) -> N
     assert 2 <= attempts <= 10
 
 
+def test_paused_future_does_not_delay_another_future(fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_paused = threading.Event()
+    postpone = _again.Job.postpone
+
+    def pause_large_job(job: _again.Job) -> None:
+        postpone(job)
+        if len(job.payload) == len(LARGE):
+            job._not_before = time.monotonic() + LONG
+            has_paused.set()
+
+    monkeypatch.setattr(_again.Job, "postpone", pause_large_job)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        assert peer.link.recv(1)
+        peer.close()
+        peer = fake.welcome()
+        peer.job()
+        peer.close()
+        peer = fake.welcome()
+        number, payload = peer.job()
+        assert payload == b"small"
+        peer.end(number, OK)
+        peer.wait_for_end()
+
+    with fake.running(script) as path, Client(path) as client:
+        large = client.submit("plain", LARGE, deadline=10 * LONG)
+        assert has_paused.wait(LONG)
+        small = client.submit("plain", b"small", idempotent=True, deadline=LONG / 2)
+        assert bytes(small.result(LONG).payload) == b""
+        assert not large.done()
+
+
 # Waiting for a connection with asyncio.
+
+
+def test_asyncio_error_does_not_name_an_earlier_cause(fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_connection, "HANDSHAKE_SECONDS_MIN", 0.01)
+    ended = threading.Event()
+
+    async def run(path: str) -> None:
+        async with AsyncClient(path) as client:
+            os.rename(path, f"{path}.away")
+            with pytest.raises(bulkhead.Disconnected, match="No such file"):
+                await client.call("plain", deadline=LONG)
+            os.rename(f"{path}.away", path)
+            # The job has no deadline, so that the attempt to connect continues after the other job's deadline.
+            patient = client.submit("plain")
+            with pytest.raises(bulkhead.Disconnected, match="is not responding; the job was not sent"):
+                await client.call("plain", deadline=0.05)
+            patient.cancel()
+
+    with fake.running(lambda _: ended.wait(LONG)) as path:
+        try:
+            asyncio.run(run(path))
+        finally:
+            ended.set()
 
 
 def test_asyncio_connects_while_the_executor_is_busy(fake: FakeSupervisor) -> None:
@@ -809,24 +956,31 @@ def test_job_that_waits_in_a_closed_loop_does_not_affect_the_client(fake: FakeSu
 # Forks.
 
 
-@pytest.mark.parametrize("state", ["reads", "sleeps", "sends"])
+@pytest.mark.parametrize("state", ["reads", "sleeps", "sends", "connects", "connects to submit", "has connected"])
 def test_call_that_continues_in_a_forked_child_fails(fake: FakeSupervisor, state: str, tmp_path: Path) -> None:
     has_forked = tmp_path / "forked"
     payload = LARGE if state == "sends" else b"main"
 
     def script_of_supervisor(fake: FakeSupervisor) -> None:
-        peer = fake.welcome()
-        if state == "sleeps":
+        peer = fake.accept()
+        if not state.startswith("connects"):
+            peer.welcome()
+        if state.startswith("connects") or state == "has connected":
+            jobs = []
+        elif state == "sleeps":
             jobs = [peer.job(), peer.job()]
         elif state == "sends":
             # The client cannot send the whole payload yet.
             assert peer.link.recv(1, socket.MSG_PEEK)
+            jobs = []
         else:
             jobs = [peer.job()]
-        pid = struct.unpack("iii", peer.link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        os.kill(pid, signal.SIGUSR1)
+        if state != "has connected":
+            os.kill(peer.pid(), signal.SIGUSR1)
         wait_for("the child has ended", has_forked.exists)
-        if state == "sends":
+        if state.startswith("connects"):
+            peer.welcome()
+        if not jobs:
             jobs = [peer.job()]
         for number, _ in jobs:
             peer.end(number, OK)
@@ -852,8 +1006,18 @@ if {state == "sleeps"}:
     thread.start()
     while client._connection is None or client._connection._leader is None:
         time.sleep(0.001)
+if {state == "has connected"}:
+    start = bulkhead._connection.Connection.start
+    def fork_and_start(*given):
+        bulkhead._connection.Connection.start = start
+        signal.raise_signal(signal.SIGUSR1)
+        start(*given)
+    bulkhead._connection.Connection.start = fork_and_start
 try:
-    client.call("plain", bytes({len(payload)}), idempotent=True)
+    if {state in ("connects to submit", "has connected")}:
+        client.submit("plain", idempotent=True).result()
+    else:
+        client.call("plain", bytes({len(payload)}), idempotent=True)
     result = 0
 except bulkhead.Disconnected as error:
     result = 7 if "belongs to the parent process" in str(error) else 8
@@ -863,6 +1027,96 @@ print(result, flush=True)
 if thread.ident is not None:
     thread.join()
 client.close()
+""")
+    assert ended.stdout == "7\n0\n", (ended.stdout, ended.stderr)
+
+
+def test_forked_child_closes_a_connecting_socket(fake: FakeSupervisor, tmp_path: Path) -> None:
+    has_forked, has_ended = tmp_path / "forked", tmp_path / "ended"
+
+    def script_of_supervisor(fake: FakeSupervisor) -> None:
+        peer = fake.accept()
+        os.kill(peer.pid(), signal.SIGUSR1)
+        wait_for("the client has forked", has_forked.exists)
+        peer.welcome()
+        peer.end(peer.job()[0], OK)
+        peer.wait_for_end()
+        has_ended.touch()
+
+    with fake.running(script_of_supervisor) as path:
+        ended = script(f"""
+import asyncio, os, signal, time, bulkhead
+signal.alarm(60)
+children = []
+def fork(*_):
+    child = os.fork()
+    if not child:
+        # Ends a child that waits forever.
+        signal.alarm(30)
+        while not os.path.exists({str(has_ended)!r}):
+            time.sleep(0.005)
+        os._exit(7)
+    children.append(child)
+    open({str(has_forked)!r}, "w").close()
+signal.signal(signal.SIGUSR1, fork)
+async def main():
+    async with bulkhead.AsyncClient({path!r}) as client:
+        await client.call("plain")
+asyncio.run(main())
+print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+""")
+    assert ended.stdout == "7\n", (ended.stdout, ended.stderr)
+
+
+def test_forked_child_sends_no_waiting_job(fake: FakeSupervisor, tmp_path: Path) -> None:
+    has_forked, listens = tmp_path / "forked", tmp_path / "listens"
+
+    def script_of_supervisor(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.job()
+        fake.close()
+        peer.close()
+        wait_for("the client has forked", has_forked.exists)
+        new = FakeSupervisor(fake.path)
+        listens.touch()
+        peer = new.welcome()
+        peer.end(peer.job()[0], OK)
+        peer.wait_for_end()
+
+    with fake.running(script_of_supervisor) as path:
+        ended = script(f"""
+import asyncio, os, signal, time, bulkhead
+from bulkhead import _again
+signal.alarm(60)
+# The child is forked during the first pause.
+_again.RECONNECT_PAUSE_MIN = 0.5
+_again.RECONNECT_SECONDS_MAX = 60.0
+async def main():
+    loop = asyncio.get_running_loop()
+    never = loop.create_future()
+    async with bulkhead.AsyncClient({path!r}) as client:
+        job = client.submit("plain", idempotent=True)
+        state = client._states[loop]
+        while "not reachable" not in str(state._problem):
+            await asyncio.sleep(0)
+        child = os.fork()
+        if not child:
+            # Ends a child that waits forever.
+            signal.alarm(30)
+            while not os.path.exists({str(listens)!r}):
+                time.sleep(0.005)
+            def end():
+                if state.connecting is not None:
+                    loop.call_later(0.005, end)
+                else:
+                    os._exit(7 if state.connection.is_lost else 8)
+            end()
+            await never
+        open({str(has_forked)!r}, "w").close()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        await job
+        print(0)
+asyncio.run(main())
 """)
     assert ended.stdout == "7\n0\n", (ended.stdout, ended.stderr)
 

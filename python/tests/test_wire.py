@@ -163,6 +163,33 @@ def test_rejects_unknown_critical_parts() -> None:
         reader(struct.pack("<IBBHQ", 4, 32, 0, 8, 1), [1000]).read()
 
 
+def extension(tag: int, data: bytes) -> bytes:
+    return u64(1) + struct.pack("<HQ", tag, len(data)) + data
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 9, 16])
+def test_numbers_of_another_size_are_ignored(size: int) -> None:
+    for tag in (_wire.JOB_NUMBER, _wire.RUN_LIMIT):
+        error = _wire.error(outcome(2, 9, extension(tag, b"\1" * size)), b"")
+        assert isinstance(error, Rejected)
+        assert (error.outcome.job, error.outcome.run_limit) == (None, None)
+
+
+def test_incomplete_outcome_leaves_execution_unknown() -> None:
+    whole = outcome(4, 1, extension(_wire.JOB_NUMBER, u64(5)), message="text")
+    for size in range(len(whole)):
+        error = _wire.error(whole[:size], b"")
+        assert isinstance(error, Disconnected)
+        assert error.executed == "unknown"
+
+
+def test_incomplete_refusal_is_unreadable() -> None:
+    whole = b"\1" + text("text") + u64(0)
+    for size in range(len(whole) - 8):
+        with pytest.raises((_wire.Malformed, _wire.Unreadable)):
+            _wire.refused(whole[:size])
+
+
 def reader(data: bytes, sizes: list[int], interrupts: random.Random | None = None) -> _wire.Reader:
     """Returns a reader that receives pieces of the given sizes in turn, and is interrupted at random."""
     position = 0

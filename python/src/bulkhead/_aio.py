@@ -382,6 +382,8 @@ class _LoopState:
         #: True if the client was closed.
         self.is_closed = is_closed
         self._is_released = False
+        #: True in a forked child, which must not send the jobs of its parent.
+        self._is_abandoned = False
         self.connection: _Connection | None = None
         #: Earlier connections, on which a replaced supervisor finishes its jobs.
         self.leaving: list[_Connection] = []
@@ -391,6 +393,7 @@ class _LoopState:
         #: Reason why the last attempt to connect failed.
         self._problem: JobError | None = None
         self._pause = _again.RECONNECT_PAUSE_MIN
+        connections.add(self)
 
     def start(self, job: AsyncJob) -> None:
         """Sends a job as soon as there is a connection."""
@@ -437,8 +440,9 @@ class _LoopState:
     async def _connect(self) -> None:
         """Connects, and sends the waiting jobs. Keeps trying if an earlier connection was lost."""
         loop = self._loop
+        self._problem = None
         try:
-            while self._waiting:
+            while self._waiting and not self._is_abandoned:
                 pauses = [job._job.pause_seconds() for job in self._waiting if job._job is not None]
                 if pauses and min(pauses) > 0:
                     self._problem = lost_before_sent()
@@ -538,6 +542,10 @@ class _LoopState:
             self.forget(job)
             if job._job is not None:
                 job._fail_job(job._job.unreachable(error))
+
+    def abandon(self) -> None:
+        """Abandons the waiting jobs in a forked child, because they belong to the parent."""
+        self._is_abandoned = True
 
     def release(self) -> None:
         """Closes the connections after their last outcomes, because the client was dropped."""

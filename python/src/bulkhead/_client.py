@@ -208,6 +208,7 @@ class Client(BaseClient):
                 raise
             problem: Exception = error
         else:
+            self._check_process(forks)
             try:
                 return connected.call(metadata, data, None if deadline is None else began + deadline)
             except Unanswered as error:
@@ -242,6 +243,7 @@ class Client(BaseClient):
             except JobError as error:
                 problem = error
                 continue
+            self._check_process(forks)
             try:
                 job.update_remaining()
                 return connected.call(job.metadata, job.payload, job.ends_at)
@@ -285,12 +287,16 @@ class Client(BaseClient):
             # The client keeps the payload after this method has returned.
             data = bytes(data)
         future = JobFuture(_again.Job(options, metadata, data, time.monotonic(), self.reconnect_timeout))
-        connection = self._connection
+        connection, forks = self._connection, self._forks
         try:
-            self._connected(options, deadline).start(future)
+            connected = self._connected(options, deadline)
+            self._check_process(forks)
+            connected.start(future)
         except (NotSent, Lost) as error:
+            self._check_process(forks)
             self._send_unsent_again(future, error)
         except JobError as error:
+            self._check_process(forks)
             if connection is None or not connection.is_over:
                 raise
             self._wait_for_connection([future], error, connection.lost_at)
@@ -312,7 +318,10 @@ class Client(BaseClient):
                         self._leaving = [other for other in (*self._leaving, connection) if other.lost is None]
                     send_again = partial(_send_lost_again, weakref.ref(self), self.path)
                     seconds = handshake_seconds(left, is_repeated=is_repeated)
+                    forks = self._forks
                     connection = Connection(self.path, send_again, seconds)
+                    # If a signal handler has forked, this connection belongs to the parent.
+                    self._check_process(forks)
                     if self._is_closed:
                         connection.lose("this program closed the client")
                         raise RuntimeError("the client is closed")
@@ -379,19 +388,19 @@ class Client(BaseClient):
                 if not self._waiting:
                     self._sender = None
                     return
-                future = self._waiting[0]
+                # A paused job does not delay the jobs behind it.
+                future = next((other for other in self._waiting if not _is_paused(other)), None)
             if self._closed.is_set():
                 self._fail_waiting(lost_error("this program closed the client"))
                 continue
+            if future is None:
+                # A job without a pause can arrive in the meantime.
+                if not self._closed.wait(_again.RECONNECT_PAUSE_MIN):
+                    self._end_overdue(lost_before_sent())
+                continue
             job = future.job
             if job is None or future.cancelled():
-                self._waiting.popleft()
-                continue
-            pause_seconds = job.pause_seconds()
-            if pause_seconds > 0:
-                left = self._wait_seconds()
-                if not self._closed.wait(pause_seconds if left is None else max(0.0, min(pause_seconds, left))):
-                    self._end_overdue(lost_before_sent())
+                self._waiting.remove(future)
                 continue
             try:
                 connection = self._connected(job.options, self._wait_seconds(), is_repeated=True)
@@ -405,18 +414,18 @@ class Client(BaseClient):
             except RuntimeError:
                 # The client was closed.
                 continue
-            self._waiting.popleft()
+            pause = _again.RECONNECT_PAUSE_MIN
+            self._waiting.remove(future)
             if future.cancelled():
                 # Cancelled while this thread was connecting.
                 continue
             try:
                 job.update_remaining()
                 connection.start(future)
-                pause = _again.RECONNECT_PAUSE_MIN
             except (NotSent, Lost) as error:
                 self._send_unsent_again(future, error)
-                self._closed.wait(pause)
-                pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
+                # Short, because other jobs may be waiting. Lost jobs also have a pause of their own.
+                self._closed.wait(_again.RECONNECT_PAUSE_MIN)
             except JobError as error:
                 future.lose(error)
             except BaseException as error:
@@ -487,6 +496,12 @@ class Client(BaseClient):
             future.lose(of_parent())
         self._connection = None
         self._leaving = []
+
+
+def _is_paused(future: JobFuture) -> bool:
+    """Returns true if the job must not be sent yet."""
+    job = future.job
+    return job is not None and job.pause_seconds() > 0
 
 
 def _send_lost_again(

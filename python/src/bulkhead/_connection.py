@@ -24,14 +24,25 @@ from .errors import Disconnected, JobError, Outcome, Rejected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from ._future import JobFuture
 
-#: The connections of all clients, including connections that have outlived their clients.
+    #: A buffer to be sent, and the sizes of its parts that have been sent.
+    Outgoing = tuple[_wire.Buffer, list[int]]
+
+#: The connections of all clients, including connections that have outlived their clients, and the states of the asyncio
+#: clients. A forked child abandons all of them.
 connections: weakref.WeakSet[Any] = weakref.WeakSet()
 
+
+class _Link(_socket.socket):
+    """A socket to the supervisor. Unlike its base class, it supports weak references."""
+
+
+# The sockets of all connections, including unfinished connections.
+_links: weakref.WeakSet[_Link] = weakref.WeakSet()
 
 #: Timeout for the supervisor's welcome, in seconds.
 HANDSHAKE_SECONDS_MAX = 10.0
@@ -167,9 +178,9 @@ class Connection:
         self.lost: Disconnected | None = None
         #: Time since which further jobs need another connection.
         self.lost_at = 0.0
-        # Guards the queue of outgoing buffers. Each buffer has a list with the sizes of the parts already sent.
+        # Guards the queue of outgoing buffers.
         self._writing = threading.RLock()
-        self._outgoing: deque[tuple[_wire.Buffer, list[int]]] = deque()
+        self._outgoing: deque[Outgoing] = deque()
         #: True if a buffer was queued while the queue was being sent.
         self._has_more = False
         #: True if a call was abandoned, so its result may arrive while no thread reads.
@@ -180,37 +191,37 @@ class Connection:
 
     # Sending.
 
-    def _push(self, *buffers: _wire.Buffer) -> None:
-        """Sends the buffers. Blocks while the socket's buffer is full.
+    def _push(self, entries: Sequence[Outgoing]) -> None:
+        """Sends the buffers of the entries. Blocks while the socket's buffer is full.
 
         If a signal handler interrupts this method with an exception, the remaining data is sent before the next frame.
         """
         if self._writing._is_owned():  # type: ignore[attr-defined]
             # Called by a signal handler or the garbage collector during a send. The interrupted send also sends these
             # buffers.
-            self._outgoing.extend([(buffer, []) for buffer in buffers])
+            self._outgoing.extend(entries)
             self._has_more = True
             return
-        self._send_all(buffers)
+        self._send_all(entries)
         while self._has_more:
             # A buffer may have been queued after the last check.
             self._has_more = False
             self._send_all(())
 
-    def _send_all(self, buffers: tuple[_wire.Buffer, ...]) -> None:
+    def _send_all(self, entries: Sequence[Outgoing]) -> None:
         if self._reading_thread == threading.get_ident():
-            self._push_from_reader(buffers)
+            self._push_from_reader(entries)
             return
-        if self._leaves_unread and self._leader is None and self._push_as_leader(buffers):
+        if self._leaves_unread and self._leader is None and self._push_as_leader(entries):
             return
         outgoing = self._outgoing
         with self._writing:
-            if len(buffers) == 1 and not outgoing and len(buffers[0]) <= _wire.INLINE_BYTES_MAX:
-                entry: tuple[_wire.Buffer, list[int]] = (buffers[0], [])
-                outgoing.append(entry)
-                entry[1].extend(map(self._send, (buffers[0],)))
+            if len(entries) == 1 and not outgoing and len(entries[0][0]) <= _wire.INLINE_BYTES_MAX:
+                buffer, counts = entries[0]
+                outgoing.append(entries[0])
+                counts.extend(map(self._send, (buffer,)))
             else:
-                outgoing.extend([(buffer, []) for buffer in buffers])
+                outgoing.extend(entries)
             self._drain(0)
 
     def _drain(self, flags: int) -> None:
@@ -236,7 +247,7 @@ class Connection:
                 return False
         return True
 
-    def _push_as_leader(self, buffers: tuple[_wire.Buffer, ...]) -> bool:
+    def _push_as_leader(self, entries: Sequence[Outgoing]) -> bool:
         """Sends the buffers and also reads the socket, because an abandoned call may have left a result unread.
 
         Returns false if another thread reads the socket.
@@ -249,12 +260,12 @@ class Connection:
             if self._leader is not leader:
                 return False
             self._reading_thread = threading.get_ident()
-            self._push_from_reader(buffers)
+            self._push_from_reader(entries)
             return True
         finally:
             self._hand_over(leader)
 
-    def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
+    def _push_from_reader(self, entries: Sequence[Outgoing]) -> None:
         """Sends the buffers from a callback in the thread that reads the socket.
 
         Receives data while waiting, because the supervisor stops reading from clients that do not read results.
@@ -262,7 +273,7 @@ class Connection:
         try:
             while not self._writing.acquire(timeout=0.005):
                 self._receive(0)
-            self._outgoing.extend([(buffer, []) for buffer in buffers])
+            self._outgoing.extend(entries)
             self._drain(_socket.MSG_DONTWAIT)
         finally:
             # A signal handler may have raised an exception before or after the lock was acquired.
@@ -287,13 +298,14 @@ class Connection:
             self._end_unanswered()
 
     def _push_or_break(self, *buffers: _wire.Buffer) -> bool:
-        """Sends the buffers. Returns false if the connection is broken.
+        """Sends the buffers. Returns false if the connection broke before all of the buffers were sent.
 
         Outcomes may have arrived before the connection broke. The thread that reads therefore handles the received
         frames first, and closes the connection when it finds the end.
         """
+        entries: list[Outgoing] = [(buffer, []) for buffer in buffers]
         try:
-            self._push(*buffers)
+            self._push(entries)
             return True
         except OSError as error:
             if error.errno not in _wire.LOST_CONNECTION_ERRORS:
@@ -311,9 +323,13 @@ class Connection:
                 self._socket.shutdown(_socket.SHUT_WR)
             except OSError:
                 pass
+        with self._writing:
+            # The failed buffer may be a signal handler's. Another thread can also have sent these buffers after the
+            # failure. Nothing more can be sent now, because the socket is shut down.
+            is_sent = all(sum(counts) == len(buffer) for buffer, counts in entries)
         if is_unread:
             self.lose(reason)
-        return False
+        return is_sent
 
     def _submit(self, number: int, metadata: bytes, payload: _wire.Buffer) -> bool:
         """Sends a job. Returns false if the connection broke before the whole job was sent."""
@@ -739,11 +755,13 @@ def open_connection(path: str, seconds: float) -> tuple[_socket.socket, _wire.Re
     """Connects and performs the handshake. Raises ``Disconnected`` (job not executed) or ``Rejected``."""
     from . import __version__
 
+    process = os.getpid()
     try:
-        link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        link = _Link(_socket.AF_UNIX, _socket.SOCK_STREAM)
     except OSError as error:
         sentence = f"a socket could not be created: {error.strerror}; the job was not sent"
         raise Disconnected(sentence) from None
+    _links.add(link)
     try:
         link.settimeout(seconds)
         link.connect(path)
@@ -767,6 +785,9 @@ def open_connection(path: str, seconds: float) -> tuple[_socket.socket, _wire.Re
         return link, reader, capabilities
     except BaseException as error:
         link.close()
+        if os.getpid() != process and isinstance(error, (OSError, EOFError, _wire.Unreadable, JobError)):
+            # A signal handler has forked, and `_after_fork` has closed the socket.
+            raise of_parent() from None
         if isinstance(error, EOFError):
             raise Disconnected(f"the supervisor at {path} closed the connection before its welcome frame") from None
         if isinstance(error, (OSError, _wire.Unreadable)) and not isinstance(error, JobError):
@@ -778,6 +799,9 @@ def open_connection(path: str, seconds: float) -> tuple[_socket.socket, _wire.Re
 def _after_fork() -> None:
     for connection in list(connections):
         connection.abandon()
+    # Includes unfinished connections. A child that continued a handshake would read the parent's welcome frame.
+    for link in list(_links):
+        link.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)

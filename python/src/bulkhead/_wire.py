@@ -97,6 +97,7 @@ _CLIENT_WELCOME = struct.Struct("<HIQ")
 _SUBMIT_TAIL = struct.Struct("<QBBI")
 _OUTCOME = struct.Struct("<5BIQQQIBQBi")
 _PROGRESS = struct.Struct("<fQ")
+_CODE = struct.Struct("<B")
 NUMBER = _LENGTH
 LIMIT = struct.Struct("<I")
 #: Encoding of an empty structure without extensions.
@@ -232,6 +233,11 @@ def outcome_extensions(metadata: bytes) -> dict[int, bytes]:
     return read_extensions(metadata, _texts_end(metadata, _OUTCOME.size, 3))
 
 
+def _number(data: bytes | None) -> int | None:
+    """Decodes an extension that contains a number. Ignores data of another size, like the Rust client."""
+    return None if data is None or len(data) != _LENGTH.size else int(_LENGTH.unpack(data)[0])
+
+
 def _micros(name: str, seconds: float) -> int:
     if not seconds > 0:
         raise ValueError(f"{name} must be more than 0 seconds, not {seconds!r}")
@@ -268,7 +274,8 @@ def outcome(metadata: bytes) -> Outcome:
         word = reasons[reason - 1]
     else:
         word = f"unknown reason {reason}" if reason else ""
-    number, limit, trace, report = map(given.get, (JOB_NUMBER, RUN_LIMIT, TRACEPARENT, CRASH_REPORT))
+    number, limit = _number(given.get(JOB_NUMBER)), _number(given.get(RUN_LIMIT))
+    trace, report = given.get(TRACEPARENT), given.get(CRASH_REPORT)
     return Outcome(
         name,
         word,
@@ -281,11 +288,11 @@ def outcome(metadata: bytes) -> Outcome:
         queued=queued / 1e6,
         ran=ran / 1e6,
         deadline=deadline / 1e6,
-        run_limit=None if limit is None else _LENGTH.unpack(limit)[0] / 1e6,
+        run_limit=None if limit is None else limit / 1e6,
         worker_pid=pid or None,
         status=status if has_status else None,
         bulkhead=bulkhead,
-        job=None if number is None else f"{_LENGTH.unpack(number)[0]:x}",
+        job=None if number is None else f"{number:x}",
         traceparent=None if trace is None else trace.decode("ascii", "replace"),
         report=None if report is None else report.decode("ascii", "replace"),
     )
@@ -365,7 +372,7 @@ class WorkerWelcome:
 
 def refused(metadata: bytes) -> tuple[str, str]:
     """Decodes a REFUSED: the reason, and a human-readable sentence."""
-    code = metadata[0]
+    (code,) = _CODE.unpack_from(metadata)
     reason = REJECTED[code - 1] if 0 < code <= len(REJECTED) else f"unknown reason {code}"
     return reason, read_text(metadata, 1)[0]
 
