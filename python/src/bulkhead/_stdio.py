@@ -17,9 +17,10 @@ def flush() -> None:
 
 def print_traceback(error: BaseException) -> None:
     """Prints a traceback to standard error, even if the exception itself cannot be printed."""
-    import traceback
-
     try:
+        # Fails if the process has no free descriptors.
+        import traceback
+
         traceback.print_exception(type(error), error, error.__traceback__)
     except BaseException:
         try:
