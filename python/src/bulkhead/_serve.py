@@ -97,7 +97,7 @@ class Server:
         self._live: dict[int, Context] = {}
         self._arrived = 0
         self._begun = 0
-        self._running = 0
+        self._running: set[Context] = set()
         self._threads = 1
         self._limit = _clamped(self.welcome.max_in_flight)
         self._idle = 0
@@ -167,7 +167,7 @@ class Server:
         self._watch_signals()
         if not self._is_for_one_job:
             try:
-                _start_thread(self._watch, ())
+                _start_thread(self._guard, (self._watch,))
             except RuntimeError as error:
                 self.fail_start(f"{error}: raise `rlimits` (or `memory` of an executor)")
         if self.welcome.seal is not None:
@@ -231,7 +231,13 @@ class Server:
                 import asyncio
 
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._run_loop, name="bulkhead-loop", daemon=True).start()
+                try:
+                    threading.Thread(target=self._run_loop, name="bulkhead-loop", daemon=True).start()
+                except BaseException:
+                    # The next async job tries again.
+                    self._loop.close()
+                    self._loop = None
+                    raise
             return self._loop
 
     def _run_loop(self) -> None:
@@ -243,11 +249,17 @@ class Server:
                 print_traceback(error)
 
     def _guard(self, run: Callable[[], None]) -> None:
-        """Runs the loop of a thread. If no memory is left, the worker exits, because its jobs would never end."""
+        """Runs the loop of a thread. After an exception, the worker exits, because its jobs would never end.
+
+        Such exceptions come from code of the handlers that runs between jobs, such as a trace function.
+        """
         try:
             run()
         except MemoryError:
             _link.exit_with_message(_NO_MEMORY)
+        except BaseException as error:
+            print_traceback(error)
+            _link.exit_with_message("an exception reached the worker's job loop; the worker exits\n")
 
     # Handler threads.
 
@@ -292,7 +304,7 @@ class Server:
 
     def _can_begin(self) -> bool:
         """Returns true if a job is pending and the limit allows another running job. The caller holds the lock."""
-        return bool(self._pending) and self._running < self._limit
+        return bool(self._pending) and len(self._running) < self._limit
 
     def _next(self, done: Context | None, is_main: bool) -> Context | None:
         """Ends the job ``done``, whose reply has been sent, and returns the next job to run.
@@ -323,7 +335,7 @@ class Server:
                         self._link.send(_wire.RETURNED, job.number, arrival)
                         self._drop_recalled()
                         continue
-                self._running += 1
+                self._running.add(job)
                 self._begun += 1
                 if self._can_begin():
                     self._wake_or_start_thread()
@@ -349,7 +361,7 @@ class Server:
     def _end(self, job: Context) -> None:
         """Updates the state after the reply to a job has been sent. The caller holds the lock."""
         self._remove_live(job)
-        self._running -= 1
+        self._running.discard(job)
 
     def _finish(self) -> None:
         """Stops all handler threads, because no work is left. The caller holds the lock."""
@@ -464,14 +476,17 @@ class Server:
     # Async handlers.
 
     def _begin_async(self, job: Context, awaitable: Any) -> None:
-        if job.cancelled:
+        # An exception after the handler's return can end a job whose awaitable is already scheduled.
+        is_over = job not in self._running
+        if is_over or job.cancelled:
             try:
                 if hasattr(awaitable, "close"):
                     awaitable.close()
             except BaseException as error:
                 print_traceback(error)
-            self._send_failure(job, _was_cancelled())
-            self._leave_loop(job)
+            if not is_over:
+                self._send_failure(job, _was_cancelled())
+                self._leave_loop(job)
             return
 
         async def run() -> tuple[object, BaseException | None]:
@@ -576,7 +591,7 @@ class Server:
 
     def _watch(self) -> None:
         try:
-            self._guard(self._watch_link)
+            self._watch_link()
         except OSError as error:
             _link.end_without_link(error)
 
