@@ -32,7 +32,7 @@ from functools import partial
 
 from . import _files, _link, _stack_text, _wire
 from ._context import Context, HandlerError
-from ._stdio import describe, print_traceback
+from ._stdio import describe, exit_child, print_traceback
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -213,16 +213,10 @@ class Server:
     def _end_if_child(self, error: BaseException | None) -> None:
         """Exits from a process that a handler has forked and that returned from the handler.
 
-        Such a process must not send a reply in place of the worker. If ``SystemExit`` was raised, the process exits
-        with the exception's status.
+        Such a process must not send a reply in place of the worker.
         """
-        if self._link.is_own():
-            return
-        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-            os._exit(error.code or 0)
-        if error is not None:
-            print_traceback(error)
-        os._exit(1)
+        if not self._link.is_own():
+            exit_child(error)
 
     def _event_loop(self) -> Any:
         """Returns the event loop for all async handlers, and starts it if necessary."""
