@@ -155,3 +155,87 @@ def test_event_loop_is_created_again_after_a_failure(tmp_path: Path) -> None:
     with serving(tmp_path, code) as (_, client):
         assert "can't start new thread" in failure(client, operation="fail", deadline=LONG).outcome.message
         assert client.call("one", deadline=LONG).payload == b"hello"
+
+
+# Templates.
+
+
+def test_template_waits_for_threads_that_are_exiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python 3.13, a thread can be joined before the kernel has removed it."""
+    names = [["'exiting'"], ["'exiting'"], []]
+    monkeypatch.setattr(_template, "threads", lambda: names.pop(0))
+    _template._check_threads()
+    assert names == []
+    monkeypatch.setattr(_template, "threads", lambda: ["'running'"])
+    with pytest.raises(_template._CannotFork, match="left 'running'"):
+        _template._check_threads()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("end", ["sys.exit(0)", "return", "raise ValueError"])
+def test_child_forked_by_init_is_not_a_worker(mode: str, end: str, tmp_path: Path) -> None:
+    code = f"""
+        @bulkhead.initializer
+        def init():
+            child = os.fork()
+            if child == 0:
+                {end}
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        @bulkhead.handler
+        def status(payload, ctx):
+            return str(ctx.state)
+    """
+    with serving(tmp_path, code, start={"mode": mode}, restart={"max": 1, "within": "10m"}) as (_, client):
+        assert client.call("one").payload == (b"0" if end == "sys.exit(0)" else b"1")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_worker_waits_for_background_threads_before_it_exits(mode: str, tmp_path: Path) -> None:
+    code = """
+        import atexit
+
+        @bulkhead.handler
+        def begin(payload, ctx):
+            def run():
+                while not os.path.exists(payload + b"/go"):
+                    time.sleep(0.01)
+                open(payload + b"/done", "w").close()
+
+            threading.Thread(target=run).start()
+            atexit.register(lambda: open(payload + b"/exiting", "w").close())
+    """
+    with serving(tmp_path, code, start={"mode": mode}, recycle={"jobs": 1}, grace="60s") as (own, client):
+        pid = client.call("one", bytes(tmp_path)).outcome.worker_pid
+        wait_for("another worker is ready", lambda: set(own.pids("one")) - {pid})
+        (tmp_path / "go").touch()
+        wait_for("the thread has ended", (tmp_path / "done").exists)
+        wait_for("the exit handler has run", (tmp_path / "exiting").exists)
+
+
+# Children of handlers.
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise ValueError", "return"])
+def test_child_of_a_handler_writes_its_buffered_files(end: str, tmp_path: Path) -> None:
+    code = f"""
+        @bulkhead.handler
+        def fork(payload, ctx):
+            child = os.fork()
+            if child == 0:
+                file = open(payload, "w")
+                file.write("by the child")
+                sys.stdout.write("output")
+                try:
+                    raise KeyError
+                except KeyError:
+                    {end}
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(" of the child")
+            return str(status)
+    """
+    with serving(tmp_path, code) as (own, client):
+        path = tmp_path / "file"
+        assert client.call("one", bytes(path)).payload == (b"0" if end == "sys.exit(0)" else b"1")
+        assert path.read_text() == "by the child"
+        wait_for("the line is logged", lambda: "output of the child" in own.log())

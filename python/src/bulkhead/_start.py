@@ -85,7 +85,13 @@ def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -
 def _leave() -> NoReturn:
     """Exits from a forked worker. Does not finalise the interpreter, which would write to all shared pages."""
     import atexit
+    import threading
 
+    try:
+        # Waits for the threads that the end of every Python program waits for.
+        threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException as error:
+        _stdio.print_traceback(error)
     atexit._run_exitfuncs()
     _stdio.flush()
     os._exit(0)
