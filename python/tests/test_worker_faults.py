@@ -239,3 +239,51 @@ def test_child_of_a_handler_writes_its_buffered_files(end: str, tmp_path: Path) 
         assert client.call("one", bytes(path)).payload == (b"0" if end == "sys.exit(0)" else b"1")
         assert path.read_text() == "by the child"
         wait_for("the line is logged", lambda: "output of the child" in own.log())
+
+
+# Progress reports.
+
+
+def test_signal_handler_can_report_progress(tmp_path: Path) -> None:
+    """The profile functions imitate a signal that arrives while the worker sends a frame."""
+    code = """
+        waiting = []
+
+        def profile(call):
+            def notice(frame, event, argument):
+                if event == "c_call" and argument.__name__ == "sendall":
+                    sys.setprofile(None)
+                    call()
+            sys.setprofile(notice)
+
+        @bulkhead.handler("report")
+        def report(payload, ctx):
+            profile(lambda: ctx.progress(0.5, "during a report"))
+            ctx.progress(0.1, "by the handler")
+            return b"reported"
+
+        @bulkhead.handler("wait")
+        def wait(payload, ctx):
+            waiting.append(ctx)
+            while not os.path.exists(payload):
+                time.sleep(0.01)
+
+        @bulkhead.handler("reply")
+        def reply(payload, ctx):
+            while not waiting:
+                time.sleep(0.01)
+            profile(lambda: waiting[0].progress(0.9, "during a reply"))
+            return b"replied"
+    """
+    with serving(tmp_path, code, max_in_flight=2) as (_, client):
+        heard: list[str] = []
+        waiting = client.submit("one", bytes(tmp_path / "go"), operation="wait")
+        waiting.on_progress(lambda _, text: heard.append(text))
+        assert client.call("one", operation="reply").payload == b"replied"
+        (tmp_path / "go").touch()
+        waiting.result(LONG)
+        assert heard == ["during a reply"]
+        reporting = client.submit("one", operation="report")
+        reporting.on_progress(lambda _, text: heard.append(text))
+        assert reporting.result(LONG).payload == b"reported"
+        assert heard[-1] == "during a report"

@@ -444,28 +444,41 @@ class Server:
     # Progress.
 
     def report_progress(self, job: Context, fraction: float, text: str) -> None:
-        """Sends a progress report now or, if the last one was sent recently, stores it."""
+        """Stores a progress report, and sends it unless another report was sent recently.
+
+        This method waits for no lock, because a signal handler can call it while the interrupted code holds the lock.
+        The stored report is then sent later.
+        """
         if not self._link.is_own():
             return
-        with self._progress_lock:
-            if job._progress is False:
-                return
-            job._progress = fraction, text
+        job._progress = fraction, text
+        if not self._progress_lock.acquire(False):
+            return
+        try:
             now = time.monotonic()
-            if now - job._progress_sent_at >= PROGRESS_SECONDS:
+            if job._is_replied or now - job._progress_sent_at < PROGRESS_SECONDS:
+                return
+            said, job._progress = job._progress, None
+            if said is None:
+                # A signal handler has sent the report in the meantime.
+                return
+            if self._link.send_unless_busy(_wire.PROGRESSED, job.number, _wire.progressed(*said)):
                 job._progress_sent_at = now
-                self._send_progress(job)
+            else:
+                job._progress = job._progress or said
+        finally:
+            self._progress_lock.release()
 
     def _send_progress(self, job: Context) -> None:
         said, job._progress = job._progress, None
-        if isinstance(said, tuple):
+        if said is not None:
             self._link.send(_wire.PROGRESSED, job.number, _wire.progressed(*said))
 
     def _finish_progress(self, job: Context) -> None:
         """Sends a job's last progress report, and prevents later reports."""
         with self._progress_lock:
             self._send_progress(job)
-            job._progress = False
+            job._is_replied = True
 
     # Async handlers.
 
@@ -637,7 +650,7 @@ class Server:
             telling = [job for job in self._live.values() if job._progress]
         for job in telling:
             with self._progress_lock:
-                if job._progress:
+                if job._progress and not job._is_replied:
                     job._progress_sent_at = time.monotonic()
                     self._send_progress(job)
 
