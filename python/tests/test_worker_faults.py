@@ -287,3 +287,60 @@ def test_signal_handler_can_report_progress(tmp_path: Path) -> None:
         reporting.on_progress(lambda _, text: heard.append(text))
         assert reporting.result(LONG).payload == b"reported"
         assert heard[-1] == "during a report"
+
+
+# Unsuitable programs.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_error_explains_serve_in_a_served_module(mode: str, tmp_path: Path) -> None:
+    code = "bulkhead.serve(lambda payload, ctx: payload)"
+    with serving(tmp_path, code, start={"mode": mode}, restart={"max": 1, "within": "10m"}) as (_, client):
+        error = str(failure(client))
+        assert "initialisation failed: RuntimeError: this process is already a worker" in error
+        assert "remove the call of serve()" in error
+
+
+GREEN_HANDLERS = """
+    from gevent import monkey
+    monkey.patch_all(thread={})
+
+    @bulkhead.handler("sync")
+    def sync(payload, ctx):
+        time.sleep(0.01)
+        return "slept"
+
+    async def sleep():
+        import asyncio
+
+        await asyncio.sleep(0.01)
+        return "slept"
+
+    @bulkhead.handler("awaitable")
+    def awaitable(payload, ctx):
+        return sleep()
+"""
+ASYNC_HANDLER = """
+    @bulkhead.handler("async")
+    async def wait(payload, ctx):
+        return await sleep()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gevent") is None, reason="NOT RUN: gevent is not installed")
+@pytest.mark.parametrize("mode", MODES)
+def test_error_explains_unsuitable_gevent_patches(mode: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"start": {"mode": mode}, "restart": {"max": 1, "within": "10m"}}
+    hint = "call `gevent.monkey.patch_all(thread=False)`"
+    with serving(tmp_path, GREEN_HANDLERS.format(True), max_in_flight=2, **keys) as (_, client):
+        assert hint in str(failure(client, operation="sync"))
+    with serving(tmp_path, GREEN_HANDLERS.format(True) + ASYNC_HANDLER, **keys) as (_, client):
+        assert hint in str(failure(client, operation="sync"))
+    with serving(tmp_path, GREEN_HANDLERS.format(True), **keys) as (_, client):
+        assert client.call("one", operation="sync").payload == b"slept"
+        assert hint in str(failure(client, operation="awaitable"))
+        assert client.call("one", operation="sync").payload == b"slept"
+    with serving(tmp_path, GREEN_HANDLERS.format(False) + ASYNC_HANDLER, max_in_flight=2, **keys) as (_, client):
+        for operation in ("sync", "awaitable", "async"):
+            jobs = [client.submit("one", operation=operation) for _ in range(8)]
+            assert [job.result(LONG).payload for job in jobs] == [b"slept"] * 8

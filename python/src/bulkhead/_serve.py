@@ -59,6 +59,10 @@ READ_INTERVAL_SECONDS = 0.001
 ASSUMED_SECONDS = 1.0
 
 _COROUTINE_FLAG = 0x80
+_GREEN_THREADS = (
+    "gevent has replaced the threads that this worker needs: call `gevent.monkey.patch_all(thread=False)`, or use "
+    "`max_in_flight = 1` and no async handlers"
+)
 _NO_MEMORY = "this worker has no memory left: raise `rlimits` (or `memory` of an executor); the worker exits\n"
 
 
@@ -99,7 +103,8 @@ class Server:
         self._begun = 0
         self._running: set[Context] = set()
         self._threads = 1
-        self._limit = _clamped(self.welcome.max_in_flight)
+        self._threads_max = THREADS_MAX
+        self._limit = self._clamped(self.welcome.max_in_flight)
         self._idle = 0
         self._is_wake_pending = False
         self._is_draining = False
@@ -160,9 +165,14 @@ class Server:
             self._end_if_child(error)
             print_traceback(error)
             self.fail_start(f"initialisation failed: {describe(error)}")
+        is_async = any(map(_is_async, handlers))
+        if _are_threads_green():
+            if is_async or self._limit > 1:
+                self.fail_start(_GREEN_THREADS)
+            self._threads_max = 1
         # Threads and the event loop are created before the seal is installed. The seal is a seccomp filter that forbids
         # the sockets that an event loop needs.
-        if any(map(_is_async, handlers)):
+        if is_async:
             self._event_loop()
         self._watch_signals()
         if not self._is_for_one_job:
@@ -222,6 +232,8 @@ class Server:
         """Returns the event loop for all async handlers, and starts it if necessary."""
         with self._progress_lock:
             if self._loop is None:
+                if _are_threads_green():
+                    raise RuntimeError(_GREEN_THREADS)
                 import asyncio
 
                 self._loop = asyncio.new_event_loop()
@@ -295,6 +307,9 @@ class Server:
         if any(descriptor == self._signals for descriptor, _ in events) and signal.SIGTERM in _drain(self._signals):
             self._link.send(_wire.STOPPING, 0)
         return events
+
+    def _clamped(self, limit: int) -> int:
+        return min(max(limit, 1), self._threads_max)
 
     def _can_begin(self) -> bool:
         """Returns true if a job is pending and the limit allows another running job. The caller holds the lock."""
@@ -586,7 +601,7 @@ class Server:
         elif kind == _wire.FILES_ENDED:
             self._loans.pop(number, None)
         elif kind == _wire.LIMITS:
-            self._limit = _clamped(_wire.LIMIT.unpack_from(metadata)[0])
+            self._limit = self._clamped(_wire.LIMIT.unpack_from(metadata)[0])
             if self._threads > self._limit and self._idle:
                 self._wake_or_start_thread()
         elif kind == _wire.DRAIN:
@@ -655,10 +670,6 @@ class Server:
                     self._send_progress(job)
 
 
-def _clamped(limit: int) -> int:
-    return min(max(limit, 1), THREADS_MAX)
-
-
 def _was_cancelled() -> HandlerError:
     return HandlerError("cancelled", "the client is no longer waiting for the job", fault="caller")
 
@@ -690,6 +701,12 @@ def _is_async(handler: Any) -> bool:
     if code is None:
         code = getattr(getattr(type(handler), "__call__", None), "__code__", None)  # noqa: B004
     return code is not None and bool(code.co_flags & _COROUTINE_FLAG)
+
+
+def _are_threads_green() -> bool:
+    """Returns true if gevent has replaced threads by greenlets, which all run in the thread that starts them."""
+    monkey: Any = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("threading"))
 
 
 def _drain(descriptor: int) -> bytes:

@@ -35,6 +35,11 @@ def run(
     In a template, only ``prepare`` runs before the fork. A worker for one job does not notice cancellations and needs
     no watcher thread. If ``takes_files`` is true, the handler gets payloads in memory files as a ``Loan``.
     """
+    if receivers:
+        raise RuntimeError(
+            "this process is already a worker: remove the call of serve() at the top level of the module, and register "
+            "its handlers with @bulkhead.handler; or start the module itself, without `bulkhead serve`"
+        )
     is_forked = _template.is_wanted()
     if is_forked:
         prepare = _forked(prepare, after_fork)
