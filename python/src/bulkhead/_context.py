@@ -54,7 +54,7 @@ class Context:
     """A running job, passed to its handler."""
 
     __slots__ = (
-        *("_arrival", "_deadline", "_payload", "_progress", "_server", "_task", "_progress_sent_at"),
+        *("_arrival", "_deadline", "_is_replied", "_payload", "_progress", "_progress_sent_at", "_server", "_task"),
         *("cancelled", "number", "operation", "tenant", "traceparent"),
     )
 
@@ -84,9 +84,10 @@ class Context:
         self._arrival = arrival
         self._deadline = deadline
         self._payload = payload
-        # Progress report that has not been sent yet; False after the reply has been sent.
-        self._progress: tuple[float, str] | bool | None = None
+        # Progress report that has not been sent yet.
+        self._progress: tuple[float, str] | None = None
         self._progress_sent_at = 0.0
+        self._is_replied = False
         self._task: Any = None
         self.cancelled = False
         self.number = number

@@ -81,13 +81,22 @@ class Link:
     def heartbeat(self) -> None:
         """Sends a heartbeat, unless another thread is writing, because any data proves that this process is alive."""
         self.check()
-        if self._writing.acquire(False):
-            try:
-                self.socket.sendall(_wire.frame(_wire.HEARTBEAT, 0))
-            except OSError as error:
-                end_without_link(error)
-            finally:
-                self._writing.release()
+        self.send_unless_busy(_wire.HEARTBEAT, 0)
+
+    def send_unless_busy(self, kind: int, number: int, metadata: bytes = _wire.EMPTY) -> bool:
+        """Sends a small frame, and returns false if another frame is being sent.
+
+        The other frame belongs to another thread, or to code that a signal handler has interrupted.
+        """
+        if not self._writing.acquire(False):
+            return False
+        try:
+            self.socket.sendall(_wire.frame(kind, number, metadata))
+        except OSError as error:
+            end_without_link(error)
+        finally:
+            self._writing.release()
+        return True
 
 
 def _identity(socket: _socket.socket) -> tuple[int, int]:

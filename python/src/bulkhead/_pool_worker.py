@@ -230,7 +230,7 @@ class _Worker:
             self._initialize()
         elif _BARE not in os.environ:
             self._import()
-            names = _template.threads()
+            names = _template.remaining_threads()
             if names:
                 import warnings
 

@@ -32,7 +32,7 @@ from functools import partial
 
 from . import _files, _link, _stack_text, _wire
 from ._context import Context, HandlerError
-from ._stdio import describe, print_traceback
+from ._stdio import describe, exit_child, print_traceback
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ READ_INTERVAL_SECONDS = 0.001
 ASSUMED_SECONDS = 1.0
 
 _COROUTINE_FLAG = 0x80
+_GREEN_THREADS = (
+    "gevent has replaced the threads that this worker needs: call `gevent.monkey.patch_all(thread=False)`, or use "
+    "`max_in_flight = 1` and no async handlers"
+)
 _NO_MEMORY = "this worker has no memory left: raise `rlimits` (or `memory` of an executor); the worker exits\n"
 
 
@@ -97,9 +101,10 @@ class Server:
         self._live: dict[int, Context] = {}
         self._arrived = 0
         self._begun = 0
-        self._running = 0
+        self._running: set[Context] = set()
         self._threads = 1
-        self._limit = _clamped(self.welcome.max_in_flight)
+        self._threads_max = THREADS_MAX
+        self._limit = self._clamped(self.welcome.max_in_flight)
         self._idle = 0
         self._is_wake_pending = False
         self._is_draining = False
@@ -160,14 +165,19 @@ class Server:
             self._end_if_child(error)
             print_traceback(error)
             self.fail_start(f"initialisation failed: {describe(error)}")
+        is_async = any(map(_is_async, handlers))
+        if _are_threads_green():
+            if is_async or self._limit > 1:
+                self.fail_start(_GREEN_THREADS)
+            self._threads_max = 1
         # Threads and the event loop are created before the seal is installed. The seal is a seccomp filter that forbids
         # the sockets that an event loop needs.
-        if any(map(_is_async, handlers)):
+        if is_async:
             self._event_loop()
         self._watch_signals()
         if not self._is_for_one_job:
             try:
-                _start_thread(self._watch, ())
+                _start_thread(self._guard, (self._watch,))
             except RuntimeError as error:
                 self.fail_start(f"{error}: raise `rlimits` (or `memory` of an executor)")
         if self.welcome.seal is not None:
@@ -213,25 +223,27 @@ class Server:
     def _end_if_child(self, error: BaseException | None) -> None:
         """Exits from a process that a handler has forked and that returned from the handler.
 
-        Such a process must not send a reply in place of the worker. If ``SystemExit`` was raised, the process exits
-        with the exception's status.
+        Such a process must not send a reply in place of the worker.
         """
-        if self._link.is_own():
-            return
-        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-            os._exit(error.code or 0)
-        if error is not None:
-            print_traceback(error)
-        os._exit(1)
+        if not self._link.is_own():
+            exit_child(error)
 
     def _event_loop(self) -> Any:
         """Returns the event loop for all async handlers, and starts it if necessary."""
         with self._progress_lock:
             if self._loop is None:
+                if _are_threads_green():
+                    raise RuntimeError(_GREEN_THREADS)
                 import asyncio
 
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._run_loop, name="bulkhead-loop", daemon=True).start()
+                try:
+                    threading.Thread(target=self._run_loop, name="bulkhead-loop", daemon=True).start()
+                except BaseException:
+                    # The next async job tries again.
+                    self._loop.close()
+                    self._loop = None
+                    raise
             return self._loop
 
     def _run_loop(self) -> None:
@@ -243,11 +255,17 @@ class Server:
                 print_traceback(error)
 
     def _guard(self, run: Callable[[], None]) -> None:
-        """Runs the loop of a thread. If no memory is left, the worker exits, because its jobs would never end."""
+        """Runs the loop of a thread. After an exception, the worker exits, because its jobs would never end.
+
+        Such exceptions come from code of the handlers that runs between jobs, such as a trace function.
+        """
         try:
             run()
         except MemoryError:
             _link.exit_with_message(_NO_MEMORY)
+        except BaseException as error:
+            print_traceback(error)
+            _link.exit_with_message("an exception reached the worker's job loop; the worker exits\n")
 
     # Handler threads.
 
@@ -290,9 +308,12 @@ class Server:
             self._link.send(_wire.STOPPING, 0)
         return events
 
+    def _clamped(self, limit: int) -> int:
+        return min(max(limit, 1), self._threads_max)
+
     def _can_begin(self) -> bool:
         """Returns true if a job is pending and the limit allows another running job. The caller holds the lock."""
-        return bool(self._pending) and self._running < self._limit
+        return bool(self._pending) and len(self._running) < self._limit
 
     def _next(self, done: Context | None, is_main: bool) -> Context | None:
         """Ends the job ``done``, whose reply has been sent, and returns the next job to run.
@@ -323,7 +344,7 @@ class Server:
                         self._link.send(_wire.RETURNED, job.number, arrival)
                         self._drop_recalled()
                         continue
-                self._running += 1
+                self._running.add(job)
                 self._begun += 1
                 if self._can_begin():
                     self._wake_or_start_thread()
@@ -349,7 +370,7 @@ class Server:
     def _end(self, job: Context) -> None:
         """Updates the state after the reply to a job has been sent. The caller holds the lock."""
         self._remove_live(job)
-        self._running -= 1
+        self._running.discard(job)
 
     def _finish(self) -> None:
         """Stops all handler threads, because no work is left. The caller holds the lock."""
@@ -438,40 +459,56 @@ class Server:
     # Progress.
 
     def report_progress(self, job: Context, fraction: float, text: str) -> None:
-        """Sends a progress report now or, if the last one was sent recently, stores it."""
+        """Stores a progress report, and sends it unless another report was sent recently.
+
+        This method waits for no lock, because a signal handler can call it while the interrupted code holds the lock.
+        The stored report is then sent later.
+        """
         if not self._link.is_own():
             return
-        with self._progress_lock:
-            if job._progress is False:
-                return
-            job._progress = fraction, text
+        job._progress = fraction, text
+        if not self._progress_lock.acquire(False):
+            return
+        try:
             now = time.monotonic()
-            if now - job._progress_sent_at >= PROGRESS_SECONDS:
+            if job._is_replied or now - job._progress_sent_at < PROGRESS_SECONDS:
+                return
+            said, job._progress = job._progress, None
+            if said is None:
+                # A signal handler has sent the report in the meantime.
+                return
+            if self._link.send_unless_busy(_wire.PROGRESSED, job.number, _wire.progressed(*said)):
                 job._progress_sent_at = now
-                self._send_progress(job)
+            else:
+                job._progress = job._progress or said
+        finally:
+            self._progress_lock.release()
 
     def _send_progress(self, job: Context) -> None:
         said, job._progress = job._progress, None
-        if isinstance(said, tuple):
+        if said is not None:
             self._link.send(_wire.PROGRESSED, job.number, _wire.progressed(*said))
 
     def _finish_progress(self, job: Context) -> None:
         """Sends a job's last progress report, and prevents later reports."""
         with self._progress_lock:
             self._send_progress(job)
-            job._progress = False
+            job._is_replied = True
 
     # Async handlers.
 
     def _begin_async(self, job: Context, awaitable: Any) -> None:
-        if job.cancelled:
+        # An exception after the handler's return can end a job whose awaitable is already scheduled.
+        is_over = job not in self._running
+        if is_over or job.cancelled:
             try:
                 if hasattr(awaitable, "close"):
                     awaitable.close()
             except BaseException as error:
                 print_traceback(error)
-            self._send_failure(job, _was_cancelled())
-            self._leave_loop(job)
+            if not is_over:
+                self._send_failure(job, _was_cancelled())
+                self._leave_loop(job)
             return
 
         async def run() -> tuple[object, BaseException | None]:
@@ -564,7 +601,7 @@ class Server:
         elif kind == _wire.FILES_ENDED:
             self._loans.pop(number, None)
         elif kind == _wire.LIMITS:
-            self._limit = _clamped(_wire.LIMIT.unpack_from(metadata)[0])
+            self._limit = self._clamped(_wire.LIMIT.unpack_from(metadata)[0])
             if self._threads > self._limit and self._idle:
                 self._wake_or_start_thread()
         elif kind == _wire.DRAIN:
@@ -576,7 +613,7 @@ class Server:
 
     def _watch(self) -> None:
         try:
-            self._guard(self._watch_link)
+            self._watch_link()
         except OSError as error:
             _link.end_without_link(error)
 
@@ -628,13 +665,9 @@ class Server:
             telling = [job for job in self._live.values() if job._progress]
         for job in telling:
             with self._progress_lock:
-                if job._progress:
+                if job._progress and not job._is_replied:
                     job._progress_sent_at = time.monotonic()
                     self._send_progress(job)
-
-
-def _clamped(limit: int) -> int:
-    return min(max(limit, 1), THREADS_MAX)
 
 
 def _was_cancelled() -> HandlerError:
@@ -668,6 +701,12 @@ def _is_async(handler: Any) -> bool:
     if code is None:
         code = getattr(getattr(type(handler), "__call__", None), "__code__", None)  # noqa: B004
     return code is not None and bool(code.co_flags & _COROUTINE_FLAG)
+
+
+def _are_threads_green() -> bool:
+    """Returns true if gevent has replaced threads by greenlets, which all run in the thread that starts them."""
+    monkey: Any = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("threading"))
 
 
 def _drain(descriptor: int) -> bytes:

@@ -35,6 +35,11 @@ def run(
     In a template, only ``prepare`` runs before the fork. A worker for one job does not notice cancellations and needs
     no watcher thread. If ``takes_files`` is true, the handler gets payloads in memory files as a ``Loan``.
     """
+    if receivers:
+        raise RuntimeError(
+            "this process is already a worker: remove the call of serve() at the top level of the module, and register "
+            "its handlers with @bulkhead.handler; or start the module itself, without `bulkhead serve`"
+        )
     is_forked = _template.is_wanted()
     if is_forked:
         prepare = _forked(prepare, after_fork)
@@ -85,7 +90,13 @@ def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -
 def _leave() -> NoReturn:
     """Exits from a forked worker. Does not finalise the interpreter, which would write to all shared pages."""
     import atexit
+    import threading
 
+    try:
+        # Waits for the threads that the end of every Python program waits for.
+        threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException as error:
+        _stdio.print_traceback(error)
     atexit._run_exitfuncs()
     _stdio.flush()
     os._exit(0)

@@ -1,8 +1,16 @@
-"""Standard output and standard error of a worker, which handlers can close or replace."""
+"""Standard output and standard error of a worker, which handlers can close or replace.
+
+Also ends the child processes that handlers fork.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 
 def flush() -> None:
@@ -17,9 +25,10 @@ def flush() -> None:
 
 def print_traceback(error: BaseException) -> None:
     """Prints a traceback to standard error, even if the exception itself cannot be printed."""
-    import traceback
-
     try:
+        # Fails if the process has no free descriptors.
+        import traceback
+
         traceback.print_exception(type(error), error, error.__traceback__)
     except BaseException:
         try:
@@ -27,6 +36,36 @@ def print_traceback(error: BaseException) -> None:
         except Exception:
             # A handler has closed the stream.
             pass
+
+
+def exit_child(error: BaseException | None) -> NoReturn:
+    """Exits from a process that a handler or ``init`` has forked, and that returned or raised an exception.
+
+    If ``SystemExit`` was raised, the process exits with the exception's status. Files in local variables are flushed.
+    """
+    status = 1
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        # As in `sys.exit`, only the lowest eight bits count.
+        status = (error.code or 0) & 0xFF
+    elif error is not None:
+        print_traceback(error)
+    while error is not None:
+        _clear_frames(error)
+        error = error.__context__
+    flush()
+    os._exit(status)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Deletes the local variables of the functions that raised an exception."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        try:
+            traceback.tb_frame.clear()
+        except RuntimeError:
+            # The function is still running.
+            pass
+        traceback = traceback.tb_next
 
 
 def describe(error: BaseException) -> str:

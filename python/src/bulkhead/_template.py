@@ -14,6 +14,7 @@ import os
 import stat
 import struct
 import sys
+import time
 from collections import deque
 
 from . import _files, _stdio
@@ -31,6 +32,8 @@ TEMPLATE_VARIABLE = "BULKHEAD_TEMPLATE"
 #: Variables that limit the threads of numerical libraries. Set to 1 by default, so that imports start no threads.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
+#: Maximum time in seconds until a thread that has been joined is gone. Python joins threads before they have exited.
+_EXITING_SECONDS_MAX = 1.0
 _ORDER_BYTES_MAX = 512
 _TEXT_BYTES_MAX = 512
 _DESCRIPTORS = 3
@@ -57,14 +60,19 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
     Returns only in workers, with the result of ``prepare``. The descriptor of the template's socket is then the
     worker's link.
     """
+    template = os.getpid()
     try:
         system = _System()
         rules = _sandbox(system)
         for variable in THREAD_VARIABLES:
             os.environ.setdefault(variable, "1")
         prepared = prepare()
+        if os.getpid() != template:
+            _stdio.exit_child(None)
         _check_threads()
     except BaseException as error:
+        if os.getpid() != template:
+            _stdio.exit_child(error)
         _stdio.print_traceback(error)
         text = str(error) if isinstance(error, _CannotFork) else f"initialisation failed: {_stdio.describe(error)}"
         end(socket, text)
@@ -234,8 +242,16 @@ def threads() -> list[str]:
     return names
 
 
+def remaining_threads() -> list[str]:
+    """Returns the names of all threads except the main thread, after waiting for threads that are exiting."""
+    give_up = time.monotonic() + _EXITING_SECONDS_MAX
+    while (names := threads()) and time.monotonic() < give_up:
+        time.sleep(0.001)
+    return names
+
+
 def _check_threads() -> None:
-    names = threads()
+    names = remaining_threads()
     if names:
         raise _CannotFork(
             f'`start.mode = "fork"` needs a process with a single thread, but `init` left {", ".join(names[:8])}: '
