@@ -7,6 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
+/// Number of a tenant's jobs that can always wait for a permit.
+const WAITERS_MIN: usize = 4;
+
 /// A set of permits whose size can be changed.
 #[derive(Debug)]
 pub(crate) struct Permits {
@@ -143,11 +146,13 @@ impl Permits {
         Permit { permit, state: self.state.clone(), usage: self.usage.clone() }
     }
 
-    /// Registers a waiting job. Returns `None` if enough jobs are waiting to replace all jobs that hold a permit.
+    /// Registers a waiting job. Returns `None` if enough jobs are waiting to use all permits for a while, even if some of
+    /// them are just being returned to the server.
     pub(crate) fn try_wait(&self) -> Option<Waiting> {
         let (limit, _) = self.numbers();
+        let max = 2 * limit + WAITERS_MIN;
         let waiting = Waiting(self.usage.clone());
-        (self.usage.waiters.fetch_add(1, Ordering::Relaxed) <= limit).then_some(waiting)
+        (self.usage.waiters.fetch_add(1, Ordering::Relaxed) < max).then_some(waiting)
     }
 
     /// Waits until a permit is returned or acquired.
@@ -221,10 +226,10 @@ mod tests {
     }
 
     #[test]
-    fn waiting_jobs_can_replace_all_running_jobs() {
+    fn number_of_waiting_jobs_is_limited() {
         let permits = Permits::new();
         permits.resize(2);
-        let waiting = [permits.try_wait(), permits.try_wait(), permits.try_wait()];
+        let waiting = [(); 8].map(|()| permits.try_wait());
         assert!(waiting.iter().all(Option::is_some) && permits.try_wait().is_none());
         drop(waiting);
         assert!(permits.try_wait().is_some());

@@ -15,7 +15,7 @@ const RERUN_DELAY_MIN: Duration = Duration::from_secs(1);
 /// Maximum time without pulls after a job has exceeded a rate limit that all tenants share.
 const RATE_LIMIT_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Maximum value of [`tenant_full_delay`].
-const TENANT_FULL_DELAY_MAX: Duration = Duration::from_secs(8);
+const TENANT_FULL_DELAY_MAX: Duration = Duration::from_secs(4);
 
 /// Result of an attempt to run a job.
 #[derive(Clone, Debug, PartialEq)]
