@@ -232,6 +232,7 @@ impl Upgrade {
         control.sockets.set_owner(true);
         control.handover.set_listening(true);
         control.unrelated.set_other_root(None);
+        control.crashes.take_over();
         control.handover.end_upgrade();
     }
 
