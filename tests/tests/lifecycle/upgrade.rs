@@ -16,7 +16,7 @@ use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{
     Hello, OutcomeMessage, Refused, Submit, client_capability, outcome_code, role,
 };
-use bulkhead_shared::codec;
+use bulkhead_shared::codec::{self, Message};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::worker_protocol::Empty;
@@ -32,6 +32,28 @@ const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_i
 
 fn start(bulkheads: &str) -> Manager {
     Manager::start(tempfile::tempdir().unwrap(), "", bulkheads, &[])
+}
+
+/// Starts a service with a `jobs_http` listener, and returns the listener's address. The token is `a-token-for-the-jobs`.
+fn start_with_jobs_http(bulkheads: &str) -> (Manager, Place) {
+    let folder = tempfile::tempdir().unwrap();
+    let token = folder.path().join("jobs");
+    std::fs::write(&token, "a-token-for-the-jobs").unwrap();
+    std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let manager = Manager::start(folder, JOBS_HTTP, &with_access(bulkheads), &[]);
+    let address = wait_for("the log has the address", || {
+        let log = manager.log();
+        let (_, rest) = log.split_once("jobs_http on ")?;
+        rest.split(char::is_whitespace).next()?.parse().ok()
+    });
+    (manager, Place::Tcp(address))
+}
+
+const JOBS_HTTP: &str = "jobs_http = \"127.0.0.1:0\"";
+
+fn with_access(bulkheads: &str) -> String {
+    let uid = nix::unistd::getuid();
+    format!("[[access]]\ntoken_file = \"jobs\"\n[[access]]\nuid = {uid}\n{bulkheads}")
 }
 
 fn upgrade(manager: &Manager, arguments: &[&str]) -> Output {
@@ -83,9 +105,7 @@ impl Raw {
             name: "raw",
             version: "0",
         };
-        let mut outbox = Outbox::default();
-        outbox.push(kind::HELLO, MAGIC, &hello, &[], Payload::NONE).unwrap();
-        outbox.flush(&raw.0, &mut BufferPool::default()).unwrap();
+        raw.send(kind::HELLO, MAGIC, &hello);
         assert_eq!(raw.frame().0.kind, kind::CLIENT_WELCOME);
         raw
     }
@@ -112,6 +132,13 @@ impl Raw {
 
     fn submit(&mut self, number: u64, operation: &str, payload: &[u8]) {
         self.0.write_all(&Self::submit_bytes(number, operation, payload)).unwrap();
+    }
+
+    /// Sends a frame that has no payload.
+    fn send<'a>(&mut self, kind: u8, number: u64, message: &impl Message<'a>) {
+        let mut outbox = Outbox::default();
+        outbox.push(kind, number, message, &[], Payload::NONE).unwrap();
+        outbox.flush(&self.0, &mut BufferPool::default()).unwrap();
     }
 
     fn frame(&mut self) -> (Header, Vec<u8>) {
@@ -332,8 +359,12 @@ const LINES_MAX: usize = 100;
 
 impl Upgrading {
     fn start(manager: &Manager) -> Self {
+        Self::start_with(manager, &[])
+    }
+
+    fn start_with(manager: &Manager, arguments: &[&str]) -> Self {
         let mut command = manager.command();
-        command.arg("upgrade").stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.arg("upgrade").args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());
         let (sender, lines) = sync_channel(LINES_MAX);

@@ -218,6 +218,12 @@ impl Handover {
         can_fail || self.is_upgrading.load(Ordering::SeqCst)
     }
 
+    /// Returns true if the predecessor resumes serving when this supervisor exits. If this supervisor was asked to stop,
+    /// both programs stop.
+    pub(super) fn is_on_probation(&self) -> bool {
+        self.has_predecessor.load(Ordering::SeqCst) && !self.is_main() && !self.is_stopping()
+    }
+
     pub(super) fn predecessor_ended(&self) {
         self.has_predecessor.store(false, Ordering::SeqCst);
     }
@@ -411,5 +417,23 @@ mod tests {
             assert_eq!(there.receive().await.unwrap().map(|message| message.kind), Some(kind::STOP));
         }
         assert!(there.receive().await.unwrap().is_none());
+    }
+
+    #[test]
+    fn new_program_is_on_probation_until_main_or_stopping() {
+        let successor = || {
+            let handover = handover();
+            assert!(!handover.is_on_probation());
+            handover.set_main(false);
+            handover.has_predecessor.store(true, Ordering::SeqCst);
+            assert!(handover.is_on_probation());
+            handover
+        };
+        let handover = successor();
+        handover.set_main(true);
+        assert!(!handover.is_on_probation());
+        let handover = successor();
+        handover.signalled();
+        assert!(!handover.is_on_probation());
     }
 }
