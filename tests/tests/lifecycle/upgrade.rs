@@ -213,6 +213,24 @@ fn jobs_in_the_old_program_count_towards_the_limit() {
 }
 
 #[test]
+fn job_survives_upgrade_while_its_payload_arrives() {
+    let manager = start(&format!("{ONE}{}", ONE.replace("bulkhead.b", "bulkhead.c")));
+    let old = manager.main();
+    let of_c = get(&manager, "/v1/bulkheads/c")["workers"][0]["pid"].as_u64().unwrap() as u32;
+    let mut raw = Raw::connect(&manager.socket());
+    let bytes = Raw::submit_bytes(1, "", &[7; 1 << 20]);
+    raw.0.write_all(&bytes[..1000]).unwrap();
+    let output = upgrade(&manager, &[]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
+    wait_for("the old program has stopped its idle workers", || (!is_alive(of_c)).then_some(()));
+    assert!(manager.supervisors().contains(&old), "the old program awaits a payload");
+    raw.0.write_all(&bytes[1000..]).unwrap();
+    assert_eq!(raw.outcome(), (1, (0, 0)));
+    drop(raw);
+    wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
+}
+
+#[test]
 fn drain_waits_for_jobs_in_the_old_program() {
     let two = ONE.replace("bulkhead.b", "bulkhead.c");
     let manager = start(&format!("{ONE}{two}tenants = {{ isolate = true }}\n"));
