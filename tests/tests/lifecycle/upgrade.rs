@@ -19,6 +19,7 @@ use bulkhead_shared::client_protocol::{
 use bulkhead_shared::codec::{self, Message};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
+use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_tests::http::Place;
 use bulkhead_tests::manager::Manager;
@@ -228,6 +229,24 @@ fn job_survives_upgrade_while_its_payload_arrives() {
     assert_eq!(raw.outcome(), (1, (0, 0)));
     drop(raw);
     wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
+}
+
+#[test]
+fn old_program_serves_http_while_it_waits_for_leases() {
+    let manager = start(ONE);
+    let mut raw = Raw::connect(&manager.socket());
+    raw.send(kind::LEASE, 1, &LeaseRequest { bulkhead: "b", tenant: "", bytes: 1 << 20 });
+    let (header, metadata) = raw.frame();
+    assert_eq!(header.kind, kind::LEASED);
+    let (lease, _) = codec::decode::<LeaseRef>(&metadata, &[]).unwrap();
+    raw.send(kind::LEASE_TAKEN, lease.lease, &Empty);
+    // The client does not return the lease when the old program recalls it.
+    let upgrading = Upgrading::start(&manager);
+    upgrading.until("ready");
+    let place = Place::Unix(manager.folder.path().join("admin.sock"));
+    let events = place.ask("GET", "/v1/events?follow=false", &[], b"").text();
+    assert!(events.contains("upgrade_started") && !events.contains("upgrade_switched"), "{events}");
+    upgrading.until("switched");
 }
 
 #[test]
