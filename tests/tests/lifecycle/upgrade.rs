@@ -21,7 +21,7 @@ use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest};
 use bulkhead_shared::worker_protocol::Empty;
-use bulkhead_tests::http::Place;
+use bulkhead_tests::http::{KeptAlive, Place};
 use bulkhead_tests::manager::Manager;
 use bulkhead_tests::{PATIENCE, Supervisor, is_alive, kill_pid, wait_for};
 use nix::sys::signal::Signal;
@@ -247,6 +247,27 @@ fn old_program_serves_http_while_it_waits_for_leases() {
     let events = place.ask("GET", "/v1/events?follow=false", &[], b"").text();
     assert!(events.contains("upgrade_started") && !events.contains("upgrade_switched"), "{events}");
     upgrading.until("switched");
+}
+
+#[test]
+fn new_configuration_applies_to_jobs_on_old_http_connections() {
+    let small = format!("{ONE}max_payload = \"64KiB\"\n");
+    let (manager, jobs_http) = start_with_jobs_http(&small);
+    let job = |connection: &mut KeptAlive, bulkhead: &str, payload: &[u8]| {
+        let path = format!("/v1/bulkheads/{bulkhead}/jobs");
+        let answer = connection.ask("POST", &path, &["Authorization: Bearer a-token-for-the-jobs"], payload);
+        let answer = answer.expect("the connection is open");
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        assert_eq!(answer.body, payload);
+    };
+    let mut connections = [(); 2].map(|()| jobs_http.keep_alive());
+    connections.iter_mut().for_each(|connection| job(connection, "b", b"x"));
+    let new = format!("{ONE}{}", ONE.replace("bulkhead.b", "bulkhead.c"));
+    manager.configure(JOBS_HTTP, &with_access(&new));
+    let upgrading = Upgrading::start(&manager);
+    upgrading.until("switched");
+    job(&mut connections[0], "c", b"x");
+    job(&mut connections[1], "b", &[7; 100 << 10]);
 }
 
 #[test]
