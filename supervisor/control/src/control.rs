@@ -315,6 +315,11 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             tokio::spawn(tasks.wrap_task("on request", panic_on_request("CONTROL")));
             tokio::spawn(tasks.wrap_task("watchdog", watchdog::watch(control.clone())));
             handle_notices(&control, notices, &counters).await;
+            if control.handover.is_on_probation() {
+                // The predecessor serves the listeners and socket files again once this process has exited.
+                control.handover.set_listening(false);
+                control.sockets.set_owner(false);
+            }
             control.report_stopped();
             control.events.wake_readers();
             control.shutdown.send_replace(true);

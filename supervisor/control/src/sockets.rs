@@ -137,9 +137,16 @@ impl BoundSocket {
     }
 
     /// Sets whether this supervisor serves the socket. The file is checked, recreated and removed only while this
-    /// supervisor serves the socket.
+    /// supervisor serves the socket. The new owner sets the file's mode, which the other supervisor's configuration
+    /// may not share.
     pub fn set_owner(&mut self, is_owner: bool) {
         self.is_owner = is_owner;
+        if !is_owner || self.is_inherited || !self.exists() {
+            return;
+        }
+        if let Err(error) = std::fs::set_permissions(&self.path, Permissions::from_mode(self.mode)) {
+            tracing::warn!("failed to set the mode of {}: {error}", self.path.display());
+        }
     }
 
     /// Returns true if this supervisor serves the socket.
@@ -537,6 +544,29 @@ mod tests {
                 BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap_err().to_string();
             assert!(error.contains("with a different path"), "{error}");
         }
+    }
+
+    #[test]
+    fn new_owner_sets_mode_of_socket_unless_inherited() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("jobs.sock");
+        let mode = || std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
+        let mut before = BoundSocket::bind(&path, 0o600, 0o700).unwrap();
+        let take_over = |is_inherited| {
+            let listener = before.listener.as_ref().unwrap().try_clone().unwrap();
+            let lock = before.lock_descriptor().unwrap();
+            BoundSocket::take_over(&path, (0o666, 0o700), (listener, is_inherited), lock)
+        };
+        let (mut after, mut inherited) = (take_over(false), take_over(true));
+        inherited.set_owner(true);
+        assert_eq!(mode(), 0o600);
+        before.set_owner(false);
+        after.set_owner(true);
+        assert_eq!(mode(), 0o666);
+        // The upgrade fails, and the previous owner serves the socket again.
+        after.set_owner(false);
+        before.set_owner(true);
+        assert_eq!(mode(), 0o600);
     }
 
     #[test]

@@ -16,11 +16,12 @@ use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{
     Hello, OutcomeMessage, Refused, Submit, client_capability, outcome_code, role,
 };
-use bulkhead_shared::codec;
+use bulkhead_shared::codec::{self, Message};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
+use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest};
 use bulkhead_shared::worker_protocol::Empty;
-use bulkhead_tests::http::Place;
+use bulkhead_tests::http::{KeptAlive, Place};
 use bulkhead_tests::manager::Manager;
 use bulkhead_tests::{PATIENCE, Supervisor, is_alive, kill_pid, wait_for};
 use nix::sys::signal::Signal;
@@ -32,6 +33,28 @@ const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_i
 
 fn start(bulkheads: &str) -> Manager {
     Manager::start(tempfile::tempdir().unwrap(), "", bulkheads, &[])
+}
+
+/// Starts a service with a `jobs_http` listener, and returns the listener's address. The token is `a-token-for-the-jobs`.
+fn start_with_jobs_http(bulkheads: &str) -> (Manager, Place) {
+    let folder = tempfile::tempdir().unwrap();
+    let token = folder.path().join("jobs");
+    std::fs::write(&token, "a-token-for-the-jobs").unwrap();
+    std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let manager = Manager::start(folder, JOBS_HTTP, &with_access(bulkheads), &[]);
+    let address = wait_for("the log has the address", || {
+        let log = manager.log();
+        let (_, rest) = log.split_once("jobs_http on ")?;
+        rest.split(char::is_whitespace).next()?.parse().ok()
+    });
+    (manager, Place::Tcp(address))
+}
+
+const JOBS_HTTP: &str = "jobs_http = \"127.0.0.1:0\"";
+
+fn with_access(bulkheads: &str) -> String {
+    let uid = nix::unistd::getuid();
+    format!("[[access]]\ntoken_file = \"jobs\"\n[[access]]\nuid = {uid}\n{bulkheads}")
 }
 
 fn upgrade(manager: &Manager, arguments: &[&str]) -> Output {
@@ -83,9 +106,7 @@ impl Raw {
             name: "raw",
             version: "0",
         };
-        let mut outbox = Outbox::default();
-        outbox.push(kind::HELLO, MAGIC, &hello, &[], Payload::NONE).unwrap();
-        outbox.flush(&raw.0, &mut BufferPool::default()).unwrap();
+        raw.send(kind::HELLO, MAGIC, &hello);
         assert_eq!(raw.frame().0.kind, kind::CLIENT_WELCOME);
         raw
     }
@@ -112,6 +133,13 @@ impl Raw {
 
     fn submit(&mut self, number: u64, operation: &str, payload: &[u8]) {
         self.0.write_all(&Self::submit_bytes(number, operation, payload)).unwrap();
+    }
+
+    /// Sends a frame that has no payload.
+    fn send<'a>(&mut self, kind: u8, number: u64, message: &impl Message<'a>) {
+        let mut outbox = Outbox::default();
+        outbox.push(kind, number, message, &[], Payload::NONE).unwrap();
+        outbox.flush(&self.0, &mut BufferPool::default()).unwrap();
     }
 
     fn frame(&mut self) -> (Header, Vec<u8>) {
@@ -183,6 +211,63 @@ fn jobs_in_the_old_program_count_towards_the_limit() {
     let finished: Value = serde_json::from_str(&finished).unwrap();
     assert_eq!(finished["pid"], new);
     assert!(finished["seq"].as_u64().unwrap() > 1 << 24, "{finished}");
+}
+
+#[test]
+fn job_survives_upgrade_while_its_payload_arrives() {
+    let manager = start(&format!("{ONE}{}", ONE.replace("bulkhead.b", "bulkhead.c")));
+    let old = manager.main();
+    let of_c = get(&manager, "/v1/bulkheads/c")["workers"][0]["pid"].as_u64().unwrap() as u32;
+    let mut raw = Raw::connect(&manager.socket());
+    let bytes = Raw::submit_bytes(1, "", &[7; 1 << 20]);
+    raw.0.write_all(&bytes[..1000]).unwrap();
+    let output = upgrade(&manager, &[]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
+    wait_for("the old program has stopped its idle workers", || (!is_alive(of_c)).then_some(()));
+    assert!(manager.supervisors().contains(&old), "the old program awaits a payload");
+    raw.0.write_all(&bytes[1000..]).unwrap();
+    assert_eq!(raw.outcome(), (1, (0, 0)));
+    drop(raw);
+    wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
+}
+
+#[test]
+fn old_program_serves_http_while_it_waits_for_leases() {
+    let manager = start(ONE);
+    let mut raw = Raw::connect(&manager.socket());
+    raw.send(kind::LEASE, 1, &LeaseRequest { bulkhead: "b", tenant: "", bytes: 1 << 20 });
+    let (header, metadata) = raw.frame();
+    assert_eq!(header.kind, kind::LEASED);
+    let (lease, _) = codec::decode::<LeaseRef>(&metadata, &[]).unwrap();
+    raw.send(kind::LEASE_TAKEN, lease.lease, &Empty);
+    // The client does not return the lease when the old program recalls it.
+    let upgrading = Upgrading::start(&manager);
+    upgrading.until("ready");
+    let place = Place::Unix(manager.folder.path().join("admin.sock"));
+    let events = place.ask("GET", "/v1/events?follow=false", &[], b"").text();
+    assert!(events.contains("upgrade_started") && !events.contains("upgrade_switched"), "{events}");
+    upgrading.until("switched");
+}
+
+#[test]
+fn new_configuration_applies_to_jobs_on_old_http_connections() {
+    let small = format!("{ONE}max_payload = \"64KiB\"\n");
+    let (manager, jobs_http) = start_with_jobs_http(&small);
+    let job = |connection: &mut KeptAlive, bulkhead: &str, payload: &[u8]| {
+        let path = format!("/v1/bulkheads/{bulkhead}/jobs");
+        let answer = connection.ask("POST", &path, &["Authorization: Bearer a-token-for-the-jobs"], payload);
+        let answer = answer.expect("the connection is open");
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        assert_eq!(answer.body, payload);
+    };
+    let mut connections = [(); 2].map(|()| jobs_http.keep_alive());
+    connections.iter_mut().for_each(|connection| job(connection, "b", b"x"));
+    let new = format!("{ONE}{}", ONE.replace("bulkhead.b", "bulkhead.c"));
+    manager.configure(JOBS_HTTP, &with_access(&new));
+    let upgrading = Upgrading::start(&manager);
+    upgrading.until("switched");
+    job(&mut connections[0], "c", b"x");
+    job(&mut connections[1], "b", &[7; 100 << 10]);
 }
 
 #[test]
@@ -332,8 +417,12 @@ const LINES_MAX: usize = 100;
 
 impl Upgrading {
     fn start(manager: &Manager) -> Self {
+        Self::start_with(manager, &[])
+    }
+
+    fn start_with(manager: &Manager, arguments: &[&str]) -> Self {
         let mut command = manager.command();
-        command.arg("upgrade").stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.arg("upgrade").args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());
         let (sender, lines) = sync_channel(LINES_MAX);

@@ -218,15 +218,27 @@ impl Handover {
         can_fail || self.is_upgrading.load(Ordering::SeqCst)
     }
 
+    /// Returns true if the predecessor resumes serving when this supervisor exits. If this supervisor was asked to stop,
+    /// both programs stop.
+    pub(super) fn is_on_probation(&self) -> bool {
+        self.has_predecessor.load(Ordering::SeqCst) && !self.is_main() && !self.is_stopping()
+    }
+
     pub(super) fn predecessor_ended(&self) {
         self.has_predecessor.store(false, Ordering::SeqCst);
     }
 
     // Stopping.
 
-    /// Sets the link used during an upgrade to notify the other supervisor when this one stops.
+    /// Sets the link used during an upgrade to notify the other supervisor when this one stops. Also notifies the other
+    /// supervisor of the stop signals that have already arrived.
     pub(super) fn set_other(&self, link: Option<Arc<Link>>) {
-        *self.other.lock().unwrap_or_else(PoisonError::into_inner) = link;
+        let mut other = self.other.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *other, link);
+        if let (None, Some(link)) = (before, &*other) {
+            let signals = self.stops.lock().unwrap_or_else(PoisonError::into_inner).signals;
+            (0..signals).for_each(|_| send_stop(link));
+        }
     }
 
     fn stop_requested(&self, record: impl FnOnce(&mut StopRequests)) -> bool {
@@ -239,11 +251,10 @@ impl Handover {
     /// Records a stop signal and, during an upgrade, notifies the other supervisor. Returns false if the signal must be
     /// ignored because it duplicates a STOP message.
     pub(super) fn signalled(&self) -> bool {
+        // Locked first, so that `set_other` does not send a second message about this signal.
+        let other = self.other.lock().unwrap_or_else(PoisonError::into_inner);
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
-        let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(Err(error)) = other.map(|link| link.send_now(kind::STOP)) {
-            tracing::warn!("upgrade: failed to tell the other supervisor to stop: {error}");
-        }
+        other.as_deref().into_iter().for_each(send_stop);
         has_effect
     }
 
@@ -261,6 +272,12 @@ impl Handover {
     /// Waits until this supervisor begins to stop.
     pub(super) async fn stopping(&self) {
         let _ = self.stopping.subscribe().wait_for(|is_stopping| *is_stopping).await;
+    }
+}
+
+fn send_stop(link: &Link) {
+    if let Err(error) = link.send_now(kind::STOP) {
+        tracing::warn!("upgrade: failed to tell the other supervisor to stop: {error}");
     }
 }
 
@@ -362,6 +379,16 @@ impl Link {
 mod tests {
     use super::*;
 
+    fn handover() -> Handover {
+        let options = HandoverOptions {
+            program: Err(String::new()),
+            predecessor: None,
+            soft_limits: Vec::new(),
+            end: Arc::default(),
+        };
+        Handover::new(options, None, Vec::new()).0
+    }
+
     #[tokio::test]
     async fn sending_fails_if_the_other_supervisor_does_not_read() {
         let (here, _there) = packets::pair(1024).unwrap();
@@ -374,5 +401,39 @@ mod tests {
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[tokio::test]
+    async fn early_stop_signal_is_passed_on_once() {
+        let (here, there) = packets::pair(1024).unwrap();
+        let (here, there) = (Arc::new(Link::new(here).unwrap()), Link::new(there).unwrap());
+        let handover = handover();
+        assert!(handover.signalled());
+        handover.set_other(Some(here.clone()));
+        assert!(handover.signalled());
+        handover.set_other(None);
+        drop(here);
+        for _ in 0..2 {
+            assert_eq!(there.receive().await.unwrap().map(|message| message.kind), Some(kind::STOP));
+        }
+        assert!(there.receive().await.unwrap().is_none());
+    }
+
+    #[test]
+    fn new_program_is_on_probation_until_main_or_stopping() {
+        let successor = || {
+            let handover = handover();
+            assert!(!handover.is_on_probation());
+            handover.set_main(false);
+            handover.has_predecessor.store(true, Ordering::SeqCst);
+            assert!(handover.is_on_probation());
+            handover
+        };
+        let handover = successor();
+        handover.set_main(true);
+        assert!(!handover.is_on_probation());
+        let handover = successor();
+        handover.signalled();
+        assert!(!handover.is_on_probation());
     }
 }

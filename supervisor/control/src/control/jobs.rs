@@ -21,7 +21,7 @@ use bulkhead_plane::access::{HttpClient, TokenGrant};
 use bulkhead_plane::counters::RejectedJob;
 use bulkhead_shared::client_protocol::{OutcomeMessage, decode_run_limit};
 use bulkhead_shared::codec::{self, Extensions, tag};
-use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
+use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_CEILING};
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{JobId, JobOptions, Outcome, Priority, RejectReason, Verdict};
 use tokio::io::AsyncReadExt;
@@ -157,7 +157,12 @@ impl Submitter {
             }
             _ => control.counters.own_spool.clone(),
         };
-        Upload::new(&control.config(), (control.counters.clone(), spool), name, headers, body)
+        let config = control.config();
+        let configured = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
+        // After the switch of an upgrade, the successor checks the size according to its own configuration.
+        let max_bytes =
+            if control.handover.is_listening() { configured } else { Some(PAYLOAD_BYTES_CEILING) };
+        Upload::new(&config, (control.counters.clone(), spool), max_bytes, headers, body)
     }
 
     /// Returns the session that belongs to the HTTP connection, or a permit to open a new session.

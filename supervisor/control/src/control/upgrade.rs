@@ -232,6 +232,7 @@ impl Upgrade {
         control.sockets.set_owner(true);
         control.handover.set_listening(true);
         control.unrelated.set_other_root(None);
+        control.crashes.take_over();
         control.handover.end_upgrade();
     }
 
@@ -298,9 +299,9 @@ impl Upgrade {
         successor.expect(control, kind::READY, limit, "ready").await?;
         self.report(UpgradeStep { pid: Some(successor.pid), ..UpgradeStep::new("ready") });
 
+        let state = self.switch(transfer).await?;
         // Until the successor accepts connections, clients wait in the backlog.
         handover.set_listening(false);
-        let state = self.switch(transfer).await?;
         // From here on, this process exits after the successor.
         handover.end.wait_for(successor.pidfd.get_ref().try_clone().ok());
         self.send_switch(successor, state).await.map_err(failed("switch"))?;

@@ -158,7 +158,7 @@ impl Store {
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
     }
 
-    /// Loads the reports that the previous supervisor wrote before it exited at the end of an upgrade.
+    /// Loads the reports that the other supervisor wrote before it exited at the end of an upgrade.
     fn take_over(&mut self) {
         if let Some(folder) = &mut self.folder {
             folder.is_shared = false;
@@ -167,16 +167,37 @@ impl Store {
         self.load();
     }
 
-    /// Loads the reports that earlier supervisors left in the folder.
+    /// Loads the reports that other supervisors left in the folder.
     fn load(&mut self) {
+        let loaded = self.load_new();
         let Some(folder) = &self.folder else { return };
-        let (mut ids, mut skipped) = match folder.list() {
-            Ok(found) => found,
-            Err(error) => {
-                let path = folder.path.display();
-                return tracing::error!("the crash reports in {path} cannot be listed: {error}");
+        let path = folder.path.display();
+        match loaded {
+            Ok(skipped) => {
+                if let Some(first) = skipped.first() {
+                    let count = skipped.len();
+                    tracing::warn!(
+                        "ignored {count} files in {path} that are not crash reports, such as {first:?}"
+                    );
+                }
             }
-        };
+            Err(error) => tracing::error!("the crash reports in {path} cannot be listed: {error}"),
+        }
+    }
+
+    /// During an upgrade, loads the reports that the previous supervisor has written in the meantime.
+    fn load_shared(&mut self) {
+        if self.folder.as_ref().is_some_and(|folder| folder.is_shared) {
+            // Errors and skipped files are not logged, because that would happen at each request.
+            let _ = self.load_new();
+        }
+    }
+
+    /// Loads the reports in the folder that are not in the store yet. Returns descriptions of the files that are not
+    /// crash reports.
+    fn load_new(&mut self) -> io::Result<Vec<String>> {
+        let Some(folder) = &self.folder else { return Ok(Vec::new()) };
+        let (mut ids, mut skipped) = folder.list()?;
         ids.sort_unstable();
         // Only the contents of a report show which group it belongs to.
         let limits = [Group::Start, Group::Late, Group::Crash].map(|group| group.limit(self.keep));
@@ -197,11 +218,8 @@ impl Store {
                 Err(error) => skipped.push(format!("{id}.json ({error})")),
             }
         }
-        if let Some(first) = skipped.first() {
-            let (count, path) = (skipped.len(), folder.path.display());
-            tracing::warn!("ignored {count} files in {path} that are not crash reports, such as {first:?}");
-        }
         self.drop_surplus();
+        Ok(skipped)
     }
 
     fn add(&mut self, mut report: Box<CrashReport>) {
@@ -315,11 +333,15 @@ impl Store {
     }
 
     /// Returns summaries of all reports, oldest first.
-    fn list(&self) -> Vec<Summary> {
+    fn list(&mut self) -> Vec<Summary> {
+        self.load_shared();
         self.reports.values().map(|stored| stored.summary.clone()).collect()
     }
 
     fn get(&mut self, id: CrashId) -> Result<Box<CrashReport>, ReadError> {
+        if !self.reports.contains_key(&id) {
+            self.load_shared();
+        }
         let stored = self.reports.get(&id).ok_or(ReadError::NotFound)?;
         match (&stored.in_memory, &self.folder) {
             (Some((report, _)), _) => Ok(report.clone()),
@@ -547,7 +569,7 @@ enum StoreRequest {
     SetNative(CrashId, NativeCrash),
     List(oneshot::Sender<Vec<Summary>>),
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
-    /// Loads the last reports of the previous supervisor, which has exited at the end of an upgrade.
+    /// Loads the last reports of the other supervisor, which has exited at the end of an upgrade.
     TakeOver,
 }
 
@@ -631,7 +653,7 @@ impl Crashes {
         self.request(|reply| StoreRequest::Get(id, reply)).await
     }
 
-    /// Loads the reports that the previous supervisor wrote before it exited at the end of an upgrade.
+    /// Loads the reports that the other supervisor wrote before it exited at the end of an upgrade.
     pub fn take_over(&self) {
         // If the thread is too busy, the supervisor loads the reports at its next start.
         let _ = self.0.try_send(StoreRequest::TakeOver);
@@ -654,7 +676,7 @@ mod tests {
         Box::new(report(1_772_878_530_123, number, b"payload"))
     }
 
-    fn numbers(store: &Store) -> Vec<String> {
+    fn numbers(store: &mut Store) -> Vec<String> {
         store.list().iter().map(|summary| summary.id.to_string()[19..].to_owned()).collect()
     }
 
@@ -671,7 +693,7 @@ mod tests {
         for number in 1..=5 {
             store.add(boxed(number));
         }
-        assert_eq!(numbers(&store), ["0003", "0004", "0005"]);
+        assert_eq!(numbers(&mut store), ["0003", "0004", "0005"]);
         assert_eq!(mode(&path), 0o700);
         let id = boxed(4).id;
         assert_eq!(mode(&path.join(format!("{id}.json"))), 0o600);
@@ -684,11 +706,11 @@ mod tests {
 
         let mut again = Store::open(Some(&path), 2).unwrap();
         again.load();
-        assert_eq!(numbers(&again), ["0004", "0005"]);
+        assert_eq!(numbers(&mut again), ["0004", "0005"]);
         assert_eq!(again.get(id).unwrap(), kept);
         std::fs::remove_file(path.join(format!("{id}.json"))).unwrap();
         assert_eq!(again.get(id), Err(ReadError::NotFound));
-        assert_eq!(numbers(&again), ["0005"]);
+        assert_eq!(numbers(&mut again), ["0005"]);
         assert_eq!(std::fs::read_dir(&path).unwrap().count(), 2, "one report and the lock file");
     }
 
@@ -706,7 +728,10 @@ mod tests {
         assert!(store.get(id).unwrap().native.is_some());
         std::fs::remove_dir(obstacle).unwrap();
         store.add(boxed(2));
-        assert_eq!((numbers(&store), path.join(format!("{id}.json")).exists()), (vec!["0002".into()], false));
+        assert_eq!(
+            (numbers(&mut store), path.join(format!("{id}.json")).exists()),
+            (vec!["0002".into()], false)
+        );
     }
 
     #[test]
@@ -721,6 +746,25 @@ mod tests {
         assert_eq!(mode(&path), 0o700);
         let error = Store::open(Some(&path), 5).unwrap_err().to_string();
         assert!(error.contains("another supervisor"), "{error}");
+    }
+
+    #[test]
+    fn new_program_shows_reports_that_the_old_program_writes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crashes");
+        let mut old = Store::open(Some(&path), 5).unwrap();
+        let lock = old.lock_descriptor().unwrap();
+        let mut new = Store::open_with(lock, Some(&path), 5).unwrap();
+        new.load();
+        old.add(boxed(1));
+        assert_eq!(new.get(boxed(1).id).unwrap(), old.get(boxed(1).id).unwrap());
+        new.add(boxed(2));
+        old.add(boxed(3));
+        assert_eq!(numbers(&mut new), ["0001", "0002", "0003"]);
+        // If the upgrade fails, the old program shows the new program's reports.
+        drop(new);
+        old.take_over();
+        assert_eq!(numbers(&mut old), ["0001", "0002", "0003"]);
     }
 
     fn start_failure(number: u32, count: u32) -> Box<CrashReport> {
@@ -738,20 +782,20 @@ mod tests {
             let mut store = Store::open(path, 3).unwrap();
             store.add(boxed(1));
             (2..=9).for_each(|number| store.add(start_failure(number, 1)));
-            assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
+            assert_eq!(numbers(&mut store), ["0001", "0007", "0008", "0009"]);
             // A report with a higher count replaces the stored report, including its file.
             store.add(start_failure(8, 2));
-            assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
+            assert_eq!(numbers(&mut store), ["0001", "0007", "0008", "0009"]);
             let again = store.get(boxed(8).id).unwrap();
             assert_eq!((again.count, store.list()[2].count), (2, 2));
             (10..=13).for_each(|number| store.add(boxed(number)));
-            assert_eq!(numbers(&store), ["0007", "0008", "0009", "0011", "0012", "0013"]);
+            assert_eq!(numbers(&mut store), ["0007", "0008", "0009", "0011", "0012", "0013"]);
             drop(store);
             let mut store = Store::open(path, 2).unwrap();
             store.load();
             // The store keeps two reports per group.
             let left: &[&str] = if is_in_memory { &[] } else { &["0008", "0009", "0012", "0013"] };
-            assert_eq!(numbers(&store), left);
+            assert_eq!(numbers(&mut store), left);
         }
     }
 
@@ -766,7 +810,7 @@ mod tests {
             store.add(report);
         }
         let kept: Vec<String> = (10..=29).map(|number| format!("{number:04}")).collect();
-        assert_eq!(numbers(&store), [vec!["0001".to_owned()], kept].concat());
+        assert_eq!(numbers(&mut store), [vec!["0001".to_owned()], kept].concat());
     }
 
     #[test]
@@ -793,7 +837,7 @@ mod tests {
         std::fs::write(path.join(format!("{}.json.new", boxed(1).id)), "half").unwrap();
         let mut store = Store::open(Some(&path), 10).unwrap();
         store.load();
-        assert_eq!(numbers(&store), ["0001"]);
+        assert_eq!(numbers(&mut store), ["0001"]);
         assert!(path.join("notes.txt").exists());
         assert!(!path.join(format!("{}.json.new", boxed(1).id)).exists());
     }
@@ -812,7 +856,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         std::fs::create_dir(&path).unwrap();
         store.add(boxed(3));
-        assert_eq!(numbers(&store), ["0001", "0002", "0003"]);
+        assert_eq!(numbers(&mut store), ["0001", "0002", "0003"]);
         assert!(path.join(format!("{}.json", boxed(3).id)).exists());
     }
 
@@ -847,7 +891,7 @@ mod tests {
             let report = store.get(boxed(1).id).unwrap();
             assert_eq!((report.native.as_ref(), report.jobs[0].payload.is_some()), (Some(&native), true));
             assert_eq!(
-                (numbers(&store), store.memory_bytes > 0),
+                (numbers(&mut store), store.memory_bytes > 0),
                 (vec!["0001".to_owned()], folder.is_none())
             );
         }
@@ -862,7 +906,7 @@ mod tests {
         }
         assert!(store.memory_bytes <= MEMORY_BYTES_MAX, "{}", store.memory_bytes);
         assert!(store.reports.len() > 500);
-        assert!(numbers(&store).contains(&"1999".to_owned()));
+        assert!(numbers(&mut store).contains(&"1999".to_owned()));
     }
 
     #[test]

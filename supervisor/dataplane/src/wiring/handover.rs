@@ -253,13 +253,13 @@ impl DataPlane {
         }
     }
 
-    /// Stops the workers of compartments that have no jobs. Stops the data plane once no jobs or connections are
+    /// Stops the workers of compartments that have no jobs and await no payload. Stops the data plane once no jobs or connections are
     /// left.
     fn end_idle_workers(&mut self) {
-        let mut has_jobs = false;
+        let (incoming, mut has_jobs) = (self.incoming_jobs(), false);
         for index in self.compartments.indices() {
             let Some(compartment) = self.compartments.get(index) else { continue };
-            if !compartment.policy.has_no_jobs() {
+            if !compartment.policy.has_no_jobs() || incoming.contains(&index) {
                 has_jobs = true;
             } else if compartment.policy.activity() != Activity::ScaledToZero {
                 self.apply(index, Event::ScaleToZero, Incoming::None);

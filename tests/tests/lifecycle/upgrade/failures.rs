@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use bulkhead_tests::{children, heavy, name};
+use bulkhead_tests::{children, heavy, name, not_run, programs};
 use nix::sys::ptrace;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
@@ -172,6 +172,36 @@ fn old_program_serves_after_death_of_its_successor() {
     assert_eq!((manager.main(), manager.restarts()), (old, 0));
     wait_for("all permits are free", || (get(&manager, "/v1/bulkheads/b")["limit"] == 4).then_some(()));
     upgraded(&manager);
+}
+
+/// The new program shuts down in order after a thread has failed. The listeners and socket files that both programs
+/// share must remain usable.
+#[test]
+fn old_program_serves_after_shutdown_of_its_successor() {
+    if !cfg!(debug_assertions) {
+        not_run!("a release build does not panic on request");
+        return;
+    }
+    for thread in ["CONTROL", "ONLOOKERS"] {
+        let (manager, jobs_http) = start_with_jobs_http(ONE);
+        let old = manager.main();
+        let [program, sign] = ["program", "panic"].map(|name| manager.folder.path().join(name));
+        let supervisor = programs().join("bulkhead-supervisor");
+        let (text, supervisor) = (sign.display(), supervisor.display());
+        let script = format!("#!/bin/sh\nexport BULKHEAD_PANIC_{thread}={text}\nexec {supervisor} \"$@\"\n");
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let upgrading = Upgrading::start_with(&manager, &["--program", program.to_str().unwrap()]);
+        upgrading.until_switched(&manager, old);
+        std::fs::write(&sign, "").unwrap();
+        let (code, message) = upgrading.end();
+        assert!(code == Some(1) && message.contains("has exited"), "{code:?}: {message}");
+        let client = Client::connect(manager.socket()).unwrap();
+        assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
+        assert_eq!(get(&manager, "/v1/bulkheads/b")["name"], "b");
+        assert_eq!(jobs_http.ask("GET", "/healthz", &[], b"").status, 200);
+        assert_eq!((manager.supervisors(), manager.main(), manager.restarts()), (vec![old], old, 0));
+    }
 }
 
 /// A thread that is stopped while the other threads of its process continue to run.

@@ -291,19 +291,8 @@ fn upgrades() -> usize {
 #[test]
 fn upgrades_under_load_never_lose_reject_or_repeat_a_job() {
     let _heavy = heavy();
-    let folder = tempfile::tempdir().unwrap();
-    let token = folder.path().join("jobs");
-    std::fs::write(&token, "a-token-for-the-jobs").unwrap();
-    std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
-    let uid = nix::unistd::getuid();
-    let bulkheads = format!("[[access]]\ntoken_file = \"jobs\"\n[[access]]\nuid = {uid}\n{THREE}");
-    let manager = Manager::start(folder, "jobs_http = \"127.0.0.1:0\"", &bulkheads, &[]);
-    let address = wait_for("the log has the address", || {
-        let log = manager.log();
-        let (_, rest) = log.split_once("jobs_http on ")?;
-        rest.split(char::is_whitespace).next()?.parse().ok()
-    });
-    let load = Load::start(&manager, &Place::Tcp(address));
+    let (manager, jobs_http) = start_with_jobs_http(THREE);
+    let load = Load::start(&manager, &jobs_http);
     for _ in 0..upgrades() {
         upgraded(&manager);
     }

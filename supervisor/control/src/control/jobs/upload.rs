@@ -25,7 +25,8 @@ const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 pub(super) struct Upload {
     body: BodyDataStream,
     pub(super) length: Length,
-    /// Maximum payload size that the bulkhead accepts (`max_payload`). `None` if the bulkhead does not exist.
+    /// Maximum payload size that the bulkhead accepts (`max_payload`), or the highest possible value if the successor
+    /// checks the size. `None` if the bulkhead does not exist.
     pub(super) max_bytes: Option<u64>,
     spool: Spool,
 }
@@ -50,7 +51,7 @@ impl Upload {
     pub(super) fn new(
         config: &Config,
         (counters, owner): (Arc<SharedCounters>, Arc<SpoolCounters>),
-        name: &str,
+        max_bytes: Option<u64>,
         headers: &HeaderMap,
         body: Body,
     ) -> Self {
@@ -60,7 +61,6 @@ impl Upload {
             _ if headers.contains_key(header::TRANSFER_ENCODING) => Length::Unknown,
             _ => Length::Known(0),
         };
-        let max_bytes = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
         let capacity = usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX);
         Self {
             body: body.into_data_stream(),
