@@ -320,7 +320,7 @@ fn unprivileged_supervisor_reports_shared_user() {
     assert!(checked.contains("sandbox.user: shared"), "{checked}");
     let doctor = run(&["doctor"]);
     let line = doctor.lines().find(|line| line.trim_start().starts_with("worker ids")).unwrap_or_default();
-    assert!(line.contains("no") && line.contains("share"), "{doctor}");
+    assert!(line.contains("no") && line.contains("the supervisor's own user"), "{doctor}");
 }
 
 /// The warning is in the log and in the output of `--check --start`.

@@ -173,7 +173,10 @@ fn check_and_doctor_report_available_user_ids() {
     let own = row(with, &[]);
     assert!(own.contains("yes") && own.contains(&first) && own.contains("/etc/subuid"), "{own}");
     let none = row(without, &[]);
-    assert!(none.contains("no ") && none.contains("share") && none.contains("no range"), "{none}");
+    assert!(
+        none.contains("no ") && none.contains("the supervisor's own user") && none.contains("no range"),
+        "{none}"
+    );
     let barred = row(with, &["--no-new-privs"]);
     assert!(barred.contains("newuidmap failed") && barred.contains("NoNewPrivileges"), "{barred}");
 

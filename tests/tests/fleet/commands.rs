@@ -217,7 +217,7 @@ fn dead_letter_replaces_only_that_of_an_earlier_job() {
 
 #[test]
 fn dead_letters_are_listed_and_dropped_whatever_their_number() {
-    const LETTERS: usize = 10_010;
+    const LETTERS: usize = 2_010;
     let _turn = heavy();
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let letters = (0..LETTERS - 1).map(|number| letter_message("a", &number.to_string()));

@@ -85,9 +85,8 @@ pub(super) async fn submit(
             count(tenant, job.options.priority, RejectReason::Overloaded);
             rejected(&name, deadline, RejectReason::Overloaded, sentence)
         }
-        // Usually, the client has disconnected.
+        // The request did not become a job, usually because the client has disconnected.
         Err(Failure::Broken) => {
-            count(tenant, job.options.priority, RejectReason::Invalid);
             let sentence = "the payload does not match the request headers".into();
             rejected(&name, deadline, RejectReason::Invalid, sentence)
         }
