@@ -253,12 +253,12 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }))
     }
 
-    fn spawn_handler(&self, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
-        let mut thread = std::thread::Builder::new().name("handler".into());
-        if let Some(bytes) = self.stack_bytes {
-            thread = thread.stack_size(bytes);
+    fn handler_thread(stack_bytes: Option<usize>) -> std::thread::Builder {
+        let thread = std::thread::Builder::new().name("handler".into());
+        match stack_bytes {
+            Some(bytes) => thread.stack_size(bytes),
+            None => thread,
         }
-        thread.spawn(run).map(drop)
     }
 
     /// Runs `init` on the first handler thread, then runs jobs until the supervisor stops the worker.
@@ -272,7 +272,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
         lock(&self.state).threads = 1;
         let pool = self.clone();
-        let first = self.spawn_handler(move || {
+        let first = Self::handler_thread(self.stack_bytes).spawn(move || {
             pool.start(init);
             pool.handle_jobs(Lifetime::Permanent);
         });
@@ -462,8 +462,13 @@ impl<S: Send + Sync + 'static> Pool<S> {
         if state.idle > 0 {
             self.wake_idle_thread(state);
         } else if state.threads < state.threads_max {
-            let pool = self.clone();
-            let spawned = self.spawn_handler(move || pool.handle_jobs(Lifetime::WhileNeeded));
+            let run = || {
+                let pool = self.clone();
+                move || pool.handle_jobs(Lifetime::WhileNeeded)
+            };
+            // The limit on the address space can be too low for large stacks.
+            let spawned = Self::handler_thread(self.stack_bytes).spawn(run());
+            let spawned = spawned.or_else(|_| Self::handler_thread(None).spawn(run()));
             // Without another thread, the existing threads run the jobs one after another. The supervisor still
             // enforces deadlines.
             state.threads += usize::from(spawned.is_ok());

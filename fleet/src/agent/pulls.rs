@@ -28,7 +28,7 @@ use super::permits::Permits;
 use super::runner::{self, Delivered};
 use super::{Served, Shared};
 use crate::decide::outcome::tenant_full_delay;
-use crate::decide::{self, RETURN_DELAY_MIN};
+use crate::decide::{self, RETURN_DELAY_MAX, RETURN_DELAY_MIN};
 use crate::names::{JOBS, consumer, parse_job_subject};
 use crate::random;
 use crate::server::connection::{Loss, connect_with_loss};
@@ -48,6 +48,9 @@ const FULL_PAUSE: Duration = Duration::from_millis(25);
 const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum time that a lane waits for a job of a tenant at its limit to start, if other jobs of the tenant are waiting.
 const TENANT_FULL_PAUSE: Duration = Duration::from_millis(5);
+/// Minimum interval between two deliveries of messages that a lane has returned because their tenants were at their
+/// limits. The server delivers these before messages that have not been delivered yet.
+const RETURN_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
 /// Status code that the server sends when a pull expires.
@@ -71,6 +74,8 @@ struct Lane {
 #[derive(Debug)]
 struct Waiting {
     count: AtomicUsize,
+    /// Number of messages of tenants at their limits that were returned and will be delivered again later.
+    returned: Arc<AtomicUsize>,
     /// Value of [`Permits::moves`](super::permits::Permits::moves) when a message was last given back, or `u64::MAX` if a
     /// message has received a permit since then.
     moves_at_return: AtomicU64,
@@ -78,7 +83,11 @@ struct Waiting {
 
 /// Pulls the jobs of one lane until the agent stops.
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, index: u8) {
-    let waiting = Arc::new(Waiting { count: AtomicUsize::new(0), moves_at_return: AtomicU64::new(u64::MAX) });
+    let waiting = Arc::new(Waiting {
+        count: AtomicUsize::new(0),
+        returned: Arc::default(),
+        moves_at_return: AtomicU64::new(u64::MAX),
+    });
     let (dispatch, received) = mpsc::channel(2 * BATCH_MAX);
     let dispatcher = dispatch_all(shared.clone(), served.clone(), waiting.clone(), received);
     let consumer = consumer(&served.name, index);
@@ -250,7 +259,7 @@ async fn dispatch_all(
         let of_tenant = served.permits_of(&delivered.names.1);
         if let Some(permits) = of_tenant.clone().filter(|permits| permits.free() == 0) {
             waiting.count.fetch_sub(1, Ordering::Relaxed);
-            wait_beside_lane(&shared, &served, permits, delivered, limit).await;
+            wait_beside_lane(&shared, &served, &waiting.returned, permits, delivered, limit).await;
             continue;
         }
         let permits = tokio::select! {
@@ -278,6 +287,7 @@ async fn dispatch_all(
 async fn wait_beside_lane(
     shared: &Arc<Shared>,
     served: &Arc<Served>,
+    returned: &Arc<AtomicUsize>,
     permits: Arc<Permits>,
     delivered: Delivered,
     limit: Instant,
@@ -288,7 +298,16 @@ async fn wait_beside_lane(
         waiting = permits.try_wait();
     }
     let Some(waiting) = waiting else {
-        let delay = tenant_full_delay(delivered.message.delivery, random::fraction());
+        let count = u32::try_from(returned.fetch_add(1, Ordering::Relaxed)).unwrap_or(u32::MAX);
+        let mut delay = tenant_full_delay(delivered.message.delivery, random::fraction());
+        if delivered.message.delivery > 1 {
+            delay = delay.max(RETURN_INTERVAL.saturating_mul(count)).min(RETURN_DELAY_MAX);
+        }
+        let returned = returned.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(delay).await;
+            returned.fetch_sub(1, Ordering::Relaxed);
+        });
         return runner::give_back(shared, served, delivered, delay).await;
     };
     let (shared, served) = (shared.clone(), served.clone());

@@ -156,19 +156,17 @@ fn limit_per_tenant(snapshot: &Snapshot) -> u64 {
 
 /// Returns the number of jobs that each isolated tenant with workers can run at once.
 fn tenant_limits(snapshot: &Snapshot) -> BTreeMap<&str, u64> {
-    let mut limits = BTreeMap::new();
-    for worker in snapshot.workers.iter().filter(|worker| !worker.spare && !worker.outdated) {
+    // A worker and its replacement have the same slot, and only one of them runs jobs.
+    let mut slots = BTreeMap::new();
+    for worker in snapshot.workers.iter().filter(|worker| !worker.spare) {
         // An older supervisor does not report `max_in_flight`.
         let max_in_flight = worker.max_in_flight.unwrap_or(snapshot.max_in_flight);
         if let Some(tenant) = &worker.tenant {
-            *limits.entry(tenant.as_str()).or_default() += u64::from(max_in_flight);
+            slots.insert((tenant.as_str(), worker.slot), u64::from(max_in_flight));
         }
     }
-    let sum: u64 = limits.values().sum();
-    if snapshot.adaptive.is_some() && snapshot.limit < sum {
-        // The snapshot contains only the sum of the tenants' adaptive limits.
-        limits.values_mut().for_each(|limit| *limit = *limit * snapshot.limit / sum);
-    }
+    let mut limits = BTreeMap::new();
+    slots.into_iter().for_each(|((tenant, _), permits)| *limits.entry(tenant).or_default() += permits);
     limits
 }
 
@@ -202,18 +200,21 @@ mod tests {
 
     #[test]
     fn tenant_limits_follow_the_workers() {
-        let worker = |tenant: Option<&str>, max_in_flight, spare| Worker {
+        let worker = |tenant: Option<&str>, slot, max_in_flight, spare| Worker {
             tenant: tenant.map(str::to_owned),
+            slot,
             max_in_flight,
             spare,
             ..Worker::default()
         };
         let workers = vec![
-            worker(Some("acme"), Some(3), false),
-            worker(Some("acme"), Some(3), false),
-            worker(Some("acme"), Some(3), true),
-            worker(Some("quiet"), None, false),
-            worker(None, Some(3), false),
+            worker(Some("acme"), 0, Some(3), false),
+            worker(Some("acme"), 1, Some(3), false),
+            // The replacement of the second worker.
+            worker(Some("acme"), 1, Some(3), false),
+            worker(Some("acme"), 2, Some(3), true),
+            worker(Some("quiet"), 0, None, false),
+            worker(None, 0, Some(3), false),
         ];
         let snapshot = Snapshot { workers, ..snapshot(BulkheadState::Ready, 10) };
         assert_eq!(tenant_limits(&snapshot), BTreeMap::from([("acme", 6), ("quiet", 4)]));

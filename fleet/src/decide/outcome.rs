@@ -224,14 +224,14 @@ fn with_history(claim: &Claim, ending: Ending) -> Ending {
     Ending { outcome: Outcome { attempts, ..ending.outcome }, payload: ending.payload }
 }
 
-/// Returns the delay after the given number of attempts. The delay starts at `first` and doubles with each further
-/// attempt, up to a limit.
 /// Returns the delay before a job whose tenant has no free permit is delivered again. The delay grows with the number of
 /// deliveries, because the server delivers returned messages before those that have not been delivered yet.
 pub fn tenant_full_delay(deliveries: u64, jitter: f64) -> Duration {
     backoff(RETURN_DELAY_MIN, deliveries, jitter).min(TENANT_FULL_DELAY_MAX)
 }
 
+/// Returns the delay after the given number of attempts. The delay starts at `first` and doubles with each further
+/// attempt, up to a limit.
 fn backoff(first: Duration, attempts: u64, jitter: f64) -> Duration {
     let doublings = attempts.saturating_sub(1).min(8) as u32;
     with_jitter((first * 2u32.pow(doublings)).min(RETURN_DELAY_MAX), jitter)

@@ -140,8 +140,8 @@ impl BoundSocket {
     /// supervisor serves the socket. The new owner sets the file's mode, which the other supervisor's configuration
     /// may not share.
     pub fn set_owner(&mut self, is_owner: bool) {
-        self.is_owner = is_owner;
-        if !is_owner || self.is_inherited || !self.exists() {
+        let was_owner = std::mem::replace(&mut self.is_owner, is_owner);
+        if was_owner || !is_owner || self.is_inherited || !self.exists() {
             return;
         }
         if let Err(error) = std::fs::set_permissions(&self.path, Permissions::from_mode(self.mode)) {
@@ -567,6 +567,10 @@ mod tests {
         after.set_owner(false);
         before.set_owner(true);
         assert_eq!(mode(), 0o600);
+        // An operator has changed the mode, and the next upgrade fails before the new program takes over.
+        std::fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
+        before.set_owner(true);
+        assert_eq!(mode(), 0o640);
     }
 
     #[test]

@@ -88,6 +88,10 @@ impl Programs {
         if self.unfinished.contains_key(&child) {
             return vec![child];
         }
+        // Such a process belongs to an earlier program.
+        if self.is_unkillable(child) {
+            return Vec::new();
+        }
         // A process that no longer exists needs no owner. The children of such a process are checked
         // separately.
         let Some(found) = identity_of(child) else { return Vec::new() };
