@@ -36,7 +36,7 @@ const STEP: Duration = Duration::from_micros(1);
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
-/// Stand-in for the supervisor's record of a job. Both have the size of a pointer.
+/// Stand-in for the supervisor's record of a job. Both are pointer-sized.
 type Record = u64;
 
 /// Takes all requested measurements.

@@ -33,8 +33,8 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
         return Ok(exit::OK);
     }
     let mut progress = Progress { last, successor: None, is_upgraded: false };
-    // A single response contains both the stored events after the last one and the new events, so that none are lost. It
-    // contains the events of all bulkheads, because `upgrade_switched` belongs to no bulkhead.
+    // A single response contains both the stored events after the last one and the new events, so that none are lost.
+    // It contains the events of all bulkheads, because `upgrade_switched` belongs to no bulkhead.
     let connect =
         async |last: u64| request(args, Method::GET, &format!("/v1/events?follow=true&since={last}")).await;
     let mut response = connect(last).await?;

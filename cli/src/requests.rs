@@ -192,8 +192,8 @@ pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failur
     Ok(body.map_err(|error| read_failure(&error))?.to_bytes().to_vec())
 }
 
-/// Returns the text of a JSON object that confirms a change. A response without such an object comes from a program other
-/// than a supervisor, such as a proxy.
+/// Returns the text of a JSON object that confirms a change. A response without such an object comes from a program
+/// other than a supervisor, such as a proxy.
 pub(crate) async fn read_confirmation(response: Response<Incoming>) -> Result<String, Failure> {
     let body = read(response).await?;
     document::<Map<String, Value>>(&body)?;

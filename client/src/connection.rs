@@ -748,7 +748,8 @@ impl Drop for Driver {
 /// Reads and writes frames, and ends unanswered jobs, until the connection closes. Returns the reason for the closure.
 async fn serve(requests: Arc<Requests>) -> String {
     tokio::select! {
-        // If the runtime was blocked for a while, outcomes that have arrived are read before jobs without outcomes are ended.
+        // If the runtime was blocked for a while, outcomes that have arrived are read before jobs without outcomes are
+        // ended.
         biased;
         message = read(&requests) => message,
         message = write(&requests) => message,

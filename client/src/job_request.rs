@@ -187,7 +187,8 @@ impl JobRequest {
         Ok(())
     }
 
-    /// Returns the time after which the client stops waiting for the outcome. Returns `None` if the job has no deadline.
+    /// Returns the time after which the client stops waiting for the outcome. Returns `None` if the job has no
+    /// deadline.
     pub(crate) fn outcome_due(&self) -> Option<Instant> {
         self.deadline.and_then(|deadline| deadline.at.checked_add(OUTCOME_MARGIN))
     }

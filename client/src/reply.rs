@@ -10,8 +10,8 @@ use bulkhead_shared::{CrashReason, Executed, Outcome, Verdict};
 use crate::mapped::MappedResult;
 use crate::success::SuccessRecord;
 
-/// Maximum time after a job's deadline to wait for the outcome. The supervisor usually reports a missed deadline at once.
-/// The margin leaves time for a supervisor that is only slow, and for results that arrive late.
+/// Maximum time after a job's deadline to wait for the outcome. The supervisor usually reports a missed deadline at
+/// once. The margin leaves time for a supervisor that is only slow, and for results that arrive late.
 pub(crate) const OUTCOME_MARGIN: Duration = Duration::from_secs(10);
 
 /// A progress report from a job.
@@ -129,7 +129,7 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// Returns the error for a job without an outcome long after the deadline.
+    /// Returns the error for a job that still has no outcome long after its deadline.
     pub(crate) fn unanswered() -> Self {
         let message = format!(
             "no outcome within {} s after the deadline: the supervisor does not respond; the job may have run: \

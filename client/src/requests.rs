@@ -408,8 +408,8 @@ impl Requests {
 
     // Outcomes, and closing the connection.
 
-    /// Ends jobs whose outcomes have not arrived within [`OUTCOME_MARGIN`](crate::reply::OUTCOME_MARGIN) after
-    /// their deadlines. Never returns. Does nothing for a supervisor in the same process, because different runtimes can
+    /// Ends jobs whose outcomes have not arrived within [`OUTCOME_MARGIN`](crate::reply::OUTCOME_MARGIN) after their
+    /// deadlines. Never returns. Does nothing for a supervisor in the same process, because different runtimes can
     /// drive such a connection, but only one runtime can drive a timer.
     pub(crate) async fn end_unanswered(&self) -> ! {
         if matches!(self.transport, Transport::InProcess(_)) {

@@ -189,8 +189,8 @@ impl Served {
         self.tenant_permits.lock().unwrap_or_else(PoisonError::into_inner).of(tenant)
     }
 
-    /// Waits for the permits for a job. Requests the tenant's permit first, so that the jobs of a tenant at its limit do not
-    /// keep other tenants' jobs waiting.
+    /// Waits for the permits for a job. Requests the tenant's permit first, so that the jobs of a tenant at its limit
+    /// do not keep other tenants' jobs waiting.
     async fn acquire(&self, of_tenant: Option<&Permits>) -> JobPermits {
         let tenant = match of_tenant {
             Some(set) => Some(set.acquire().await),

@@ -372,8 +372,8 @@ impl TestFleet {
         assert!(lines.map_while(Result::ok).any(|line| line == "PONG"));
     }
 
-    /// Sends a hand-written request to the first server and returns the response. Headers begin with the version line, or
-    /// are empty.
+    /// Sends a hand-written request to the first server and returns the response. Headers begin with the version line,
+    /// or are empty.
     pub fn request(&self, subject: &[u8], headers: &[u8], payload: &[u8]) -> String {
         let (kind, sizes) = match headers.len() {
             0 => ("PUB", payload.len().to_string()),

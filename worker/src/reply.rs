@@ -72,7 +72,7 @@ pub enum Reply {
     Exited {
         /// Exit status.
         status: i32,
-        /// Error of a failed job, or `None` if the job succeeded.
+        /// The error, if the job failed, or `None` if the job succeeded.
         error: Option<HandlerError>,
         /// Result of a successful job, or the error payload of a failed job. The client gets at most the
         /// first 64 KiB of an error payload.

@@ -254,8 +254,8 @@ enum EventLog {
 fn new_events(last: Option<&Value>, mut events: Vec<Value>) -> EventLog {
     let Some(last) = last else { return EventLog::Same(events) };
     match events.first() {
-        // A supervisor always keeps its newest event, so an empty list comes from a supervisor of an earlier version that
-        // was restarted.
+        // A supervisor always keeps its newest event, so an empty list comes from a supervisor of an earlier version
+        // that was restarted.
         None => EventLog::Restarted,
         Some(first) if first == last => {
             events.remove(0);

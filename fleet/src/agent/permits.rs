@@ -146,8 +146,8 @@ impl Permits {
         Permit { permit, state: self.state.clone(), usage: self.usage.clone() }
     }
 
-    /// Registers a waiting job. Returns `None` if enough jobs are waiting to use all permits for a while, even if some of
-    /// them are just being returned to the server.
+    /// Registers a waiting job. Returns `None` if enough jobs are waiting to use all permits for a while, even if some
+    /// of them are just being returned to the server.
     pub(crate) fn try_wait(&self) -> Option<Waiting> {
         let (limit, _) = self.numbers();
         let max = 2 * limit + WAITERS_MIN;

@@ -1,8 +1,8 @@
-//! Pulls the messages of one lane. A lane is the JetStream consumer for some of a bulkhead's tenants, and a permit allows
-//! one job to run. The agent starts [`run`] for each lane, and [`runner`] processes the jobs that get a permit.
+//! Pulls the messages of one lane. A lane is the JetStream consumer for some of a bulkhead's tenants, and a permit
+//! allows one job to run. The agent starts [`run`] for each lane, and [`runner`] processes the jobs that get a permit.
 //!
-//! Each pull requests one message more than the lane's share of the free permits. A message that gets no permit within a
-//! second is returned to the server, because another host might run the job sooner. Pulls expire after five seconds,
+//! Each pull requests one message more than the lane's share of the free permits. A message that gets no permit within
+//! a second is returned to the server, because another host might run the job sooner. Pulls expire after five seconds,
 //! because pulls that never expire can stall after a leader change. A pull is abandoned if its heartbeats fail to
 //! arrive.
 //!
@@ -76,8 +76,8 @@ struct Waiting {
     count: AtomicUsize,
     /// Number of messages of tenants at their limits that were returned and will be delivered again later.
     returned: Arc<AtomicUsize>,
-    /// Value of [`Permits::moves`](super::permits::Permits::moves) when a message was last given back, or `u64::MAX` if a
-    /// message has received a permit since then.
+    /// Value of [`Permits::moves`](super::permits::Permits::moves) when a message was last given back, or `u64::MAX` if
+    /// a message has received a permit since then.
     moves_at_return: AtomicU64,
 }
 
@@ -110,7 +110,8 @@ impl Lane {
                 }
             };
             self.pull_from(client, loss).await;
-            // A lost connection is caused by an unreadable message, unless the agent's other connection was lost as well.
+            // A lost connection is caused by an unreadable message, unless the agent's other connection was lost as
+            // well.
             let client = &self.shared.client;
             if client.connection_state() == State::Connected && self.connects() == connects {
                 search_start = unreadable::delete(client, &self.served.name, search_start).await;
@@ -282,8 +283,8 @@ async fn dispatch_all(
     }
 }
 
-/// Makes a job wait for one of its tenant's permits, while the lane continues with other tenants' jobs. If enough of the
-/// tenant's jobs are waiting, returns the job after a short time, so that the lane is not busy with returning jobs.
+/// Makes a job wait for one of its tenant's permits, while the lane continues with other tenants' jobs. If enough of
+/// the tenant's jobs are waiting, returns the job after a short time, so that the lane is not busy with returning jobs.
 async fn wait_beside_lane(
     shared: &Arc<Shared>,
     served: &Arc<Served>,

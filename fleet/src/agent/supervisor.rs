@@ -125,8 +125,8 @@ fn apply(shared: &Shared, snapshots: &[Snapshot]) {
     }
 }
 
-/// Returns true if the tenants of a bulkhead have separate workers. A supervisor that does not report this is recognised by
-/// workers that name a tenant, or by a ready bulkhead without permits.
+/// Returns true if the tenants of a bulkhead have separate workers. A supervisor that does not report this is
+/// recognised by workers that name a tenant, or by a ready bulkhead without permits.
 fn has_isolated_tenants(snapshot: &Snapshot) -> bool {
     snapshot.isolated
         || snapshot.workers.iter().any(|worker| worker.tenant.is_some())

@@ -190,8 +190,8 @@ impl Handling {
         (own, Step::Do(Action::Read, Duration::ZERO))
     }
 
-    /// Starts handling a message whose job the agent cannot run. If no other agent holds the job, the job is returned and
-    /// delivered again after `delay`.
+    /// Starts handling a message whose job the agent cannot run. If no other agent holds the job, the job is returned
+    /// and delivered again after `delay`.
     ///
     /// On every delivery except the first, the ledger must show the return before the message is redelivered. Without
     /// that record, the early redelivery would look like the loss of another agent whose claim was not visible yet.

@@ -131,8 +131,8 @@ fn not_begun(
     reported: Outcome,
     jitter: f64,
 ) -> Consequence {
-    // Each rejection at most doubles the delay, because other deliveries, such as those to agents without a free permit,
-    // also increase the number of deliveries.
+    // Each rejection at most doubles the delay, because other deliveries, such as those to agents without a free
+    // permit, also increase the number of deliveries.
     let is_rejected = |last: &Outcome| matches!(last.verdict, Verdict::Rejected { .. });
     let last_delay =
         claim.previous.as_ref().filter(|last| is_rejected(last)).and_then(|last| last.retry_after);
@@ -162,7 +162,8 @@ fn delay_and_pause(growing: Duration, rules: &Rules, reported: &Outcome, jitter:
     // A growing delay prevents a tenant with many waiting jobs from occupying the agents with attempts.
     let growing = asked.max(growing);
     let not_ready = match rules.is_isolated {
-        // Another host might be ready. This agent keeps the tenant's permit, so that it does not take the tenant's other jobs.
+        // Another host might be ready. This agent keeps the tenant's permit, so that it does not take the tenant's
+        // other jobs.
         true => (with_jitter(RETURN_DELAY_MIN, jitter), Pause::Permit(asked)),
         false => (asked, Pause::Pulls(asked)),
     };
@@ -224,8 +225,8 @@ fn with_history(claim: &Claim, ending: Ending) -> Ending {
     Ending { outcome: Outcome { attempts, ..ending.outcome }, payload: ending.payload }
 }
 
-/// Returns the delay before a job whose tenant has no free permit is delivered again. The delay grows with the number of
-/// deliveries, because the server delivers returned messages before those that have not been delivered yet.
+/// Returns the delay before a job whose tenant has no free permit is delivered again. The delay grows with the number
+/// of deliveries, because the server delivers returned messages before those that have not been delivered yet.
 pub fn tenant_full_delay(deliveries: u64, jitter: f64) -> Duration {
     backoff(RETURN_DELAY_MIN, deliveries, jitter).min(TENANT_FULL_DELAY_MAX)
 }

@@ -21,7 +21,7 @@ pub(crate) async fn run(settings: &Settings, is_json: bool) -> Result<u8, Failur
     }
     if differs {
         output::to_stderr(
-            "bulkhead-fleet: objects that differ were not changed: correct the configuration, or change the objects with the nats command",
+            "bulkhead-fleet: streams and consumers that differ from the configuration were not changed; correct the configuration, or change them with the nats command",
         );
     } else if settings.streams.replicas == 1 && !is_json {
         output::to_stderr(

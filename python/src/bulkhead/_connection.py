@@ -69,7 +69,7 @@ def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
 
 
 def unanswered_error() -> Disconnected:
-    """Returns the error for a job without an outcome long after its deadline."""
+    """Returns the error for a job that still has no outcome long after its deadline."""
     return Disconnected(
         f"no outcome within {OUTCOME_MARGIN_SECONDS:g} s after the deadline: the supervisor does not respond; "
         "the job may have run: send the job again only if it can safely run twice",

@@ -61,7 +61,7 @@ fn frames_of_all_sizes_arrive_in_order() {
 }
 
 #[test]
-fn kept_frames_arrive_with_next_receive() {
+fn buffered_frames_are_returned_by_the_next_receive() {
     let (here, there) = UnixStream::pair().unwrap();
     let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
     let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));

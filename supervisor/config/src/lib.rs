@@ -83,8 +83,8 @@ pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
     check(sources, problems, &ProcessEnv::of_process())
 }
 
-/// Reads and validates a configuration file for an embedded supervisor. Unlike [`load`], this function rejects keys that
-/// configure sockets, because an embedded supervisor has none.
+/// Reads and validates a configuration file for an embedded supervisor. Unlike [`load`], this function rejects keys
+/// that configure sockets, because an embedded supervisor has none.
 ///
 /// # Errors
 ///

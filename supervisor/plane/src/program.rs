@@ -71,9 +71,9 @@ impl Program {
                 (host, arguments.map(str::to_owned).to_vec(), text(path))
             }
             config::Program::Exec { argv, path } => {
-                // In an `exec` bulkhead, the host applies the resource limits to each program that it starts. The limit on
-                // core dumps applies to the host, too. A confined host gets three quarters of the supervisor's limit on open
-                // files, so it needs the programs' limit if that is higher.
+                // In an `exec` bulkhead, the host applies the resource limits to each program that it starts. The limit
+                // on core dumps applies to the host, too. A confined host gets three quarters of the supervisor's limit
+                // on open files, so it needs the programs' limit if that is higher.
                 let max = hard_limit();
                 let is_for_host = |limit: &Rlimit| {
                     limit.resource == Resource::Core.number()
@@ -162,7 +162,7 @@ impl Program {
         self.is_forked
     }
 
-    /// Returns an order that tells the keeper to start a template.
+    /// Returns the spawn order for a template, which the keeper carries out.
     pub fn template_order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         let mut order = self.order(worker, id);
         order.environment.push(TEMPLATE);

@@ -28,7 +28,7 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // The limit is longer than any wait in a scenario, and short enough for the test to report the failure.
+    // Longer than any wait in a scenario, but shorter than the time limit of the test that reports the failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -413,8 +413,8 @@ fn loses_starting_keepers() {
     supervisor.shutdown().unwrap();
 }
 
-/// Removes the keeper's program and kills the keeper. Checks that the supervisor then fails, both with the data plane on
-/// a separate thread and with the data plane on this thread.
+/// Removes the keeper's program and kills the keeper. Checks that the supervisor then fails, both with the data plane
+/// on a separate thread and with the data plane on this thread.
 async fn loses_all_keepers() {
     let program = std::env::current_dir().unwrap().join("keeper");
     std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &program).unwrap();
@@ -1050,8 +1050,8 @@ async fn local_ends() {
     drop(start_local(""));
 }
 
-/// Checks that the data plane does not raise SIGXFSZ on this thread. A worker's journal and the file for the stacks of a
-/// hung worker are larger than the file size limit.
+/// Checks that the data plane does not raise SIGXFSZ on this thread. A worker's journal and the file for the stacks of
+/// a hung worker are larger than the file size limit.
 async fn local_limits_files() {
     let (_, hard) = getrlimit(Resource::RLIMIT_FSIZE).unwrap();
     setrlimit(Resource::RLIMIT_FSIZE, 64 * 1024, hard).unwrap();
@@ -1123,8 +1123,8 @@ fn forks() {
     assert_gone(&line);
 }
 
-/// Checks that a supervisor shuts down while a forked child holds copies of all descriptors. Another supervisor can then
-/// use the same folder for crash reports.
+/// Checks that a supervisor shuts down while a forked child holds copies of all descriptors. Another supervisor can
+/// then use the same folder for crash reports.
 fn leaves_a_fork() {
     let (supervisor, client) = start_with_crash_dir();
     let line = line(&client);

@@ -587,8 +587,8 @@ fn event_stream_continues_stored_events_without_gaps() {
     let before = kept();
     assert_eq!(get(&supervisor, "/v1/events?follow=0").header("content-type"), "application/x-ndjson");
     let last = before.last().unwrap()["seq"].as_u64().unwrap();
-    // Ways to choose the first event: the `since` parameter, the `Last-Event-ID` header of a reconnecting browser, which
-    // repeats the `since` of its first request, and the beginning of the log.
+    // Ways to choose the first event: the `since` parameter, the `Last-Event-ID` header of a reconnecting browser,
+    // which repeats the `since` of its first request, and the beginning of the log.
     let middle = format!("Last-Event-ID: {}", last - 1);
     let paths = [
         (format!("/v1/events?since={last}"), "Accept: */*", last),

@@ -146,7 +146,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     place.ask("x", "leave-a-file");
     let crashed = place.client().job("x", "").operation("crash").send().unwrap_err();
     settled();
-    // A crash caused by a signal starts a symbolizer under a separate keeper.
+    // After a crash caused by a signal, a symbolizer runs under a separate keeper.
     if let Some(report) = crashed.outcome().and_then(|outcome| outcome.report.clone()) {
         wait_for("the symbolizer has exited", || {
             let report = place.supervisor.crash_report(&report);

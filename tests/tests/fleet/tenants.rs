@@ -123,7 +123,7 @@ fn permit_reserved_for_critical_jobs_does_not_stop_others() {
         }
         let begun = || std::fs::read_to_string(&begun).unwrap_or_default().lines().count();
         wait_for("three jobs have begun", || (begun() == 3).then_some(()));
-        // Many rejections make the supervisor ask for long pauses.
+        // After many rejections, the supervisor asks the client to wait longer before it retries.
         let local = connect(&fleet.hosts[0].supervisor).await;
         while !matches!(&local.job("b", "").send().await, Err(error) if asks_for_pause(error)) {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -191,8 +191,8 @@ fn isolated_tenant_at_its_limit_does_not_delay_others() {
     });
 }
 
-/// While a tenant's jobs keep ending, another tenant's jobs do not wait for the whole backlog. The tenant's own jobs use all
-/// of its permits.
+/// While a tenant's jobs keep ending, another tenant's jobs do not wait for the whole backlog. The tenant's own jobs
+/// use all of its permits.
 #[test]
 fn backlog_of_an_isolated_tenant_neither_delays_others_nor_starves() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };

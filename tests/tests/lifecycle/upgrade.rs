@@ -35,7 +35,8 @@ fn start(bulkheads: &str) -> Manager {
     Manager::start(tempfile::tempdir().unwrap(), "", bulkheads, &[])
 }
 
-/// Starts a service with a `jobs_http` listener, and returns the listener's address. The token is `a-token-for-the-jobs`.
+/// Starts a service with a `jobs_http` listener, and returns the listener's address. The token is
+/// `a-token-for-the-jobs`.
 fn start_with_jobs_http(bulkheads: &str) -> (Manager, Place) {
     let folder = tempfile::tempdir().unwrap();
     let token = folder.path().join("jobs");

@@ -124,7 +124,7 @@ fn repeated_start_failures_share_one_crash_report() {
     assert_eq!(all.iter().find(is_of("good")).expect("the older report is kept")["count"], 1, "{all:#?}");
     let row = all.iter().find(is_of("broken")).unwrap();
     assert_eq!((&row["stage"], &row["exit_code"]), (&"starting".into(), &3.into()), "{row}");
-    // The events of later failures refer to the crash report of the first one.
+    // Events for later failures name the crash report for the first failure.
     let exits = supervisor.events("worker_exited").into_iter().filter(|event| event["bulkhead"] == "broken");
     let reports: BTreeMap<String, usize> =
         bulkhead_tests::tally(exits.map(|event| event["report"].as_str().unwrap_or("none").to_owned()));

@@ -547,7 +547,7 @@ fn worker_death_kills_process_trees_of_programs() {
 
 /// The test covers success, failure and death by a signal.
 #[test]
-fn many_programs_leave_no_process_or_descriptor() {
+fn finished_programs_leave_no_processes_or_descriptors() {
     let _turn = heavy();
     let script = "(setsid sleep 1000 &); \
                   case $BULKHEAD_OPERATION in kill) kill -KILL $$;; fail) exit 3;; esac; echo fine";

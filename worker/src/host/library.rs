@@ -83,7 +83,8 @@ pub(super) fn run(path: &str, entry: &str) -> ExitCode {
     Server::new().init(move |_| load(&path, &entry)).handler(call).stack_bytes(stack_bytes()).serve()
 }
 
-/// Returns the stack size of handler threads, which is the limit on stacks (`rlimits.stack`). C libraries expect this size.
+/// Returns the stack size of handler threads, which is the limit on stacks (`rlimits.stack`). C libraries expect this
+/// size.
 fn stack_bytes() -> usize {
     let limit = getrlimit(Resource::Stack).current.and_then(|bytes| usize::try_from(bytes).ok());
     limit.map_or(STACK_BYTES, |bytes| bytes.clamp(STACK_BYTES_MIN, STACK_BYTES_MAX))

@@ -56,8 +56,8 @@ pub(super) struct Orphans {
 
 #[derive(Default)]
 struct Programs {
-    /// Children of the host that SIGKILL has not ended, for example because they have gained another user's ID. The host
-    /// does not wait for them again.
+    /// Children of the host that SIGKILL has not ended, for example because they have gained another user's ID. The
+    /// host does not wait for them again.
     unkillable: Vec<ProcessIdentity>,
     /// Programs whose jobs have not ended, by PID, which is also the session ID. The value is true once the program's
     /// orphans have been recorded.

@@ -87,7 +87,7 @@ impl Checker<'_> {
         {
             self.problems.report(
                 slow_rate.span.clone(),
-                "`breaker.slow_rate` needs `breaker.slow_call`, which defines slow jobs",
+                "`breaker.slow_rate` needs `breaker.slow_call`, which sets when a job counts as slow",
                 "add `slow_call = \"1s\"`, or remove `slow_rate`",
             );
         }

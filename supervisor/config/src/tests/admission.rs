@@ -335,7 +335,7 @@ fn slow_rate_requires_slow_call() {
     folder.reject_one(
         &bulkhead("breaker = { slow_rate = 0.5 }"),
         (3, 25),
-        "`breaker.slow_rate` needs `breaker.slow_call`, which defines slow jobs",
+        "`breaker.slow_rate` needs `breaker.slow_call`, which sets when a job counts as slow",
         "add `slow_call = \"1s\"`, or remove `slow_rate`",
     );
     let text =

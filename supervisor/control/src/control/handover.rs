@@ -71,8 +71,8 @@ pub struct Predecessor {
 /// During an upgrade, delays the exit of the service's main process until the other supervisor has exited.
 #[derive(Debug, Default)]
 pub struct ProcessEnd {
-    /// Descriptor that becomes readable when the other supervisor has exited. `None` if this process need not exit
-    /// last.
+    /// Descriptor that becomes readable when the other supervisor has exited. `None` if this process
+    /// can exit first.
     awaited: Mutex<Option<OwnedFd>>,
     has_failed: AtomicBool,
 }
@@ -218,8 +218,8 @@ impl Handover {
         can_fail || self.is_upgrading.load(Ordering::SeqCst)
     }
 
-    /// Returns true if the predecessor resumes serving when this supervisor exits. If this supervisor was asked to stop,
-    /// both programs stop.
+    /// Returns true if the predecessor resumes serving when this supervisor exits. If this supervisor was asked to
+    /// stop, both programs stop.
     pub(super) fn is_on_probation(&self) -> bool {
         self.has_predecessor.load(Ordering::SeqCst) && !self.is_main() && !self.is_stopping()
     }

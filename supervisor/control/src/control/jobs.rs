@@ -138,8 +138,8 @@ impl Submitter {
         Self { client, slot: admission.session }
     }
 
-    /// Returns the deadline of a job, or `None` if it is unknown. A client without access to the bulkhead must not learn
-    /// whether the bulkhead exists.
+    /// Returns the deadline of a job, or `None` if it is unknown. A client without access to the bulkhead must not
+    /// learn whether the bulkhead exists.
     fn deadline_of(&self, config: &Config, name: &str, options: &JobOptions<&str>) -> Option<Duration> {
         let bulkhead = config.bulkheads.iter().find(|bulkhead| bulkhead.name == name);
         let is_permitted = self.client.allows((name, bulkhead.is_some()), options.tenant);

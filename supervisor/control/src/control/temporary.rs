@@ -20,7 +20,8 @@ use bulkhead_plane::command::Command;
 /// Minimum pause between two measurements of the temporary folders.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Minimum pause after a measurement of the temporary folders, as a multiple of the measurement's duration.
+/// Minimum pause between two measurements of the size of the temporary folders, as a multiple of the first one's
+/// duration.
 const PAUSE_FACTOR: u32 = 10;
 
 /// Maximum number of entries to visit when measuring one temporary folder.

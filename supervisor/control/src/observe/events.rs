@@ -175,8 +175,8 @@ impl Events {
         self.lock().seq
     }
 
-    /// Continues the numbering of events after `number`, which follows the last number that the previous supervisor used.
-    /// Also changes the numbers of the stored events, which no client can have read before the upgrade.
+    /// Continues the numbering of events after `number`, which follows the last number that the previous supervisor
+    /// used. Also changes the numbers of the stored events, which no client can have read before the upgrade.
     pub fn continue_after(&self, number: u64) {
         self.lock().add_to_numbers(number);
     }

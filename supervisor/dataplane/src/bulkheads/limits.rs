@@ -401,9 +401,9 @@ fn check_adaptive(limits: &Limits, most: u64) -> Result<(), SteerError> {
     }
 }
 
-/// Returns an error if a bulkhead with isolated tenants could have too many workers, including spares. Only `max_active`
-/// tenants have workers at the same time, so the maximum is reached by the tenants with the most processes. `own`
-/// contains the numbers of processes that were set for individual tenants.
+/// Returns an error if a bulkhead with isolated tenants could have too many workers, including spares. Only
+/// `max_active` tenants have workers at the same time, so the maximum is reached by the tenants with the most
+/// processes. `own` contains the numbers of processes that were set for individual tenants.
 fn check_workers(
     limits: &Limits,
     own: impl Iterator<Item = u32>,

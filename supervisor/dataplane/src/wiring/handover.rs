@@ -253,8 +253,8 @@ impl DataPlane {
         }
     }
 
-    /// Stops the workers of compartments that have no jobs and await no payload. Stops the data plane once no jobs or connections are
-    /// left.
+    /// Stops the workers of compartments that have no jobs and await no payload. Stops the data plane once no jobs or
+    /// connections are left.
     fn end_idle_workers(&mut self) {
         let (incoming, mut has_jobs) = (self.incoming_jobs(), false);
         for index in self.compartments.indices() {

@@ -46,7 +46,7 @@ pub(crate) struct Model {
     activity: Activity,
     idle_since: Option<Time>,
     now: Time,
-    /// All jobs without an outcome, and jobs that have an outcome but are still in a worker.
+    /// All jobs without an outcome, and jobs that have an outcome but that a worker still holds.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
     /// Suspect jobs, each waiting to run alone in an idle worker.

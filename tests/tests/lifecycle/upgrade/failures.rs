@@ -278,8 +278,8 @@ fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     assert_eq!(upgrading.end().0, Some(1));
 }
 
-/// The old program waits for the dead program's workers to exit before it serves clients again. A connection that becomes
-/// idle in the meantime must not be passed on.
+/// The old program waits for the dead program's workers to exit before it serves clients again. A connection that
+/// becomes idle in the meantime must not be passed on.
 #[test]
 fn idle_connection_survives_death_of_the_successor() {
     let manager = start(ONE);
