@@ -289,6 +289,49 @@ def test_signal_handler_can_report_progress(tmp_path: Path) -> None:
         assert heard[-1] == "during a report"
 
 
+def test_exception_of_a_signal_handler_leaves_no_lock_held(tmp_path: Path) -> None:
+    """The signal arrives after each call in turn, because signal handlers run there."""
+    code = """
+        import signal
+        import bulkhead._serve
+        bulkhead._serve.PROGRESS_SECONDS = 0
+
+        def fail(number, frame):
+            raise TimeoutError("soft limit")
+
+        signal.signal(signal.SIGALRM, fail)
+
+        @bulkhead.handler
+        def report(payload, ctx):
+            moment = 0
+            while True:
+                left = [moment]
+
+                def interrupt(frame, event, argument):
+                    if event == "c_return":
+                        left[0] -= 1
+                        if left[0] < 0:
+                            sys.setprofile(None)
+                            signal.raise_signal(signal.SIGALRM)
+
+                sys.setprofile(interrupt)
+                try:
+                    ctx.progress(0.5, "interrupted")
+                    sys.setprofile(None)
+                    break
+                except TimeoutError:
+                    moment += 1
+            ctx.progress(0.9, "last")
+            return str(moment)
+    """
+    with serving(tmp_path, code) as (_, client):
+        heard: list[str] = []
+        job = client.submit("one", deadline=LONG)
+        job.on_progress(lambda _, text: heard.append(text))
+        assert int(job.result(LONG).payload) > 5
+        assert heard[-1] == "last"
+
+
 # Unsuitable programs.
 
 
