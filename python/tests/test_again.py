@@ -959,6 +959,55 @@ def test_deadline_ends_a_call_behind_a_job_without_a_deadline(
         assert isinstance(patient.exception(LONG), bulkhead.Disconnected)
 
 
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_traffic_of_other_jobs_does_not_prolong_an_unanswered_job(
+    fake: FakeSupervisor, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_outcome_margin(monkeypatch)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        patient, number = peer.job()[0], peer.job()[0]
+        report = _wire.frame(_wire.PROGRESS, patient, _wire.progressed(0.5, "at work"))
+        peer.link.setblocking(False)
+        while True:
+            peer.link.sendall(report)
+            time.sleep(0.02)
+            with contextlib.suppress(BlockingIOError):
+                assert peer.cancellation() == number
+                break
+        peer.end(patient, OK)
+
+    with fake.running(script) as path, Client(path) as client:
+        patient = client.submit("plain")
+        with pytest.raises(JobError) as caught:
+            call_with(client, way, "plain", 0.1)
+        assert_unanswered(caught.value)
+        assert patient.result(LONG).payload == b""
+
+
+def test_periodic_signals_do_not_prolong_an_unanswered_job(
+    fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_outcome_margin(monkeypatch)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        number = peer.job()[0]
+        assert peer.cancellation() == number
+
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    with fake.running(script) as path, Client(path) as client:
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        try:
+            with pytest.raises(JobError) as caught:
+                client.call("plain", deadline=0.1)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert_unanswered(caught.value)
+
+
 def kinds_until_end(peer: Peer) -> list[int]:
     """Reads until the client shuts down the connection. Returns the kinds of the complete frames."""
     kinds = []

@@ -160,6 +160,8 @@ class Connection:
         # Makes the thread that reads check regularly for jobs without an outcome.
         timeout = struct.pack("ll", int(OUTCOME_CHECK_SECONDS), int(OUTCOME_CHECK_SECONDS % 1 * 1e6))
         self._socket.setsockopt(_socket.SOL_SOCKET, _socket.SO_RCVTIMEO, timeout)
+        self._readable = select.poll()
+        self._readable.register(self._socket, select.POLLIN)
         #: Time of the last check.
         self._checked_at = 0.0
         self._send_again = send_again
@@ -612,6 +614,11 @@ class Connection:
         frames = reader.frames
         try:
             if not frames:
+                # After each signal, `recv` waits for the whole timeout again, unlike `poll`.
+                is_main = self._reading_thread == threading.main_thread().ident
+                if is_main and not self._readable.poll(OUTCOME_CHECK_SECONDS * 1000):
+                    self._end_unanswered()
+                    return
                 try:
                     reader.read()
                 except BlockingIOError as error:
@@ -622,6 +629,9 @@ class Connection:
             while frames:
                 self._handle_frame(*frames[0])
                 frames.popleft()
+            # If frames of other jobs arrive all the time, `read` never times out.
+            if time.monotonic() - self._checked_at >= OUTCOME_CHECK_SECONDS and not self._readable.poll(0):
+                self._end_unanswered()
         except EOFError:
             self.lose("the supervisor closed the connection")
         except (_wire.Malformed, _wire.Unreadable) as error:
@@ -659,7 +669,7 @@ class Connection:
     def _end_unanswered(self) -> None:
         """Ends and cancels the jobs whose outcomes have not arrived long after their deadlines.
 
-        Called once per check interval while nothing arrives. Later outcomes of these jobs are ignored.
+        Called once per check interval, when no data is waiting to be read. Later outcomes of these jobs are ignored.
         """
         now = time.monotonic()
         checked_at, self._checked_at = self._checked_at, now
