@@ -216,11 +216,12 @@ def test_worker_waits_for_background_threads_before_it_exits(mode: str, tmp_path
 # Children of handlers.
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise ValueError", "return"])
-def test_child_of_a_handler_writes_its_buffered_files(end: str, tmp_path: Path) -> None:
+def test_child_of_a_handler_writes_its_buffered_files(end: str, kind: str, tmp_path: Path) -> None:
     code = f"""
         @bulkhead.handler
-        def fork(payload, ctx):
+        {kind} fork(payload, ctx):
             child = os.fork()
             if child == 0:
                 file = open(payload, "w")
@@ -239,6 +240,8 @@ def test_child_of_a_handler_writes_its_buffered_files(end: str, tmp_path: Path) 
         assert client.call("one", bytes(path)).payload == (b"0" if end == "sys.exit(0)" else b"1")
         assert path.read_text() == "by the child"
         wait_for("the line is logged", lambda: "output of the child" in own.log())
+        if end == "raise ValueError":
+            wait_for("the traceback is logged", lambda: "ValueError" in own.log())
 
 
 # Progress reports.

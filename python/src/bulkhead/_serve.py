@@ -529,12 +529,13 @@ class Server:
 
     def _end_async(self, job: Context, task: Any) -> None:
         try:
-            self._end_if_child(None)
             try:
                 result, ended = task.result()
             except BaseException as error:
+                self._end_if_child(error)
                 self._send_failure(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
             else:
+                self._end_if_child(ended)
                 if ended is None:
                     self._send_result(job, result)
                 else:
