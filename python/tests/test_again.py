@@ -732,6 +732,35 @@ def test_paused_future_does_not_delay_another_future(fake: FakeSupervisor, monke
         assert not large.done()
 
 
+def test_resending_futures_takes_linear_time(fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[Client] = []
+    wait_seconds = Client._wait_seconds
+
+    def search(client: Client) -> float | None:
+        searches.append(client)
+        return wait_seconds(client)
+
+    # This method visits all waiting jobs.
+    monkeypatch.setattr(Client, "_wait_seconds", search)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        for _ in range(100):
+            peer.job()
+        peer.close()
+        peer = fake.welcome()
+        for _ in range(100):
+            peer.end(peer.job()[0], OK)
+        peer.wait_for_end()
+
+    with fake.running(script) as path:
+        with Client(path) as client:
+            futures = [client.submit("plain", idempotent=True) for _ in range(100)]
+            for future in futures:
+                future.result(LONG)
+        assert len(searches) == 1
+
+
 # Waiting for a connection with asyncio.
 
 
