@@ -958,6 +958,31 @@ def test_deadline_ends_jobs_that_cannot_be_sent(
     assert [error.executed for error in errors] == ["no", "no"]
 
 
+def test_deadline_ends_a_job_that_a_callback_cannot_send(fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_outcome_margin(monkeypatch)
+    is_prepared, has_ended = threading.Event(), threading.Event()
+    submitted: list[concurrent.futures.Future[bulkhead.Reply]] = []
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        number = peer.job()[0]
+        assert is_prepared.wait(LONG)
+        peer.end(number, OK)
+        assert has_ended.wait(LONG)
+        assert not any(kind == _wire.SUBMIT for kind in kinds_until_end(peer))
+
+    with fake.running(script) as path, Client(path) as client:
+        first = client.submit("plain")
+        # The thread that reads the connection calls this.
+        first.add_done_callback(lambda _: submitted.append(client.submit("plain", LARGE, deadline=0.1)))
+        is_prepared.set()
+        wait_for("the callback has returned", lambda: submitted)
+        error = submitted[0].exception(LONG)
+        has_ended.set()
+    assert isinstance(error, bulkhead.Disconnected)
+    assert error.executed == "no"
+
+
 def test_deadline_ends_a_call_behind_a_job_without_a_deadline(
     fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

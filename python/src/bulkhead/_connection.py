@@ -325,11 +325,9 @@ class Connection:
         frame, so no other frame can be sent instead.
         """
         before = time.monotonic() - OUTCOME_MARGIN_SECONDS
-        with self._lock:
-            is_stuck = any(call.is_sending and call.is_due(before) for call in self._calls.values()) or any(
-                future.is_sending() and future.is_due(before) for future in self._futures.values()
-            )
-        if is_stuck:
+        # Does not acquire the lock, because a signal handler in its owner's thread may be waiting to send.
+        is_stuck = any(call.is_sending and call.is_due(before) for call in list(self._calls.values()))
+        if is_stuck or any(job.is_sending() and job.is_due(before) for job in list(self._futures.values())):
             raise ConnectionResetError(errno.ECONNRESET, "it does not read")
 
     def _push_or_break(self, *buffers: _wire.Buffer) -> bool:
