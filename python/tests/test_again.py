@@ -732,6 +732,35 @@ def test_paused_future_does_not_delay_another_future(fake: FakeSupervisor, monke
         assert not large.done()
 
 
+def test_resending_futures_takes_linear_time(fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[Client] = []
+    wait_seconds = Client._wait_seconds
+
+    def search(client: Client) -> float | None:
+        searches.append(client)
+        return wait_seconds(client)
+
+    # This method visits all waiting jobs.
+    monkeypatch.setattr(Client, "_wait_seconds", search)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        for _ in range(100):
+            peer.job()
+        peer.close()
+        peer = fake.welcome()
+        for _ in range(100):
+            peer.end(peer.job()[0], OK)
+        peer.wait_for_end()
+
+    with fake.running(script) as path:
+        with Client(path) as client:
+            futures = [client.submit("plain", idempotent=True) for _ in range(100)]
+            for future in futures:
+                future.result(LONG)
+        assert len(searches) == 1
+
+
 # Waiting for a connection with asyncio.
 
 
@@ -811,11 +840,11 @@ def shorten_outcome_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_connection, "OUTCOME_CHECK_SECONDS", 0.1)
 
 
-def call_with(client: Client, way: str, name: str, deadline: float) -> bulkhead.Reply:
+def call_with(client: Client, way: str, name: str, deadline: float, payload: bytes = b"") -> bulkhead.Reply:
     """Runs an idempotent job."""
     if way == "call":
-        return client.call(name, idempotent=True, deadline=deadline)
-    return client.submit(name, idempotent=True, deadline=deadline).result(LONG)
+        return client.call(name, payload, idempotent=True, deadline=deadline)
+    return client.submit(name, payload, idempotent=True, deadline=deadline).result(LONG)
 
 
 def assert_unanswered(error: JobError) -> None:
@@ -895,6 +924,151 @@ def test_deadline_ends_only_its_job_if_the_supervisor_is_stopped(
             finally:
                 file.touch()
             assert unlimited.result(LONG).payload == b"waited"
+
+
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_deadline_ends_jobs_that_cannot_be_sent(
+    fake: FakeSupervisor, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job fills the socket, because the supervisor does not read. The second job waits behind the first."""
+    shorten_outcome_margin(monkeypatch)
+    has_ended = threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+        assert has_ended.wait(LONG)
+        # The connection is broken, so the jobs are not sent later.
+        assert not any(kind == _wire.SUBMIT for kind in kinds_until_end(peer))
+
+    def run(client: Client, payload: bytes) -> JobError:
+        with pytest.raises(JobError) as caught:
+            call_with(client, way, "plain", 0.1, payload)
+        return caught.value
+
+    with fake.running(script) as path, Client(path) as client, concurrent.futures.ThreadPoolExecutor() as threads:
+        client.call("plain")
+        connection = client._connection
+        assert connection is not None
+        first = threads.submit(run, client, LARGE)
+        wait_for("the socket is full", lambda: connection._outgoing)
+        second = threads.submit(run, client, b"small")
+        errors = [first.result(LONG), second.result(LONG)]
+        has_ended.set()
+    assert [error.executed for error in errors] == ["no", "no"]
+
+
+def test_deadline_ends_a_job_that_a_callback_cannot_send(fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_outcome_margin(monkeypatch)
+    is_prepared, has_ended = threading.Event(), threading.Event()
+    submitted: list[concurrent.futures.Future[bulkhead.Reply]] = []
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        number = peer.job()[0]
+        assert is_prepared.wait(LONG)
+        peer.end(number, OK)
+        assert has_ended.wait(LONG)
+        assert not any(kind == _wire.SUBMIT for kind in kinds_until_end(peer))
+
+    with fake.running(script) as path, Client(path) as client:
+        first = client.submit("plain")
+        # The thread that reads the connection calls this.
+        first.add_done_callback(lambda _: submitted.append(client.submit("plain", LARGE, deadline=0.1)))
+        is_prepared.set()
+        wait_for("the callback has returned", lambda: submitted)
+        error = submitted[0].exception(LONG)
+        has_ended.set()
+    assert isinstance(error, bulkhead.Disconnected)
+    assert error.executed == "no"
+
+
+def test_deadline_ends_a_call_behind_a_job_without_a_deadline(
+    fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_outcome_margin(monkeypatch)
+    has_ended = threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        assert peer.job()[1] == b"patient"
+        assert has_ended.wait(LONG)
+        assert not any(kind == _wire.SUBMIT for kind in kinds_until_end(peer))
+        peer.close()
+        peer = fake.welcome()
+        assert end_all_jobs(peer) == [LARGE]
+
+    with fake.running(script) as path, Client(path) as client, concurrent.futures.ThreadPoolExecutor() as threads:
+        # The thread for futures reads the connection.
+        patient = client.submit("plain", b"patient")
+        connection = client._connection
+        assert connection is not None
+        large = threads.submit(client.call, "plain", LARGE)
+        wait_for("the socket is full", lambda: connection._outgoing)
+        with pytest.raises(bulkhead.Disconnected) as caught:
+            client.call("plain", b"small", deadline=0.1)
+        assert caught.value.executed == "no"
+        has_ended.set()
+        large.result(LONG)
+        assert isinstance(patient.exception(LONG), bulkhead.Disconnected)
+
+
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_traffic_of_other_jobs_does_not_prolong_an_unanswered_job(
+    fake: FakeSupervisor, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_outcome_margin(monkeypatch)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        patient, number = peer.job()[0], peer.job()[0]
+        report = _wire.frame(_wire.PROGRESS, patient, _wire.progressed(0.5, "at work"))
+        peer.link.setblocking(False)
+        while True:
+            peer.link.sendall(report)
+            time.sleep(0.02)
+            with contextlib.suppress(BlockingIOError):
+                assert peer.cancellation() == number
+                break
+        peer.end(patient, OK)
+
+    with fake.running(script) as path, Client(path) as client:
+        patient = client.submit("plain")
+        with pytest.raises(JobError) as caught:
+            call_with(client, way, "plain", 0.1)
+        assert_unanswered(caught.value)
+        assert patient.result(LONG).payload == b""
+
+
+def test_periodic_signals_do_not_prolong_an_unanswered_job(
+    fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_outcome_margin(monkeypatch)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        number = peer.job()[0]
+        assert peer.cancellation() == number
+
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    with fake.running(script) as path, Client(path) as client:
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        try:
+            with pytest.raises(JobError) as caught:
+                client.call("plain", deadline=0.1)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert_unanswered(caught.value)
+
+
+def kinds_until_end(peer: Peer) -> list[int]:
+    """Reads until the client shuts down the connection. Returns the kinds of the complete frames."""
+    kinds = []
+    with contextlib.suppress(ConnectionError, EOFError):
+        while True:
+            kinds.append(peer._next()[0])
+    return kinds
 
 
 def end_one_job(fake: FakeSupervisor) -> None:

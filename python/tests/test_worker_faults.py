@@ -216,11 +216,12 @@ def test_worker_waits_for_background_threads_before_it_exits(mode: str, tmp_path
 # Children of handlers.
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise ValueError", "return"])
-def test_child_of_a_handler_writes_its_buffered_files(end: str, tmp_path: Path) -> None:
+def test_child_of_a_handler_writes_its_buffered_files(end: str, kind: str, tmp_path: Path) -> None:
     code = f"""
         @bulkhead.handler
-        def fork(payload, ctx):
+        {kind} fork(payload, ctx):
             child = os.fork()
             if child == 0:
                 file = open(payload, "w")
@@ -239,6 +240,8 @@ def test_child_of_a_handler_writes_its_buffered_files(end: str, tmp_path: Path) 
         assert client.call("one", bytes(path)).payload == (b"0" if end == "sys.exit(0)" else b"1")
         assert path.read_text() == "by the child"
         wait_for("the line is logged", lambda: "output of the child" in own.log())
+        if end == "raise ValueError":
+            wait_for("the traceback is logged", lambda: "ValueError" in own.log())
 
 
 # Progress reports.
@@ -287,6 +290,49 @@ def test_signal_handler_can_report_progress(tmp_path: Path) -> None:
         reporting.on_progress(lambda _, text: heard.append(text))
         assert reporting.result(LONG).payload == b"reported"
         assert heard[-1] == "during a report"
+
+
+def test_exception_of_a_signal_handler_leaves_no_lock_held(tmp_path: Path) -> None:
+    """The signal arrives after each call in turn, because signal handlers run there."""
+    code = """
+        import signal
+        import bulkhead._serve
+        bulkhead._serve.PROGRESS_SECONDS = 0
+
+        def fail(number, frame):
+            raise TimeoutError("soft limit")
+
+        signal.signal(signal.SIGALRM, fail)
+
+        @bulkhead.handler
+        def report(payload, ctx):
+            moment = 0
+            while True:
+                left = [moment]
+
+                def interrupt(frame, event, argument):
+                    if event == "c_return":
+                        left[0] -= 1
+                        if left[0] < 0:
+                            sys.setprofile(None)
+                            signal.raise_signal(signal.SIGALRM)
+
+                sys.setprofile(interrupt)
+                try:
+                    ctx.progress(0.5, "interrupted")
+                    sys.setprofile(None)
+                    break
+                except TimeoutError:
+                    moment += 1
+            ctx.progress(0.9, "last")
+            return str(moment)
+    """
+    with serving(tmp_path, code) as (_, client):
+        heard: list[str] = []
+        job = client.submit("one", deadline=LONG)
+        job.on_progress(lambda _, text: heard.append(text))
+        assert int(job.result(LONG).payload) > 5
+        assert heard[-1] == "last"
 
 
 # Unsuitable programs.

@@ -26,6 +26,7 @@ from .errors import Disconnected, JobError, Outcome, Rejected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from ._future import JobFuture
@@ -302,10 +303,17 @@ class Client(BaseClient):
             self._wait_for_connection([future], error, connection.lost_at)
         return future
 
-    def _connected(self, options: tuple[Any, ...], left: float | None, *, is_repeated: bool = False) -> Connection:
+    def _connected(
+        self,
+        options: tuple[Any, ...],
+        left: float | Callable[[], float | None] | None,
+        *,
+        is_repeated: bool = False,
+    ) -> Connection:
         """Returns a connection that is not known to be lost and accepts further jobs.
 
-        ``left`` and ``is_repeated`` limit the time to make a new connection (see ``handshake_seconds``).
+        ``left`` and ``is_repeated`` limit the time to make a new connection (see ``handshake_seconds``). A function
+        ``left`` is called only if a new connection is needed.
         """
         connection = self._connection
         if connection is None or connection.is_over:
@@ -317,7 +325,7 @@ class Client(BaseClient):
                     if connection is not None and connection not in self._leaving:
                         self._leaving = [other for other in (*self._leaving, connection) if other.lost is None]
                     send_again = partial(_send_lost_again, weakref.ref(self), self.path)
-                    seconds = handshake_seconds(left, is_repeated=is_repeated)
+                    seconds = handshake_seconds(left() if callable(left) else left, is_repeated=is_repeated)
                     forks = self._forks
                     connection = Connection(self.path, send_again, seconds)
                     # If a signal handler has forked, this connection belongs to the parent.
@@ -403,7 +411,7 @@ class Client(BaseClient):
                 self._waiting.remove(future)
                 continue
             try:
-                connection = self._connected(job.options, self._wait_seconds(), is_repeated=True)
+                connection = self._connected(job.options, self._wait_seconds, is_repeated=True)
             except JobError as error:
                 self._end_overdue(error)
                 left = self._wait_seconds()

@@ -121,7 +121,7 @@ class Unanswered(Lost):
 class _Call:
     """A job that a thread is waiting for."""
 
-    __slots__ = ("ends_at", "error", "is_taken", "is_unanswered", "outcome", "sleep_lock", "thread")
+    __slots__ = ("ends_at", "error", "is_sending", "is_taken", "is_unanswered", "outcome", "sleep_lock", "thread")
 
     def __init__(self, ends_at: float | None) -> None:
         self.thread = threading.get_ident()
@@ -129,12 +129,18 @@ class _Call:
         self.ends_at = ends_at
         self.outcome: tuple[bytes, bytes | bytearray] | None = None
         self.error: Disconnected | None = None
+        #: True until the thread has sent the job.
+        self.is_sending = True
         #: False if the supervisor has not accepted the job, which must be sent over another connection.
         self.is_taken = True
         #: True if there was no outcome long after the deadline.
         self.is_unanswered = False
         #: Locked while the thread sleeps. Another thread wakes the sleeping thread by releasing the lock.
         self.sleep_lock: threading.Lock | None = None
+
+    def is_due(self, before: float) -> bool:
+        """Returns true if the job's deadline was earlier than ``before``."""
+        return self.ends_at is not None and self.ends_at < before
 
 
 class Connection:
@@ -154,6 +160,8 @@ class Connection:
         # Makes the thread that reads check regularly for jobs without an outcome.
         timeout = struct.pack("ll", int(OUTCOME_CHECK_SECONDS), int(OUTCOME_CHECK_SECONDS % 1 * 1e6))
         self._socket.setsockopt(_socket.SOL_SOCKET, _socket.SO_RCVTIMEO, timeout)
+        self._readable = select.poll()
+        self._readable.register(self._socket, select.POLLIN)
         #: Time of the last check.
         self._checked_at = 0.0
         self._send_again = send_again
@@ -219,18 +227,19 @@ class Connection:
             if len(entries) == 1 and not outgoing and len(entries[0][0]) <= _wire.INLINE_BYTES_MAX:
                 buffer, counts = entries[0]
                 outgoing.append(entries[0])
-                counts.extend(map(self._send, (buffer,)))
+                try:
+                    counts.extend(map(self._send, (buffer,), (_socket.MSG_DONTWAIT,)))
+                except BlockingIOError as error:
+                    if error.errno != errno.EAGAIN:
+                        # Raised by a signal handler.
+                        raise
             else:
                 outgoing.extend(entries)
-            self._drain(0)
+            while not self._drain_some():
+                self._wait_for_space()
 
-    def _drain(self, flags: int) -> None:
-        """Sends the queued buffers. With MSG_DONTWAIT in ``flags``, receives data while the socket is full."""
-        while not self._drain_some(flags):
-            self._receive(None)
-
-    def _drain_some(self, flags: int) -> bool:
-        """Sends the queued buffers. With MSG_DONTWAIT in ``flags``, returns false if the socket is full."""
+    def _drain_some(self) -> bool:
+        """Sends the queued buffers without blocking. Returns false if the socket is full."""
         outgoing = self._outgoing
         while outgoing:
             buffer, counts = outgoing[0]
@@ -239,9 +248,9 @@ class Connection:
                 outgoing.popleft()
                 continue
             try:
-                counts.extend(map(self._send, (memoryview(buffer)[done:],), (flags,)))
-            except BlockingIOError:
-                if not flags:
+                counts.extend(map(self._send, (memoryview(buffer)[done:],), (_socket.MSG_DONTWAIT,)))
+            except BlockingIOError as error:
+                if error.errno != errno.EAGAIN:
                     # Raised by a signal handler.
                     raise
                 return False
@@ -274,7 +283,8 @@ class Connection:
             while not self._writing.acquire(timeout=0.005):
                 self._receive(0)
             self._outgoing.extend(entries)
-            self._drain(_socket.MSG_DONTWAIT)
+            while not self._drain_some():
+                self._receive(None)
         finally:
             # A signal handler may have raised an exception before or after the lock was acquired.
             if self._writing._is_owned():  # type: ignore[attr-defined]
@@ -296,6 +306,29 @@ class Connection:
                 raise ConnectionResetError(errno.ECONNRESET, "it has closed") from None
         elif patience_ms is None and not found:
             self._end_unanswered()
+            self._break_if_stuck()
+
+    def _wait_for_space(self) -> None:
+        """Waits until the socket is writable, or until the next check for jobs that cannot be sent."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        began = time.monotonic()
+        is_found = poll.poll(OUTCOME_CHECK_SECONDS * 1000)
+        # A longer wait means that this process was paused, possibly together with the supervisor.
+        if not is_found and time.monotonic() - began <= 2 * OUTCOME_CHECK_SECONDS:
+            self._break_if_stuck()
+
+    def _break_if_stuck(self) -> None:
+        """Raises an exception that breaks the connection, if a job is still being sent long after its deadline.
+
+        Called when the socket has been full for a check interval. The supervisor may have read only a part of the job's
+        frame, so no other frame can be sent instead.
+        """
+        before = time.monotonic() - OUTCOME_MARGIN_SECONDS
+        # Does not acquire the lock, because a signal handler in its owner's thread may be waiting to send.
+        is_stuck = any(call.is_sending and call.is_due(before) for call in list(self._calls.values()))
+        if is_stuck or any(job.is_sending() and job.is_due(before) for job in list(self._futures.values())):
+            raise ConnectionResetError(errno.ECONNRESET, "it does not read")
 
     def _push_or_break(self, *buffers: _wire.Buffer) -> bool:
         """Sends the buffers. Returns false if the connection broke before all of the buffers were sent.
@@ -354,7 +387,7 @@ class Connection:
         try:
             self._outgoing.extend([(_wire.frame(_wire.CANCEL, number), []) for number in numbers])
             if not is_nested:
-                self._drain_some(_socket.MSG_DONTWAIT)
+                self._drain_some()
         except OSError as error:
             # The thread that reads detects a lost connection.
             if error.errno not in _wire.LOST_CONNECTION_ERRORS:
@@ -379,10 +412,11 @@ class Connection:
                     raise self._not_sent()
                 self._calls[number] = call
             is_sent = self._submit(number, metadata, payload)
+            call.is_sending = False
             while call.outcome is None:
                 if not call.is_taken:
                     raise NotTaken
-                if call.is_unanswered:
+                if call.is_unanswered and is_sent:
                     raise Unanswered(unanswered_error())
                 if call.error is not None:
                     raise Lost(call.error) if is_sent else NotSent
@@ -578,6 +612,11 @@ class Connection:
         frames = reader.frames
         try:
             if not frames:
+                # After each signal, `recv` waits for the whole timeout again, unlike `poll`.
+                is_main = self._reading_thread == threading.main_thread().ident
+                if is_main and not self._readable.poll(OUTCOME_CHECK_SECONDS * 1000):
+                    self._end_unanswered()
+                    return
                 try:
                     reader.read()
                 except BlockingIOError as error:
@@ -588,6 +627,9 @@ class Connection:
             while frames:
                 self._handle_frame(*frames[0])
                 frames.popleft()
+            # If frames of other jobs arrive all the time, `read` never times out.
+            if time.monotonic() - self._checked_at >= OUTCOME_CHECK_SECONDS and not self._readable.poll(0):
+                self._end_unanswered()
         except EOFError:
             self.lose("the supervisor closed the connection")
         except (_wire.Malformed, _wire.Unreadable) as error:
@@ -625,7 +667,7 @@ class Connection:
     def _end_unanswered(self) -> None:
         """Ends and cancels the jobs whose outcomes have not arrived long after their deadlines.
 
-        Called once per check interval while nothing arrives. Later outcomes of these jobs are ignored.
+        Called once per check interval, when no data is waiting to be read. Later outcomes of these jobs are ignored.
         """
         now = time.monotonic()
         checked_at, self._checked_at = self._checked_at, now
@@ -634,9 +676,7 @@ class Connection:
         before = now - OUTCOME_MARGIN_SECONDS
         with self._lock:
             calls = {
-                number: call
-                for number, call in self._calls.items()
-                if call.ends_at is not None and call.ends_at < before
+                number: call for number, call in self._calls.items() if call.is_due(before) and not call.is_sending
             }
             futures = {
                 number: future
@@ -655,7 +695,11 @@ class Connection:
         if calls or futures:
             self._cancel_unanswered([*calls, *futures])
         for number, future in futures.items():
-            future.lose(unanswered_error())
+            job = future.job
+            if job is not None and job.is_incomplete:
+                future.lose(lost_error("the job could not be sent", job.executed))
+            else:
+                future.lose(unanswered_error())
             with self._lock:
                 self._futures.pop(number, None)
 

@@ -76,6 +76,9 @@ class Link:
                     self.socket.sendall(head)
                     self.socket.sendall(payload)
         except OSError as error:
+            if error.errno is None:
+                # Raised by a signal handler, such as a TimeoutError.
+                raise
             end_without_link(error)
 
     def heartbeat(self) -> None:
@@ -88,15 +91,31 @@ class Link:
 
         The other frame belongs to another thread, or to code that a signal handler has interrupted.
         """
-        if not self._writing.acquire(False):
-            return False
+        held: list[bool] = []
         try:
+            if not try_acquire(self._writing, held):
+                return False
             self.socket.sendall(_wire.frame(kind, number, metadata))
         except OSError as error:
+            if error.errno is None:
+                # Raised by a signal handler, such as a TimeoutError.
+                raise
             end_without_link(error)
         finally:
-            self._writing.release()
+            if held and held[0]:
+                self._writing.release()
         return True
+
+
+def try_acquire(lock: _thread.LockType, held: list[bool]) -> bool:
+    """Acquires a lock if it is free. Appends the result to ``held``, and returns it.
+
+    A signal handler can raise an exception before this function returns. The caller must therefore release the lock if
+    ``held`` says so.
+    """
+    # Signal handlers run only after `extend` has stored the result.
+    held.extend(map(lock.acquire, (False,)))
+    return held[0]
 
 
 def _identity(socket: _socket.socket) -> tuple[int, int]:

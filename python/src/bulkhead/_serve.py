@@ -467,9 +467,10 @@ class Server:
         if not self._link.is_own():
             return
         job._progress = fraction, text
-        if not self._progress_lock.acquire(False):
-            return
+        held: list[bool] = []
         try:
+            if not _link.try_acquire(self._progress_lock, held):
+                return
             now = time.monotonic()
             if job._is_replied or now - job._progress_sent_at < PROGRESS_SECONDS:
                 return
@@ -482,7 +483,8 @@ class Server:
             else:
                 job._progress = job._progress or said
         finally:
-            self._progress_lock.release()
+            if held and held[0]:
+                self._progress_lock.release()
 
     def _send_progress(self, job: Context) -> None:
         said, job._progress = job._progress, None
@@ -527,12 +529,13 @@ class Server:
 
     def _end_async(self, job: Context, task: Any) -> None:
         try:
-            self._end_if_child(None)
             try:
                 result, ended = task.result()
             except BaseException as error:
+                self._end_if_child(error)
                 self._send_failure(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
             else:
+                self._end_if_child(ended)
                 if ended is None:
                     self._send_result(job, result)
                 else:
