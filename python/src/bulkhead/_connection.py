@@ -227,12 +227,14 @@ class Connection:
             if len(entries) == 1 and not outgoing and len(entries[0][0]) <= _wire.INLINE_BYTES_MAX:
                 buffer, counts = entries[0]
                 outgoing.append(entries[0])
-                try:
-                    counts.extend(map(self._send, (buffer,), (_socket.MSG_DONTWAIT,)))
-                except BlockingIOError as error:
-                    if error.errno != errno.EAGAIN:
-                        # Raised by a signal handler.
-                        raise
+                # A signal handler may have queued another buffer first.
+                if outgoing[0] is entries[0]:
+                    try:
+                        counts.extend(map(self._send, (buffer,), (_socket.MSG_DONTWAIT,)))
+                    except BlockingIOError as error:
+                        if error.errno != errno.EAGAIN:
+                            # Raised by a signal handler.
+                            raise
             else:
                 outgoing.extend(entries)
             while not self._drain_some():
