@@ -11,12 +11,13 @@ import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 import arrays
 import jobs
 import pytest
-from pools import LONG, wait_for
+from pools import LONG, tree, wait_for
 
 from bulkhead import BulkheadExecutor, _files
 from bulkhead._channel import Channel
@@ -43,6 +44,15 @@ def warm(pool: BulkheadExecutor, size: int = arrays.MAPPED) -> None:
 def leases(pool: BulkheadExecutor) -> list[int]:
     """Returns the numbers of the free leases."""
     return [lease.number for lease in pool._pool._channel.leases._free]  # type: ignore[union-attr]
+
+
+def memory() -> int:
+    """Returns the memory in bytes of this process and its descendants. Shared pages count once."""
+    total = 0
+    for pid in tree(os.getpid()):
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            total += sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    return total
 
 
 def test_large_array_reaches_worker_in_memory_file(pool: BulkheadExecutor) -> None:
@@ -95,6 +105,20 @@ def test_kept_arrays_keep_values_on_older_kernels(monkeypatch: pytest.MonkeyPatc
         loan.release()
         os.pwrite(descriptor, bytes([2]) * arrays.MAPPED, 0)
         assert (array == 1).all()
+
+
+def test_large_array_is_in_memory_once_beside_the_callers(pool: BulkheadExecutor, tmp_path: Path) -> None:
+    size = 64 << 20
+    warm(pool)
+    array = filled(size, 1.0)
+    before = memory()
+    warm(pool, size)
+    call = pool.submit(arrays.wait_with, array, str(tmp_path))
+    wait_for("the function has read its array", (tmp_path / "running").exists)
+    during = memory()
+    (tmp_path / "go").touch()
+    assert call.result(LONG) == size // 8
+    assert during - before <= 1.2 * size
 
 
 def test_many_large_calls_share_one_lease_per_worker() -> None:
