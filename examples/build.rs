@@ -1,4 +1,5 @@
-//! Compiles the C library of the thumbnail example to `target/PROFILE/libthumbnail.so`, the path in `workers.toml`.
+//! Compiles the C library of the thumbnail example to `target/PROFILE/libthumbnail.so`, where `workers.toml` expects
+//! the library.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

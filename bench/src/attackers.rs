@@ -91,7 +91,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
         while sockets.len() < connections {
             let socket = connect(path)?;
             socket.set_nonblocking(true)?;
-            // The number is the position within the burst, in bytes.
+            // The second value is the number of bytes of the current burst that have been sent.
             sockets.push((socket, 0));
         }
         sockets.retain_mut(|(socket, at)| {
@@ -107,7 +107,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
     }
 }
 
-/// Runs a worker that follows the protocol until it has reported readiness.
+/// Runs a hostile worker, which follows the protocol only until the worker has reported that it is ready.
 ///
 /// - `spin`: keeps one processor busy, for comparison with the attacks.
 /// - `frames`: floods the supervisor with heartbeats, status messages and frames of an unknown kind.
@@ -150,8 +150,8 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     }
 }
 
-/// Returns a connection with unsent data, and the peer, which never reads. Closing the connection's last descriptor
-/// takes seconds.
+/// Returns both ends of a TCP connection. The first end has unsent data, and the second end is never read. Closing the
+/// last descriptor of the first end therefore takes seconds.
 fn slow_to_close() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let held = TcpStream::connect(listener.local_addr()?)?;

@@ -15,10 +15,10 @@ use crate::pairs::paired;
 use crate::processes::{self, Process};
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of this module's measurement names.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "attack";
 
-/// Sizes of the measurements in this module.
+/// Number and duration of the rounds in this module's measurements.
 pub(crate) struct Plan {
     /// Number of pairs of rounds. Each pair consists of one round alongside busy loops and one round alongside the
     /// attack.
@@ -57,11 +57,11 @@ const UNPRIVILEGED_UID: u32 = 65_534;
 /// Source of an attack.
 #[derive(Clone, Copy)]
 enum Attacker {
-    /// Kind of hostile client, and the number of client processes.
+    /// Hostile clients. Contains the kind of client and the number of client processes.
     Clients(&'static str, usize),
-    /// Kind of hostile worker, and the number of hostile workers in the bulkhead.
+    /// Hostile workers of a bulkhead. Contains the kind of worker and the number of workers.
     Workers(&'static str, usize),
-    /// Bulkhead whose jobs attack when they run, and the number of these jobs to keep in flight.
+    /// Jobs that attack when they run. Contains the name of their bulkhead and the number of jobs to keep in flight.
     Jobs(&'static str, usize),
 }
 
@@ -155,7 +155,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     let operation = if bulkhead == "storm" { "crash" } else { bulkhead };
                     lanes.push(tokio::task::spawn_local(async move {
                         loop {
-                            // The attack continues, regardless of the outcome.
+                            // Ignores the outcome, because the attack continues in any case.
                             let _ = client.job(bulkhead, "").operation(operation).send().await;
                         }
                     }));
@@ -176,8 +176,8 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     Ok(p99)
 }
 
-/// Sends jobs on a fixed schedule without waiting for outcomes. Returns the p99 latency in µs, measured from the time
-/// at which each job was due.
+/// Sends jobs on a fixed schedule without waiting for outcomes. Returns the p99 latency in µs, measured from the
+/// scheduled time of each job.
 async fn scheduled(
     client: &Client,
     duration: Duration,
@@ -213,7 +213,7 @@ async fn scheduled(
     Ok(took[(took.len() * 99).div_ceil(100).saturating_sub(1)])
 }
 
-/// A supervisor with the bulkheads that this measurement needs.
+/// A supervisor configured with the bulkheads for one measurement.
 struct Host {
     client: Client,
     _supervisor: Process,

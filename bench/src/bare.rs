@@ -266,7 +266,7 @@ async fn read(shared: Rc<Shared>) -> io::Result<()> {
     }
 }
 
-/// Delivers all complete replies. Returns their total size in bytes.
+/// Delivers all complete replies. Returns the total size of these replies in bytes.
 fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
     let mut at = 0;
     while let Some((length, rest)) = held[at..].split_first_chunk::<4>()
@@ -274,7 +274,7 @@ fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
         && let Some(payload) = rest.get(..u32::from_le_bytes(*length) as usize)
     {
         if let Some(waiter) = waiters.remove(u64::from_le_bytes(*number) as usize) {
-            // Fails only if the caller has dropped the receiver.
+            // Sending fails only if the caller has dropped the receiver.
             let _ = waiter.send(payload.to_vec());
         }
         at += HEADER_BYTES + payload.len();

@@ -10,7 +10,7 @@ use crate::processes::{self, Process};
 use crate::real::Chain;
 use crate::{Result, bare};
 
-/// Both chains. Their processes run until this value is dropped.
+/// The bare chain and the real chain. The processes of both chains are killed when this value is dropped.
 pub(crate) struct Chains {
     pub(crate) bare: bare::Client,
     pub(crate) real: Rc<Chain>,

@@ -12,10 +12,10 @@ use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 use crate::rounds::Rounds;
 
-/// Prefixes of this module's measurement names.
+/// Prefixes of the names of the measurements in this module.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 
-/// Sizes of the measurements in this module.
+/// Numbers of workers, rounds and jobs for the measurements in this module.
 pub(crate) struct Plan {
     /// Number of workers started under each profile.
     pub(crate) starts: usize,
@@ -103,14 +103,14 @@ fn config(profiles: &[&str]) -> Result<String> {
     let worker = processes::worker()?;
     let is_root = rustix::process::geteuid().is_root();
     let mut text = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
-    // An unprivileged supervisor rejects `strict`, and the bench reports that.
+    // Without root, the supervisor rejects `strict`, and the bench prints that this profile is not available.
     if is_root && profiles.contains(&"strict") {
         text += "worker_uids = \"200000-200999\"\n";
     }
     for &profile in profiles {
         let user = if is_root && profile == "strict" { ", user = \"auto\"" } else { "" };
         let common = format!("command = [{worker}]\nsandbox = {{ profile = {profile:?}{user} }}\n");
-        // Each tenant gets a separate worker, which the tenant's first job starts.
+        // Each tenant has a separate worker, which is started by the tenant's first job.
         let tenants = "tenants = { isolate = true, max_active = 256, idle = \"1h\" }\n";
         text += &format!("[bulkhead.{profile}]\n{common}max_queue = 1\n{tenants}");
         text += &format!("[bulkhead.{}]\n{common}max_in_flight = {WIDE}\n", wide(profile));
@@ -170,8 +170,8 @@ async fn memory(chain: &Chain, profiles: &[&str]) -> Result<Vec<Figure>> {
         workers.push(first_answer(chain, profile, "idle").await?.1);
     }
     let mut figures = Vec::new();
-    // All workers are started before the first measurement, because a process's proportional memory decreases
-    // as more processes share its pages.
+    // All workers are started before the first measurement, because a process's proportional set size decreases as more
+    // processes share its pages.
     for (profile, worker) in profiles.iter().zip(workers) {
         figures.push(proportional(format!("{MEMORY}, {profile}"), worker)?);
         if let Some(init) = processes::init_of(worker)? {
@@ -185,7 +185,7 @@ fn proportional(name: String, pid: u32) -> Result<Figure> {
     Ok(Figure::alone(name, "KiB", processes::proportional_bytes(pid)? as f64 / 1024.0))
 }
 
-/// Runs the same load under `none` and under `strict`. Every other pair runs in reverse order.
+/// Runs the same load under `none` and under `strict`. In every other pair of rounds, the order is reversed.
 async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
     const COMPARED: [&str; 2] = ["none", "strict"];
     if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {

@@ -11,7 +11,7 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, load, processes, real};
 
-/// Prefix of this module's measurement names.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "fresh";
 
 /// Number of jobs in flight.
@@ -25,7 +25,7 @@ struct Variant {
     /// Prefix of the bulkhead names.
     name: &'static str,
     profile: &'static str,
-    /// Description used in the measurement names.
+    /// Description used in the names of the measurements.
     description: &'static str,
     keys: &'static str,
     /// Target number of new processes per second. A lower rate is also sufficient if it reaches `OF_BARE` times the
@@ -141,7 +141,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
                 times.push(chain.hang(&format!("{}-hangs", variant.name)).await?);
-                // Waits until the next spare is probably ready.
+                // Waits until the next spare worker is probably ready.
                 tokio::time::sleep(BETWEEN_DEATHS).await;
             }
             report.add(
@@ -165,11 +165,11 @@ async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
 /// Kills a worker and returns the time until the next result arrives, in ms.
 async fn recovery(chain: &Rc<Chain>, bulkhead: &str) -> Result<f64> {
     let pid = chain.worker(bulkhead).await?;
-    // Waits until the next spare is probably ready.
+    // Waits until the next spare worker is probably ready.
     tokio::time::sleep(BETWEEN_DEATHS).await;
     let began = Instant::now();
     processes::kill(pid)?;
-    // Jobs sent to the dying worker crash and do not count.
+    // A job that was sent to the dying worker crashes, so the loop sends another job.
     while chain.call(bulkhead, b"x").await.is_err() {}
     Ok(began.elapsed().as_secs_f64() * 1e3)
 }

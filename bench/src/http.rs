@@ -1,5 +1,5 @@
-//! Measures jobs over HTTP (`jobs_http`): jobs per second with persistent connections, in comparison with one
-//! connection per job.
+//! Measures jobs per second over HTTP (`jobs_http`), with persistent connections and with a new connection for each
+//! job.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -12,7 +12,7 @@ use crate::real::Chain;
 use crate::report::{Report, Target};
 use crate::{Result, processes};
 
-/// Prefix of this module's measurement names.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "http";
 
 /// Number of clients. Each client sends one job at a time.

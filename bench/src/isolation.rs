@@ -15,12 +15,12 @@ use crate::pairs::paired;
 use crate::processes::{self, Process};
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of this module's measurement names.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "isolation";
 
-/// Sizes of the measurements in this module.
+/// Numbers of rounds and jobs for the measurements in this module.
 pub(crate) struct Plan {
-    /// Number of pairs of rounds. Each pair consists of one round without the attack and one round with it.
+    /// Number of pairs of rounds. Each pair consists of one round without and one round with the attack.
     pub(crate) pairs: usize,
     /// Number of honest jobs per round.
     pub(crate) jobs: usize,
@@ -32,7 +32,7 @@ const BURST: usize = 60;
 /// Deadline of an honest job. A missed deadline is an error and ends the measurement.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Deadline of a job that attacks the template from which its worker was forked.
+/// Deadline of a job that attacks the template from which the job's worker was forked.
 const ATTACK_DEADLINE: Duration = Duration::from_secs(3);
 
 /// Deadline of a job that is supposed to be killed as soon as possible.
@@ -41,14 +41,15 @@ const KILL_DEADLINE: Duration = Duration::from_millis(5);
 /// Time between the start of an attack and the first honest job.
 const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 
-/// An attack, and a comparable load without an attack.
+/// An attack, and a comparable load that does not attack.
 struct Scene {
     name: &'static str,
-    /// Bulkhead configuration without and with the attack, in this order.
+    /// Configuration of the bulkhead. The first value is used without the attack, and the second value with the attack.
     keys: [&'static str; 2],
     /// The worker program: either the role of a Rust program or the source code of a Python module.
     worker: Worker,
-    /// Operation and deadline of the attacker's jobs without and with the attack, in this order.
+    /// Operation and deadline of the attacker's jobs. The first value is used without the attack, and the second value
+    /// with the attack.
     attacker: [Option<(&'static str, Duration)>; 2],
     /// Number of jobs that the attacker keeps in flight. If this is 0, the attacker sends one job before each
     /// burst of honest jobs.
@@ -66,7 +67,7 @@ enum Worker {
     Python(&'static str),
 }
 
-/// Module whose `hold` operation holds the interpreter lock for about half a second in a single C call.
+/// Python module whose `hold` operation holds the interpreter lock for about half a second in a single C call.
 const HOLDS_LOCK: &str = "import bulkhead\n\
     def handle(payload, ctx):\n    \
         if ctx.operation == 'hold':\n        \
@@ -168,7 +169,7 @@ fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Fig
 /// without the attack and 1 for a round with it.
 async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     let host = Host::start(scene, way).await?;
-    // Warms up the workers, and lets the supervisor learn their run times.
+    // Warms up the workers, and lets the supervisor learn the run times of the jobs.
     others(scene, &host.client, jobs.min(200)).await?;
     if scene.attackers == 0 {
         return bursts(scene, way, &host.client, jobs).await;
@@ -224,7 +225,7 @@ impl Attack {
                 loop {
                     let job = client.job("shared", "x").operation(operation).tenant(tenant);
                     if job.deadline(deadline).send().await.is_err() {
-                        // Rejections arrive immediately, so the rate has to be limited.
+                        // Limits the rate of jobs, because rejected jobs end immediately.
                         tokio::time::sleep(Duration::from_millis(1)).await;
                     }
                 }

@@ -9,7 +9,7 @@ use crate::Result;
 
 /// Results of one round of requests.
 pub(crate) struct Round {
-    /// Latencies of the counted requests, sorted. [`run`] counts all requests.
+    /// Latencies of the requests that count, in ascending order. With [`run`], all requests count.
     latencies: Vec<Duration>,
     took: Duration,
 }
@@ -39,7 +39,8 @@ impl Round {
     }
 }
 
-/// Sends `total / lanes` requests, rounded down, on each of `lanes` lanes. Must be called within a `LocalSet`.
+/// Runs `lanes` concurrent tasks, each of which sends `total / lanes` requests (rounded down) one at a time. Must be
+/// called within a `LocalSet`.
 pub(crate) async fn run<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,
@@ -52,7 +53,7 @@ where
     .await
 }
 
-/// Sends requests like [`run`], but counts only those for which `call` returns true.
+/// Sends requests like [`run`], but counts only the requests for which `call` returns true.
 pub(crate) async fn run_counting<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,

@@ -19,7 +19,7 @@ use crate::{
 
 /// Takes all requested measurements.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
-    // Runs first, because other processes would disturb the measurement of decisions.
+    // The measurements of `policy` run first, because the processes of other measurements would distort the results.
     policy::all(plan, report)?;
     let is_only = |group: &str| report.only().is_some_and(|only| only.starts_with(group));
     let other_groups = confinement::GROUPS.into_iter().chain([
@@ -118,7 +118,7 @@ async fn latency(
 async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: usize) -> Result<Vec<Figure>> {
     let (mut copied, mut mapped) = (Vec::new(), Vec::new());
     let per_second = |round: &Round| round.rate() * bytes as f64 / f64::from(1 << 20);
-    // The first jobs request memory files for the later jobs.
+    // The first jobs request memory files, which the later jobs then use.
     chains.mapped(real::ONE, 1, 3, bytes).await?;
     for _ in plan.rounds() {
         let bare = per_second(&chains.bare(1, total, bytes).await?);
@@ -131,7 +131,7 @@ async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: us
     ])
 }
 
-/// Measures the number of jobs per second, and the CPU time per job of the relay and of the supervisor.
+/// Measures the jobs per second, and the CPU time that the relay and the supervisor use per job.
 async fn throughput(
     chains: &Chains,
     plan: &Plan,
@@ -174,8 +174,8 @@ async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str)
     Ok(if bulkhead == real::NARROW { figure.with_target(Target::AtLeast, 0.8) } else { figure })
 }
 
-/// Measures the time from a worker's death to the next result, and compares it with an echo process that is killed and
-/// restarted.
+/// Compares the time from a worker's death to the next result with the time that a killed echo process needs to be
+/// restarted and reply.
 async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {
@@ -183,7 +183,7 @@ async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
         let pid = chains.real.worker(real::ONE).await?;
         let began = Instant::now();
         processes::kill(pid)?;
-        // Jobs sent to the dying worker crash and do not count.
+        // A job that was sent to the dying worker crashes, so the loop sends another job.
         while chains.real.call(real::ONE, b"x").await.is_err() {}
         pairs.push((bare.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3));
     }

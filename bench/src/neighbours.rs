@@ -1,4 +1,4 @@
-//! Measures how much a bulkhead whose workers die slows down jobs in other bulkheads.
+//! Measures how much jobs slow down when the workers of another bulkhead keep dying.
 
 use std::cell::Cell;
 use std::process::Command;
@@ -105,7 +105,7 @@ const CROWD_ROUNDS_MAX: usize = 5;
 /// crashes its worker.
 async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
-    // Takes half a minute, because the fourth bulkhead can start at most a hundred workers per second.
+    // This loop takes half a minute, because the fourth bulkhead can start at most a hundred workers per second.
     for _ in plan.rounds_of(CROWD_ROUNDS_MAX) {
         let honest = crowd_round(chains, plan.crowd, "").await?;
         let beside = crowd_round(chains, plan.crowd, "crash").await?;

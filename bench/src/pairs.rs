@@ -27,7 +27,7 @@ pub(crate) fn compared(name: &str, unit: &'static str, pairs: &[(f64, f64)]) -> 
     Figure { difference: difference(&differences), ..figure }
 }
 
-/// Two-sided 95 % quantiles of Student's t-distribution, starting with one degree of freedom.
+/// Two-sided 95 % quantiles of Student's t-distribution, for one degree of freedom and upwards.
 const T_95: [f64; 30] = [
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -51,7 +51,7 @@ mod tests {
 
     #[test]
     fn confidence_interval_uses_students_t() {
-        // Mean 2, standard deviation 1, standard error 1 / sqrt(3).
+        // The mean is 2, the standard deviation is 1, and the standard error is 1 / sqrt(3).
         let found = difference(&[1.0, 2.0, 3.0]).unwrap();
         assert!((found.mean - 2.0).abs() < 1e-9);
         assert!((found.high - found.mean - 4.303 / 3.0_f64.sqrt()).abs() < 1e-9);

@@ -1,4 +1,4 @@
-//! Compares the supervisor with other software on the same work (`--peers`).
+//! Compares the supervisor with other software that runs the same workloads (`--peers`).
 //!
 //! Each peer is a separate process. It reads commands from standard input, and replies to each command with a
 //! JSON object:
@@ -26,7 +26,7 @@ use crate::real::{self, Chain};
 use crate::report::{Report, Target};
 use crate::{Result, processes};
 
-/// Prefix of this module's measurement names.
+/// Prefix of the names of the measurements in this module.
 const GROUP: &str = "peers";
 
 /// Folder in which the peers are built, relative to the workspace.
@@ -156,7 +156,7 @@ impl Source {
 
 fn run(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
-    // Captured, because standard output is reserved for figures.
+    // The output is captured, because standard output is reserved for the results of the bench.
     let output = command.stdin(Stdio::null()).output().map_err(|error| format!("{program}: {error}"))?;
     if output.status.success() {
         return Ok(());
@@ -166,8 +166,7 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 impl Kind {
-    /// Returns the command to send to a peer, and the number of requests or worker deaths that the command will
-    /// cause.
+    /// Returns the command to send to a peer, and the number of requests or worker deaths that the command asks for.
     fn order(self, plan: &Plan) -> (String, usize) {
         match self {
             Self::Latency { bytes } => {
@@ -182,7 +181,7 @@ impl Kind {
         }
     }
 
-    /// Measures the supervisor with the same workload.
+    /// Runs this workload on the supervisor, and returns the measured value.
     async fn ours(self, chain: &Rc<Chain>, count: usize) -> Result<f64> {
         match self {
             Self::Latency { bytes } => Ok(echoes(chain, real::ONE, 1, count, bytes).await?.quantile(0.5)),
@@ -236,7 +235,8 @@ impl Driver {
         let [first, rest @ ..] = program else { return Err("no program".into()) };
         let mut command = Command::new(first);
         command.args(rest).args(peer.arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
-        // Some of the compared systems print a long message whenever a worker dies.
+        // Standard error is discarded, because some of the compared systems print a long message whenever a worker
+        // dies.
         command.stderr(Stdio::null()).process_group(0);
         if peer.from == Source::Npm {
             command.current_dir(folder.join("node"));

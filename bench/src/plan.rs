@@ -29,12 +29,12 @@ pub(crate) struct Plan {
     pub(crate) crowd: usize,
     /// Total number of jobs per round in three bulkheads while the workers of a fourth bulkhead crash.
     pub(crate) storm: usize,
-    /// Number of jobs per round in measurements that make decisions without running workers.
+    /// Number of jobs per round when only the decisions of the policy are measured, without running workers.
     pub(crate) decisions: usize,
     /// Number of programs to run per round.
     pub(crate) programs: usize,
     pub(crate) confinement: confinement::Plan,
-    /// Sizes for the measurements with readers of metrics and events.
+    /// Plan for the measurements in which other processes read metrics and events.
     pub(crate) watched: watched::Plan,
     pub(crate) attacks: attacks::Plan,
     pub(crate) isolation: isolation::Plan,
@@ -42,8 +42,8 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Returns the plan for `rounds` rounds. If `rounds` is `None`, the number of rounds depends on how long they
-    /// take.
+    /// Returns the plan for `rounds` rounds. If `rounds` is `None`, the number of rounds depends on the duration of a
+    /// round.
     pub(crate) fn full(rounds: Option<usize>) -> Self {
         Self {
             rounds: rounds.unwrap_or(ROUNDS).max(1),
@@ -80,7 +80,7 @@ impl Plan {
         }
     }
 
-    /// Returns a plan with very small sizes, which only checks that the measurements run.
+    /// Returns a plan with very few rounds and jobs, which only serves to check that the measurements run.
     pub(crate) fn smoke() -> Self {
         Self {
             rounds: 1,

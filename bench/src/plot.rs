@@ -64,7 +64,7 @@ pub(crate) fn draw(figures: &[Figure]) -> String {
         );
         if let Some(target) = target(figure) {
             let x = at(target);
-            // Points towards the values that meet the target.
+            // The triangle points towards the values that meet the target.
             let side = if figure.target == Target::AtMost { -8.0 } else { 8.0 };
             let _ = writeln!(
                 svg,
@@ -123,7 +123,7 @@ mod tests {
         let svg = draw(&figures);
         assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
         assert!(svg.contains("a &lt; b &amp; c") && !svg.contains("none</text>"));
-        // Ratios to zero and targets of zero are not drawn.
+        // Infinite ratios and targets of zero are not drawn.
         let idle = figures.clone().map(|figure| figure.with_target(Target::AtLeast, 0.0));
         assert_eq!(draw(&idle).matches("<path").count(), 0);
         assert_eq!((svg.matches("<circle").count(), svg.matches("<path").count()), (2, 1));

@@ -19,7 +19,7 @@ use crate::pairs::paired;
 use crate::plan::Plan;
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of this module's measurement names.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "policy";
 
 /// Maximum time that a decision may take, in nanoseconds.
@@ -28,15 +28,15 @@ const LIMIT_NS: f64 = 500.0;
 /// Maximum number of jobs in flight per bulkhead.
 const PERMITS: u32 = 64;
 
-/// Simulated duration of a cycle. Each cycle submits one job and completes another, and is too short for any timer
-/// to expire.
+/// Simulated duration of a cycle, in which one job is submitted and another job completes. Too short for any timer to
+/// expire.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of jobs in the queue before most of them are cancelled. The first and the last `STAYING` jobs are kept.
+/// Number of queued jobs, most of which are then cancelled. The first and the last `STAYING` jobs are kept.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
-/// Stand-in for the supervisor's record of a job. Both are pointer-sized.
+/// Stand-in for the supervisor's record of a job, which has the size of a pointer.
 type Record = u64;
 
 /// Takes all requested measurements.
@@ -52,7 +52,7 @@ pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures all settings in turn in each round, so that other load on the machine affects all of them equally.
+/// Measures all settings in turn in each round, so that other load on the machine affects all settings equally.
 fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     if settings.is_empty() {
         return Ok(Vec::new());
@@ -162,11 +162,11 @@ fn everything(limits: Limits) -> Limits {
     }
 }
 
-/// Bulkheads with running and waiting jobs, on which one setting is measured.
+/// Bulkheads with running and waiting jobs, used to measure one setting.
 struct Scene {
     subjects: Vec<Subject>,
     effects: Effects,
-    /// The bulkheads' timers, kept in the same way as in the supervisor.
+    /// Timers of the bulkheads, managed in the same way as in the supervisor.
     timers: Timers,
     /// Order in which the bulkheads receive jobs.
     order: Vec<u32>,
@@ -193,7 +193,7 @@ impl Scene {
         Ok(scene)
     }
 
-    /// Creates all tenants, and submits the jobs that the setting calls for.
+    /// Creates all tenants, and submits the jobs that the setting requires.
     fn fill(&mut self, setting: &Setting) -> Result<()> {
         for _ in 0..setting.tenants {
             let name = self.names.next();

@@ -14,7 +14,7 @@ use crate::Result;
 /// Maximum duration of any wait. Most waits end almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Name of the package and of the program that implement the chains' processes.
+/// Name of the package that implements the processes of the chains. The package's program has the same name.
 const PARTS: &str = "bulkhead-bench-parts";
 
 /// A child process that is killed when the value is dropped.
@@ -25,12 +25,13 @@ impl Process {
         Ok(Self(command.spawn()?))
     }
 
-    /// Starts the separate program `bulkhead-bench-parts` (`../parts`), for example as an echo process.
+    /// Starts the separate program `bulkhead-bench-parts` (see `../parts`) in one of its roles, such as the echo
+    /// process.
     pub(crate) fn part(arguments: &[&str]) -> Result<Self> {
         Self::start(parts()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// Starts another instance of `bulkhead-bench` in one of its hidden roles, such as the relay.
+    /// Starts another instance of `bulkhead-bench` with one of its hidden subcommands, such as the relay.
     pub(crate) fn role(arguments: &[&str]) -> Result<Self> {
         Self::start(own()?.args(arguments).stdin(Stdio::null()))
     }
@@ -185,7 +186,7 @@ pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     if own.len() < 2 || own.last() == Some(&1) {
         return Ok(None);
     }
-    // In a worker's namespace, the worker's parent is the first process.
+    // In a worker's PID namespace, the first process is the worker's parent.
     let parent = field(pid, "PPid:")?.trim().parse()?;
     if numbers(parent)?.last() == Some(&1) {
         Ok(Some(parent))

@@ -1,5 +1,5 @@
-//! Measures how many `true` processes per second an `exec` bulkhead runs, in comparison with threads that
-//! spawn and wait for such processes.
+//! Measures how many `true` processes an `exec` bulkhead runs per second, compared with threads that spawn `true`
+//! directly and wait for it.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -11,7 +11,7 @@ use crate::processes;
 use crate::real::Chain;
 use crate::report::{Report, Target};
 
-/// Prefix of this module's measurement names.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "programs";
 
 /// Number of programs that run concurrently.

@@ -45,7 +45,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Starts a supervisor with the bench's bulkheads, and waits until the workers of most bulkheads are ready.
+    /// Starts a supervisor with the bench's bulkheads, and waits until most of the bulkheads have run a job.
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
         let chain = Self::start(programs, &config()?).await?;
         for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {

@@ -4,20 +4,20 @@ use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference between the real and the bare figure, in µs, that [`Target::AtMostOrSlack`] allows regardless of the
-/// ratio.
+/// Maximum difference between the real and the bare figure, in µs, that [`Target::AtMostOrSlack`] accepts regardless of
+/// the ratio.
 const SLACK_US: f64 = 10_000.0;
 
 /// Kind of target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Target {
-    /// The ratio, or the figure if there is no ratio, must not exceed the limit.
+    /// The ratio must not exceed the limit. Without a ratio, the figure must not exceed the limit.
     AtMost,
     /// Either the ratio must not exceed the limit, or the figure must not exceed the bare figure by more than
     /// [`SLACK_US`].
     AtMostOrSlack,
-    /// The ratio, or the figure if there is no ratio, must reach the limit.
+    /// The ratio must reach the limit. Without a ratio, the figure must reach the limit.
     AtLeast,
     /// The figure must not exceed the limit, regardless of the ratio.
     FigureAtMost,
@@ -27,7 +27,7 @@ pub(crate) enum Target {
     Told,
 }
 
-/// Mean difference between the two measured chains over all pairs of rounds.
+/// Difference between the two measured variants, as the mean of all pairs of rounds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Difference {
     pub(crate) mean: f64,
@@ -126,7 +126,7 @@ impl Report {
         Self { only, wants_slow, is_json, figures: RefCell::default() }
     }
 
-    /// Returns true if the name contains the value of `--only`, or if that option is not given.
+    /// Returns true if the name contains the value of `--only`, or if `--only` is not given.
     pub(crate) fn wants(&self, name: &str) -> bool {
         self.only.as_deref().is_none_or(|only| name.contains(only))
     }

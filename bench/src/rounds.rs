@@ -13,8 +13,8 @@ pub(crate) struct Rounds {
 }
 
 impl Rounds {
-    /// Prepares up to `most` rounds of a measurement that starts now. After `duration`, no further rounds are started,
-    /// except to reach [`ROUNDS_MIN`].
+    /// Prepares up to `most` rounds of a measurement that starts now. After `duration`, another round starts only if
+    /// fewer than [`ROUNDS_MIN`] rounds have been run.
     pub(crate) fn new(most: usize, duration: Option<Duration>) -> Self {
         Self { done: 0, most, until: duration.map(|duration| Instant::now() + duration) }
     }

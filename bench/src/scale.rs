@@ -18,10 +18,10 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, bare};
 
-/// Prefix of this module's measurement names.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "scale";
 
-/// Maximum ratio of a job's cost at large scale to the cost at small scale.
+/// Maximum ratio between the cost of a job at large scale and at small scale.
 const RATIO: f64 = 1.5;
 
 /// Bulkhead that all tenants share.
@@ -29,7 +29,7 @@ const SHARED: &str = "shared";
 /// Bulkhead whose jobs have to wait in the queue.
 const WAITS: &str = "waits";
 
-/// Sizes of the measurements in this module.
+/// Numbers of rounds, jobs, bulkheads, tenants and clients for the measurements in this module.
 pub(crate) struct Plan {
     pub(crate) rounds: usize,
     /// Number of jobs per round when jobs are sent one at a time.
@@ -182,8 +182,8 @@ impl Spread {
         Ok(Self { relay, client: bare::Client::connect(&near).await? })
     }
 
-    /// Returns the relay's CPU time per request in µs. `lanes` requests are in flight, and they go to the first
-    /// `echoes` echo processes in turn.
+    /// Returns the relay's CPU time per request in µs. `lanes` requests are in flight. The requests are sent to the
+    /// first `echoes` echo processes in turn.
     async fn cpu(&self, (lanes, total): (usize, usize), echoes: usize) -> Result<f64> {
         let before = processes::cpu(self.relay.pid())?;
         let (client, turn) = (self.client.clone(), Rc::new(Cell::new(0)));
@@ -209,7 +209,7 @@ async fn tenants(alone: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> 
     if !report.wants(&name) {
         return Ok(());
     }
-    // One job per tenant creates the supervisor's records of the tenants.
+    // Each tenant submits one job, so that the supervisor creates a record of each tenant.
     run(alone, (64, count.next_multiple_of(64)), of_tenants(count)).await?;
     let mut pairs = Vec::new();
     for _ in 0..plan.rounds {
@@ -227,7 +227,7 @@ async fn idle(alone: &Chain, many: &Chain, plan: &Plan, report: &Report) -> Resu
         return Ok(());
     }
     let (few, all) = (alone.supervisor.pid(), many.supervisor.pid());
-    // Waits until the workers are idle and have been checked once.
+    // Waits until the workers are idle and the supervisor has checked each worker once.
     tokio::time::sleep(plan.idle).await;
     let (before, began) = (processes::cpu(all)?, Instant::now());
     tokio::time::sleep(plan.idle).await;
@@ -253,7 +253,8 @@ fn get(admin: &Path, path: &str) -> std::io::Result<String> {
     Ok(answer.split_once("\r\n\r\n").map_or(String::new(), |(_, body)| body.to_owned()))
 }
 
-/// Compares one bulkhead's p99 latency without scrapes and with one scrape of all bulkheads per second.
+/// Compares the p99 latency of one bulkhead when metrics are not scraped and when the metrics of all bulkheads are
+/// scraped once per second.
 async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let name = format!("scale: {} bulkheads, one scrape per second: p99, 1 in flight", plan.bulkheads);
     if !report.wants(&name) {
@@ -313,7 +314,8 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
         let came = processes::cpu(pid)?;
         coming.push(per_job(came.saturating_sub(before)));
         held.push(processes::own_bytes(pid)?.saturating_sub(bytes) as f64 / count as f64);
-        // Half of the clients cancel their jobs. The other half get outcomes at shutdown.
+        // Cancels the jobs of half of the clients. In the last iteration, the jobs of the other half are rejected when
+        // the supervisor shuts down.
         goes.shutdown().await;
         wait_queued(&chain, stays.len()).await?;
         cancelled.push(per_job(2 * processes::cpu(pid)?.saturating_sub(came)));

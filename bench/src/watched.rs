@@ -17,10 +17,10 @@ use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::Report;
 
-/// Prefix of this module's measurement names.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "watched";
 
-/// Sizes of the measurements in this module.
+/// Numbers of rounds and jobs for the measurements in this module.
 pub(crate) struct Plan {
     /// Number of rounds in each of three settings: without readers, with readers of another server, and with readers of
     /// the supervisor.
@@ -52,9 +52,10 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
     for _ in 0..STREAMS {
-        // Requests no past events, which would add to the cost of connecting instead of reading.
+        // Excludes past events, because reading them would be part of connecting, and only the reading of new events is
+        // measured.
         let mut stream = request(admin, "/v1/events?limit=0", "keep-alive")?;
-        // The response head shows that the stream has begun.
+        // The response headers show that the stream has begun.
         if stream.read(&mut buffer)? == 0 {
             return Err("an event stream ended".into());
         }
@@ -99,7 +100,7 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
         let mut connection = connection?;
         let count = connection.read(&mut buffer)?;
         if buffer[..count].starts_with(b"GET /metrics ") {
-            // Fails if the reader has disconnected.
+            // The write fails if the reader has disconnected.
             let _ = connection.write_all(page.as_bytes());
         } else if connection.write_all(HEAD.as_bytes()).is_ok() {
             followers.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
@@ -142,7 +143,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     processes::wait_for(&elsewhere)?;
     load(&chain, real::ONE, 1, plan.one_by_one / 4).await?;
     load(&chain, &real::wide(LANES), LANES, plan.many / 4).await?;
-    // Without readers, with readers of another server, and with readers of the supervisor.
+    // The rounds run without readers, with readers of another server, and with readers of the supervisor.
     let arms = [None, Some(elsewhere), Some(chain.admin())];
     let mut costs = Vec::new();
     for turn in 0..plan.pairs {

@@ -138,7 +138,7 @@ pub(crate) fn millis(value: Option<f64>) -> String {
     value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
 }
 
-/// Formats a duration without spaces, so that programs can split the line into columns.
+/// Formats a duration without spaces, so that programs can split a line of output into columns.
 pub(crate) fn short_duration(ms: u64) -> String {
     // Milliseconds are shown only for durations below one second.
     let ms = if ms < 1000 { ms } else { ms / 1000 * 1000 };
@@ -251,7 +251,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     ]
 }
 
-/// Returns the supervisor's user ID if any confined worker runs under it.
+/// Returns the supervisor's user ID if any confined worker runs under this ID.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
     confined.find(|confinement| confinement.identity == "shared" && confinement.profile != "none")?.uid

@@ -17,7 +17,8 @@ const LIVE_KEYS: [(&str, &str); 3] =
 
 pub(crate) async fn run(args: &Args, name: Option<&str>) -> Result<u8, Failure> {
     if args.json {
-        // If a bulkhead is requested by name, its advice is printed on its own rather than in a list, as in `status`.
+        // The advice for a bulkhead that is named on the command line is printed on its own rather than in a list, as
+        // in `status`.
         let shown_text: Value = match name {
             Some(name) => fetch_one(args, name).await?,
             None => serde_json::json!({ "bulkheads": fetch_all::<Value>(args).await? }),
@@ -44,7 +45,7 @@ async fn fetch_all<T: DeserializeOwned>(args: &Args) -> Result<Vec<T>, Failure> 
     for Snapshot { name, .. } in &bulkheads {
         match fetch_one(args, name).await {
             Ok(advice) => all.push(advice),
-            // The bulkhead has been removed in the meantime.
+            // The bulkhead has been removed since the list of bulkheads was fetched.
             Err(failure) if failure.code() == exit::NOT_FOUND => {}
             Err(failure) => return Err(failure),
         }

@@ -510,7 +510,7 @@ pub(crate) struct Bench {
     pub(crate) payload_bytes: usize,
 }
 
-/// Parses a word of the vocabulary `V`.
+/// Parses one of the words in the vocabulary `V`.
 fn word<V: Vocabulary>(text: &str) -> Result<V, String> {
     V::from_word(text).ok_or_else(|| format!("valid values: {}", V::WORDS.join(", ")))
 }
@@ -594,7 +594,8 @@ impl Args {
             let message = "--host cannot be combined with --socket or --admin: specify only one supervisor";
             return Err(Self::command().error(ErrorKind::ArgumentConflict, message));
         }
-        // `BULKHEAD_ADMIN` can belong to a different supervisor than the socket on the command line.
+        // A socket on the command line takes precedence over `BULKHEAD_ADMIN`, which can belong to a different
+        // supervisor.
         if has_flag("socket") && !has_flag("admin") {
             args.admin = None;
         }

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
     if let Some(name) = &events.bulkhead {
-        // Fails if there is no such bulkhead.
+        // This request fails if the bulkhead does not exist.
         let name = percent_encoded(name);
         get_lines(args, &format!("/v1/events?follow=false&limit=1&bulkhead={name}")).await?;
     }
@@ -38,7 +38,7 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
     let connect =
         async |last: u64| request(args, Method::GET, &format!("/v1/events?follow=true&since={last}")).await;
     let mut response = connect(last).await?;
-    // Waits in a separate task, because a signal that arrives between two streams would otherwise be missed.
+    // Waits for ^C in a separate task, because a signal that arrives between two streams would otherwise be missed.
     let mut interrupt = tokio::spawn(tokio::signal::ctrl_c());
     loop {
         progress.is_upgraded = false;
@@ -46,7 +46,8 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
         if code != exit::OK || !progress.is_upgraded {
             return Ok(code);
         }
-        // The stream ended with the old program of an upgrade. The new program continues the numbering.
+        // The stream ended because an upgrade replaced the supervisor's program. The new program continues the
+        // numbering of the events.
         let connected = tokio::select! {
             biased;
             _ = &mut interrupt => return Ok(exit::CANCELLED),
@@ -74,7 +75,8 @@ impl Progress {
         self.last = event.seq;
         if event.kind == "upgrade_switched" {
             let pid = event.fields.get("pid").and_then(Value::as_u64);
-            // Both programs report the upgrade. The new program's report does not end its own stream.
+            // Both the old and the new program report an upgrade. Only the old program's report announces the end of a
+            // stream.
             self.is_upgraded |= pid != self.successor;
             self.successor = pid;
         }
@@ -84,7 +86,7 @@ impl Progress {
 fn print_line(args: &Args, events: &Events, progress: &mut Progress, line: &str) -> Result<(), Failure> {
     let data = line.strip_prefix("data:").map(str::trim_start);
     let Some(data) = data.or_else(|| line.starts_with('{').then_some(line)) else {
-        // Comments report missed events. All other lines are IDs and keep-alives.
+        // A comment reports missed events. All other lines without data are IDs or keep-alives.
         if let Some(comment) = line.strip_prefix(": ") {
             output::to_stderr(&escape(comment));
         }

@@ -68,7 +68,7 @@ fn cells(job: &Job) -> [String; 13] {
     ]
 }
 
-/// Replaces spaces in a value, so that programs can split the line into columns.
+/// Replaces the spaces in a value, so that programs can split a line of output into columns.
 fn without_spaces(text: &str) -> String {
     text.replace(char::is_whitespace, "_")
 }

@@ -33,13 +33,13 @@ pub(crate) async fn run(args: &Args, logs: &Logs) -> Result<u8, Failure> {
         return Err(Failure::new(exit::USAGE, message));
     }
     let mut lines = Vec::new();
-    // For each bulkhead, the path that returns the lines after the stored ones.
+    // For each bulkhead, the path from which to request the lines that follow the stored lines.
     let mut rest = Vec::new();
     for name in names {
         let path = format!("/v1/bulkheads/{}/logs", percent_encoded(&name));
         let stored = match stored_lines(args, &path, logs).await {
             Ok(stored) => stored,
-            // The bulkhead has been removed in the meantime.
+            // The bulkhead has been removed since the list of bulkheads was fetched.
             Err(failure) if logs.names.is_empty() && failure.code() == exit::NOT_FOUND => continue,
             Err(failure) => return Err(failure),
         };

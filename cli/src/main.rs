@@ -46,7 +46,7 @@ fn main() -> ExitCode {
         Err(failure) => {
             // `submit` has already printed a line for each job, including the failed one.
             if args.json && !matches!(args.command, Command::Submit(_)) && !failure.message().is_empty() {
-                // Ignores errors, because the message is also written to standard error.
+                // Ignores write errors, because the message is also written to standard error.
                 let _ = output::json(failure.json());
             }
             failure.report()

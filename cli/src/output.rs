@@ -238,7 +238,7 @@ fn not_accepted() -> JobOutcome {
     JobOutcome { deadline_ms: Some(0.0), ..JobOutcome::default() }
 }
 
-/// Formats an outcome for a job that this command cancelled and for which the supervisor reported no outcome.
+/// Formats the outcome of a job that this command cancelled, if the supervisor has not reported an outcome.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!(JobOutcome {
         attempts: 1,

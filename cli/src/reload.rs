@@ -10,7 +10,7 @@ use crate::requests::{document, read_confirmation, request};
 pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
     let path = format!("/v1/reload?dry_run={dry_run}");
     let response = request(args, Method::POST, &path).await.map_err(|failure| match failure.code() {
-        // The exit code for errors in the configuration file.
+        // Errors in the configuration file are reported with the exit code for usage errors.
         exit::INVALID => failure.with_code(exit::USAGE),
         _ => failure,
     })?;

@@ -246,7 +246,8 @@ pub(crate) async fn follow(
         tokio::spawn(send_lines(response, sender.clone()));
     }
     drop(sender);
-    // Uses a single future for all iterations, because a signal that arrives between two futures would be missed.
+    // Waits for ^C with a single future in all iterations, because a signal that arrives between two futures would be
+    // missed.
     let mut interrupt = pin!(tokio::signal::ctrl_c());
     loop {
         let line = tokio::select! {

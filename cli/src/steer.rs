@@ -85,7 +85,8 @@ pub(crate) async fn drain(args: &Args, drain: &Drain) -> Result<u8, Failure> {
             bulkheads.into_iter().map(|bulkhead| bulkhead.name).collect()
         }
     };
-    // A bulkhead that was not named might have been removed in the meantime.
+    // Bulkheads that were removed after their names had been listed are skipped. A bulkhead named on the command line
+    // must exist.
     let is_removed = |failure: &Failure| drain.name.is_none() && failure.code() == exit::NOT_FOUND;
     let limit = drain.wait.map(WaitLimit::new);
     let mut draining = Vec::new();

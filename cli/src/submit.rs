@@ -25,7 +25,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
         Ok(prepared) => prepared,
         Err(failure) => {
             if args.json {
-                // Ignores errors, because the message is also written to standard error.
+                // Ignores write errors, because the message is also written to standard error.
                 let _ = output::json(failure.job_json(&submit.request.name));
             }
             return Err(failure);

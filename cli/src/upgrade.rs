@@ -19,7 +19,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
         path.push_str(&format!("&program={}", percent_encoded(program)));
     }
     let response = request(args, Method::POST, &path).await.map_err(|failure| match failure.code() {
-        // The exit code for a supervisor that cannot be upgraded.
+        // If the supervisor cannot be upgraded, the command fails with the exit code for usage errors.
         exit::INVALID => failure.with_code(exit::USAGE),
         _ => failure,
     })?;

@@ -60,7 +60,7 @@ impl RetryBudget {
 mod tests {
     use super::*;
 
-    /// Retries until the budget is exhausted. Returns the number of allowed retries.
+    /// Requests retries until the budget is exhausted. Returns the number of allowed retries.
     fn spend(budget: &mut RetryBudget, now: Duration) -> u64 {
         (0..10_000).take_while(|_| budget.try_retry(now)).count() as u64
     }
@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(spend(&mut budget, Duration::from_secs(60)), RETRIES_FLOOR);
     }
 
-    /// Runs random histories and compares the budget with a model that keeps every event.
+    /// Applies random sequences of jobs and retries, and compares the budget with a model that keeps every event.
     #[test]
     fn random_histories_stay_within_the_budget() {
         for seed in 1..=50_u64 {
@@ -99,7 +99,7 @@ mod tests {
             let mut events: Vec<(u64, bool)> = Vec::new();
             let retries_wanted = 1 + below(9);
             for _ in 0..3_000 {
-                // Mostly small steps, and sometimes a pause longer than the window.
+                // The time usually advances in small steps, and sometimes by more than the window.
                 now += Duration::from_millis(if below(500) == 0 { below(30_000) } else { below(30) });
                 let in_window = |kind: bool, events: &[(u64, bool)]| {
                     let recent = |&&(at, is): &&(u64, bool)| is == kind && at + 10 > now.as_secs();

@@ -133,7 +133,7 @@ impl Target {
         }
     }
 
-    /// Formats the location for messages in which it directly follows "the supervisor".
+    /// Formats the location for messages, in which the location follows the words "the supervisor".
     fn describe(&self) -> String {
         match self {
             Self::Path(path) => format!("at {}", path.display()),
@@ -370,7 +370,7 @@ impl Client {
             Connection::Down(loss) => loss.is_final || has_timed_out && loss.attempts > attempts_before,
         };
         self.shared.needed.notify_one();
-        // If the driver is gone, the wait fails immediately.
+        // If the driver has been dropped, the wait ends immediately.
         let wait = current.wait_for(is_usable);
         match limit.into_iter().chain(deadline).min() {
             Some(until) => drop(tokio::time::timeout_at(until, wait).await),
@@ -548,8 +548,8 @@ struct Driver {
     /// Connections that accept no further jobs but have pending jobs. Oldest first. Jobs of a lost connection are
     /// waiting to be sent over the next connection. After GOAWAY, the supervisor still finishes accepted jobs.
     retired: Vec<Arc<Requests>>,
-    /// Notified when a connection that received GOAWAY has closed. Jobs of that connection that can be sent again then
-    /// wait for the next connection.
+    /// Notified when a connection that received GOAWAY has closed. From then on, the jobs of this connection that can
+    /// be sent again wait for the next connection.
     closed_after_goaway: Arc<Notify>,
     current: watch::Sender<Connection>,
     needed: Arc<Notify>,
@@ -561,8 +561,8 @@ impl Driver {
         loop {
             if let Some(requests) = self.requests.clone() {
                 let began = Instant::now();
-                // Joins the queue before the connection is announced, so that lost jobs are sent before the
-                // jobs of waiting callers.
+                // Takes the first place in the queue before the connection is announced. Jobs of the lost connection
+                // are therefore sent before the jobs of waiting callers.
                 let mut first_place = self.has_detached_jobs().then(|| requests.queue());
                 self.current.send_replace(Connection::Up(requests.clone()));
                 let mut serving = Box::pin(serve(requests.clone()));
@@ -613,7 +613,7 @@ impl Driver {
     /// Waits until all handles that can submit jobs have been dropped and all connections are idle.
     async fn wait_until_unused(&self) {
         self.current.closed().await;
-        // Jobs move from a retired connection to the current connection.
+        // Waits for the retired connections first, because their jobs can move to the current connection.
         for requests in self.retired.iter().chain(&self.requests) {
             requests.idle().await;
         }
@@ -674,8 +674,7 @@ impl Driver {
         }
     }
 
-    /// Fails jobs that have waited too long for a connection. Returns when a connection that received GOAWAY has
-    /// closed.
+    /// Fails jobs that have waited too long for a connection, until a connection that received GOAWAY has closed.
     async fn end_overdue_until_close(&self) {
         let mut has_closed = pin!(self.closed_after_goaway.notified());
         loop {
@@ -725,7 +724,7 @@ impl Driver {
         matches!(self.target, Target::InProcess(_)) && error.kind() == io::ErrorKind::NotConnected
     }
 
-    /// Waits for [`RECONNECT_PAUSE_MIN`], and then until a caller needs a connection.
+    /// Waits until a caller needs a connection, but at least for [`RECONNECT_PAUSE_MIN`].
     async fn wait_until_needed(&self) {
         tokio::time::sleep(RECONNECT_PAUSE_MIN).await;
         self.needed.notified().await;
@@ -748,8 +747,8 @@ impl Drop for Driver {
 /// Reads and writes frames, and ends unanswered jobs, until the connection closes. Returns the reason for the closure.
 async fn serve(requests: Arc<Requests>) -> String {
     tokio::select! {
-        // If the runtime was blocked for a while, outcomes that have arrived are read before jobs without outcomes are
-        // ended.
+        // Reads outcomes that have arrived before ending jobs without outcomes, because the runtime may have been
+        // blocked for a while.
         biased;
         message = read(&requests) => message,
         message = write(&requests) => message,
@@ -806,8 +805,8 @@ async fn write(requests: &Requests) -> String {
                     }
                 }
                 Err(error) => {
-                    // `read` usually returns a better reason, such as a message that the supervisor sent
-                    // before closing the connection.
+                    // Gives `read` time to return a better reason, such as a message that the supervisor sent before
+                    // closing the connection.
                     tokio::time::sleep(CLOSE_REASON_TIMEOUT).await;
                     return error.to_string();
                 }

@@ -268,7 +268,8 @@ impl Job {
     /// Sends the job, with retries if they are enabled; see [`Job::retry`].
     async fn send_with_retries(mut self) -> Result<Reply, JobError> {
         self.client.with_budget(RetryBudget::job);
-        // Copied, because the request is lost if the deadline passes while the client is reconnecting.
+        // Keeps a copy of the deadline, because the request is lost if the deadline passes while the client is
+        // reconnecting.
         let deadline = self.request.deadline;
         let ran = |error: &JobError| error.executed() != Executed::No;
         let mut reported: Option<JobError> = None;
@@ -286,7 +287,8 @@ impl Job {
                 && error.is_retryable()
                 && deadline.is_none_or(fits)
                 && self.client.with_budget(RetryBudget::try_retry);
-            // If an earlier attempt may have run, the error of a later attempt that did not run would obscure this.
+            // Keeps the error of an attempt that may have run. The error of a later attempt that did not run would hide
+            // the fact that the job may have run.
             let error = match reported.take() {
                 Some(earlier) if ran(&earlier) && !ran(&error) => earlier,
                 _ => error,

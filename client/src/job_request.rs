@@ -133,7 +133,7 @@ pub(crate) struct JobRequest {
     pub(crate) payload: KeptPayload,
     /// Source of the payload, or `None` if the `payload` field contains the payload.
     pub(crate) source: Option<Source>,
-    /// The deadline, counted from the first submission. [`JobOptions::deadline`] contains the remaining time.
+    /// Deadline of the job, measured from the first submission. [`JobOptions::deadline`] contains the remaining time.
     pub(crate) deadline: Option<Deadline>,
     /// Maximum time to wait for the client to reconnect, if the caller has set one.
     pub(crate) reconnect_timeout: Option<Duration>,
@@ -161,7 +161,7 @@ impl JobRequest {
 
     /// Starts the clock for the job's time limit.
     pub(crate) fn begin(&mut self) {
-        // The client treats a limit beyond the range of the clock as no limit.
+        // A time limit beyond the range of the clock counts as no time limit.
         self.deadline = self
             .options
             .deadline

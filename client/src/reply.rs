@@ -80,7 +80,7 @@ impl Reply {
     }
 }
 
-/// The [`Outcome`] of a failed job and its error payload; see [`JobError::payload`].
+/// The [`Outcome`] and the error payload of a failed job; see [`JobError::payload`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     outcome: Outcome,

@@ -96,7 +96,7 @@ struct State {
     queued_submitters: usize,
     /// Number of frames queued since the last write.
     unflushed: usize,
-    /// Lower bound of the times after which the client stops waiting for the outcomes of pending jobs.
+    /// Lower bound of the earliest time at which the client stops waiting for the outcome of a pending job.
     first_outcome_due: Option<Instant>,
     /// Request numbers of the jobs to send over another connection, in submission order.
     detached: VecDeque<u64>,
@@ -155,8 +155,8 @@ impl Requests {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns false in a forked child. The lock must not be acquired there, because a thread that exists only in the
-    /// parent can hold it.
+    /// Returns false in a forked child. A forked child must not acquire the lock, because the lock can be held by a
+    /// thread that exists only in the parent.
     fn is_owner(&self) -> bool {
         self.owner == std::process::id()
     }
@@ -272,7 +272,7 @@ impl Requests {
             LeaseSearch::None => {}
         }
         let number = state.leases.request(&job.bulkhead, &job.options.tenant)?;
-        // Must be set before the supervisor can send the lease.
+        // The flag must be set before the supervisor can send the lease.
         self.expects_files.store(true, Ordering::SeqCst);
         let wanted =
             LeaseRequest { bulkhead: &job.bulkhead, tenant: &job.options.tenant, bytes: bytes as u64 };
@@ -406,7 +406,7 @@ impl Requests {
         self.schedule_flush(state);
     }
 
-    // Outcomes, and closing the connection.
+    // Methods that handle outcomes and close the connection.
 
     /// Ends jobs whose outcomes have not arrived within [`OUTCOME_MARGIN`](crate::reply::OUTCOME_MARGIN) after their
     /// deadlines. Never returns. Does nothing for a supervisor in the same process, because different runtimes can
@@ -432,7 +432,8 @@ impl Requests {
         }
     }
 
-    /// Ends and cancels the jobs whose outcomes are due at `now`. Later outcomes of these jobs are ignored.
+    /// Ends and cancels the jobs whose outcomes are overdue at `now`. Outcomes of these jobs that arrive later are
+    /// ignored.
     fn end_unanswered_at(&self, now: Instant) {
         let mut state = self.lock();
         let mut first = None;
@@ -444,7 +445,7 @@ impl Requests {
                     Decision::Stays
                 }
             },
-            // A job that waits for another connection has other limits.
+            // The time limit for outcomes does not apply to a job that is waiting for another connection.
             _ => Decision::Stays,
         });
         state.first_outcome_due = first.map(|first| first.max(now + OUTCOME_CHECK_INTERVAL_MIN));
@@ -492,7 +493,7 @@ impl Requests {
                     state.phase = Phase::Ending;
                 }
                 if state.waiters.waiting() == 0 {
-                    // Passes the notification on, because several tasks can wait.
+                    // Passes the notification on to the next task, because several tasks can wait.
                     self.idle.notify_one();
                     break;
                 }
@@ -508,7 +509,7 @@ impl Requests {
             {
                 let state = self.lock();
                 if state.mapped_results == 0 || state.phase == Phase::Closed {
-                    // Passes the notification on, because several tasks can wait.
+                    // Passes the notification on to the next task, because several tasks can wait.
                     self.unmapped.notify_one();
                     return;
                 }
@@ -588,7 +589,7 @@ impl Requests {
         self.leaving.notified().await;
     }
 
-    // Moving jobs to another connection.
+    // Methods that move jobs to another connection.
 
     /// Sends the jobs that were detached from this connection over another one. `place` is the caller's position in
     /// the other connection's queue. Returns true once all of these jobs have been sent or have ended, and false if
@@ -601,8 +602,8 @@ impl Requests {
             space.as_mut().enable();
             match self.move_next(place) {
                 Moved::One => {
-                    // Yields to other tasks on the runtime, because moving a job can mean reading its payload
-                    // from a file.
+                    // Yields to other tasks on the runtime, because moving a job can involve reading the payload from a
+                    // file.
                     tokio::task::coop::consume_budget().await;
                 }
                 Moved::Full => {
@@ -620,7 +621,7 @@ impl Requests {
             let mut state = self.lock();
             loop {
                 let Some(number) = state.detached.pop_front() else { return Moved::All };
-                // The handle to the job may have been dropped.
+                // A job whose handle has been dropped is skipped.
                 if let Some((job, progress)) = state.waiters.begin_move(number) {
                     break (number, job, progress);
                 }
@@ -681,7 +682,7 @@ impl Requests {
             Some((waiter, job)) if waiter.is_detached() && job.is_overdue() => {
                 Decision::Ends(job.not_reconnected(problem))
             }
-            // An outcome that is being processed is kept.
+            // All other jobs are kept, including jobs whose outcomes are being processed.
             _ => Decision::Stays,
         });
         self.notify_if_idle(&state);
@@ -779,8 +780,8 @@ impl State {
         let _ = self.push(kind, number, &Empty, &[], Payload::NONE);
     }
 
-    /// Queues the cancellation of a job whose outcome will be ignored. Also returns the job's lease, which must not
-    /// happen before the cancellation.
+    /// Queues the cancellation of a job whose outcome will be ignored, followed by the return of the job's lease. The
+    /// lease must not be returned before the cancellation.
     fn push_withdrawal(&mut self, number: u64, waiter: &Waiter) {
         self.push_empty(kind::CANCEL, number);
         if let Some(lease) = &waiter.lease {
@@ -793,7 +794,7 @@ impl State {
         self.outbox.waiting_bytes() < OUTBOX_BYTES_MAX
     }
 
-    /// Queues a frame and adds its size to `pushed_bytes`.
+    /// Queues a frame and adds the size of the frame to `pushed_bytes`.
     fn push<'m>(
         &mut self,
         kind: u8,
@@ -1031,7 +1032,7 @@ mod tests {
         let file = || {
             let file = rustix::fs::memfd_create("lease", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
             rustix::fs::ftruncate(&file, bytes as u64).unwrap();
-            // Permission bits would mark the file as revoked.
+            // Clears the permission bits, which would mark the file as revoked.
             rustix::fs::fchmod(&file, rustix::fs::Mode::empty()).unwrap();
             file
         };
@@ -1044,7 +1045,7 @@ mod tests {
         (requests, there, lease_ref)
     }
 
-    /// A late outcome of the job is ignored, even if its result is in the file that the client has returned.
+    /// A late outcome of the job is ignored, even if the result is in a file that the client has already returned.
     #[test]
     fn unanswered_job_is_cancelled_and_forgotten() {
         let bytes = 2 * INLINE_PAYLOAD_BYTES_MAX;
@@ -1087,7 +1088,7 @@ mod tests {
         assert_eq!(requests.lock().first_outcome_due, None);
     }
 
-    /// If the connection were closed earlier, the supervisor would revoke the result.
+    /// If the client closed the connection while a mapped result exists, the supervisor would revoke the result.
     #[tokio::test]
     async fn connection_is_in_use_until_mapped_results_are_dropped() {
         let bytes = 2 * INLINE_PAYLOAD_BYTES_MAX;
@@ -1133,7 +1134,7 @@ mod tests {
         let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
         let Ok(pending) = requests.submit(&mut job, &mut None, None) else { panic!("the job is rejected") };
         assert!(is_unused(&mut there));
-        // In a forked child, a lock that another thread of the parent has held is never released.
+        // A lock that another thread of the parent held at the time of the fork is never released in the child.
         let held = requests.lock();
         pending.cancel(false);
         drop(pending);

@@ -193,7 +193,7 @@ impl<M> Waiters<M> {
         match &mut slot.state {
             SlotState::Waiting(_) => match std::mem::replace(&mut slot.state, SlotState::Processing) {
                 SlotState::Waiting(mut waiter) => {
-                    // Leaves a job that may be retried unchanged, because a retry sends the whole job.
+                    // Does not change the request of a job that may be retried, because a retry sends the whole job.
                     if !slot.request.retries {
                         waiter.bulkhead = std::mem::take(&mut slot.request.bulkhead);
                         waiter.buffer = slot.request.payload.take_large();
@@ -274,7 +274,7 @@ impl<M> Waiters<M> {
         }
     }
 
-    // Jobs that leave the connection.
+    // Methods that remove jobs from the connection.
 
     /// Decides what happens to each waiting job. `decide` gets `None` for a job whose outcome was being processed
     /// when the connection failed. Returns the numbers of the jobs to send again, in the order in which they were

@@ -46,9 +46,9 @@ struct Served {
     name: String,
     settings: Bulkhead,
     rules: Rules,
-    /// Value for [`Rules::is_rate_limit_shared`], which can change while the agent runs.
+    /// Current value of [`Rules::is_rate_limit_shared`], which can change while the agent runs.
     is_rate_limit_shared: AtomicBool,
-    /// Value for [`Rules::is_isolated`], which can change while the agent runs.
+    /// Current value of [`Rules::is_isolated`], which can change while the agent runs.
     is_isolated: AtomicBool,
     permits: Permits,
     tenant_permits: Mutex<TenantPermits>,
@@ -178,7 +178,7 @@ async fn drain(shared: &Shared) {
     let _ = tokio::time::timeout(Duration::from_secs(1), shared.client.flush()).await;
 }
 
-/// Returns the maximum size of a result, in bytes. The server can change its limit whenever the client reconnects.
+/// Returns the maximum size of a result, in bytes. This limit can change whenever the client reconnects to a server.
 fn result_bytes_max(client: &async_nats::Client) -> usize {
     client.max_payload().saturating_sub(HEADER_BYTES_RESERVED)
 }

@@ -130,7 +130,7 @@ impl Fleet {
         let id = format!("{:016x}{:016x}", crate::random::number(), crate::random::number());
         let mut options = JobOptions::new(bulkhead.into(), id);
         options.tenant = self.tenant.clone();
-        // Without a deadline of its own, the job would have the fleet's `deadline_max`, which submitters do not know.
+        // A job without a deadline would get the fleet's `deadline_max`, which submitters do not know.
         options.deadline = Some(DEADLINE_DEFAULT);
         FleetJob { fleet: self.clone(), options, payload: Bytes::from(payload.into()) }
     }

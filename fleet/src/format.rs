@@ -1,4 +1,4 @@
-//! Format of ledger records: the fields are headers, and the result is the body.
+//! Format of ledger records. The fields are stored as headers, and the result is stored as the body.
 
 use async_nats::HeaderMap;
 use bulkhead_api::JobOutcome;
@@ -21,10 +21,10 @@ const DELIVERY: &str = "Bulkhead-Delivery";
 /// `bulkhead submit --json`.
 pub(crate) const OUTCOME: &str = "Bulkhead-Outcome";
 
-/// Name of a dead letter's header that contains the sequence number of the job's ledger record.
+/// Name of the dead-letter header that contains the sequence number of the job's ledger record.
 pub(crate) const LEDGER_SEQUENCE: &str = "Bulkhead-Ledger-Sequence";
 
-/// Name of a dead letter's header that contains the size of the job's payload in bytes. Set only if the letter was
+/// Name of the dead-letter header that contains the size of the job's payload in bytes. Set only if the letter was
 /// stored without the payload.
 pub(crate) const PAYLOAD_DROPPED: &str = "Bulkhead-Payload-Dropped";
 
@@ -85,7 +85,7 @@ pub(crate) fn outcome_text(outcome: &Outcome) -> String {
     serde_json::to_string(&document).unwrap_or_default()
 }
 
-/// Truncates a message so that its length is at most [`MESSAGE_BYTES_MAX`], and in JSON at most
+/// Truncates a message to at most [`MESSAGE_BYTES_MAX`], or further if its JSON form would exceed
 /// [`MESSAGE_JSON_BYTES_MAX`]. JSON needs six bytes for most control characters.
 fn truncate_message(text: &str) -> &str {
     let text = truncate(text, MESSAGE_BYTES_MAX);

@@ -13,7 +13,7 @@ pub const ID_BYTES_MAX: usize = 128;
 /// Default deadline of a job.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
 
-/// Part of the maximum message size that is reserved for headers, in bytes. The rest is available for the payload or
+/// Number of bytes of the maximum message size that are reserved for headers. The rest is available for the payload or
 /// the result.
 pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
 
@@ -95,7 +95,8 @@ impl JobOptions {
             ("the operation", &self.operation),
             ("the traceparent", traceparent),
         ] {
-            // The NATS client removes these spaces from header values, so the job would have another ID or operation.
+            // The NATS client strips leading and trailing spaces from header values, which would change the ID or
+            // operation of the job.
             if text != text.trim() {
                 return Err(format!("{name} begins or ends with a space; remove the space"));
             }
@@ -140,7 +141,8 @@ impl JobOptions {
         let read = headers.map_or(Ok(()), |headers| options.read(headers));
         let error = read.and_then(|()| options.check()).err();
         if error.is_some() {
-            // Keeps only the names. The job ends as invalid, so the other options must have no effect.
+            // Keeps only the bulkhead, the tenant and the ID, because the job ends as invalid and the other options
+            // must have no effect.
             let valid = Self { tenant: options.tenant, ..Self::new(options.bulkhead, options.id) };
             let has_id = valid.check().is_ok();
             let id = if has_id { valid.id.clone() } else { format!("message-{sequence}") };

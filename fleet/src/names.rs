@@ -77,7 +77,7 @@ fn lane_filter(bulkhead: &str, lane: u8) -> String {
     format!("bh.job.{}.{CLASS}.{lane}.*", escape(bulkhead))
 }
 
-/// Returns the subject filters for the consumer at `index`, if the bulkhead has `lanes` consumers.
+/// Returns the subject filters for the consumer at `index` of a bulkhead with `lanes` consumers.
 pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     if lanes == 1 {
         return vec![bulkhead_filter(bulkhead)];

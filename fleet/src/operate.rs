@@ -106,7 +106,7 @@ pub struct DeadLetter {
 }
 
 impl DeadLetter {
-    /// Returns an error if the job cannot be submitted again, because the letter does not contain the whole job.
+    /// Returns an error if the letter does not contain the whole job, so that the job cannot be submitted again.
     pub fn check_requeue(&self) -> Result<(), OperateError> {
         let id = &self.options.id;
         if let Some(bytes) = self.dropped_payload_bytes {

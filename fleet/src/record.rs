@@ -1,4 +1,5 @@
-//! A job's record in the ledger, independent of its encoding. A `decided` record contains the final outcome.
+//! A job's record in the ledger, independent of how the record is encoded. A `decided` record contains the final
+//! outcome.
 
 use bulkhead_shared::Outcome;
 use bytes::Bytes;

@@ -1,4 +1,4 @@
-//! The echo process of the bare chain.
+//! Echo process of the bare chain, which contains no supervisor.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;

@@ -22,17 +22,19 @@ const FILES: u64 = (1 << 16) - 1;
 const SCOPES: u64 = 3;
 const WITHHELD: HandledAccess = HandledAccess { files: FILES, network: 0, scopes: SCOPES };
 
-/// ABI version to pass to `restrict_self`. Version 0 sets no flags and leaves the Landlock audit log unchanged.
+/// ABI version to pass to `restrict_self`. With version 0, no flags are set, so that denied actions are still written
+/// to the Landlock audit log.
 const NO_VERSION: u32 = 0;
 
-/// Top-level folders to which the Landlock rules grant access. A forked worker has access to the same folders.
+/// Top-level folders to which the Landlock rules grant access. Workers that the supervisor forks can access the same
+/// folders.
 const FOLDERS: [&str; 12] =
     ["/bin", "/dev", "/etc", "/home", "/lib", "/lib64", "/opt", "/proc", "/root", "/sbin", "/usr", "/var"];
 
 pub(crate) struct Layers {
     folder: OwnedFd,
     given: Vec<OwnedFd>,
-    /// Name of each forked process's temporary folder, by PID.
+    /// Names of the forked processes' temporary folders, indexed by PID.
     folders: HashMap<Pid, String>,
     next: u64,
 }
@@ -107,7 +109,7 @@ impl Layers {
     /// Removes a process's temporary folder.
     pub(crate) fn ended(&mut self, pid: Pid) {
         if let Some(name) = self.folders.remove(&pid) {
-            // Fails if the process could not confine itself and has no temporary folder.
+            // The removal fails if the process could not confine itself and therefore has no temporary folder.
             let _ = rustix::fs::unlinkat(&self.folder, name, AtFlags::REMOVEDIR);
         }
     }
@@ -117,7 +119,7 @@ fn check(result: libc::c_long) -> io::Result<()> {
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Installs a seccomp filter that refuses the given system calls.
+/// Installs a seccomp filter that rejects the given system calls.
 fn filter(refused: &[libc::c_long]) -> io::Result<()> {
     let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
     let mut steps = vec![step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0)];

@@ -16,5 +16,5 @@ pub const READ_BYTES: usize = 256 * 1024;
 /// Size of each job sent to the bare fork server and of each reply, in bytes.
 pub const JOB_BYTES: usize = 64;
 
-/// First byte of a job that makes the process running the job kill itself.
+/// If the first byte of a job has this value, the process that runs the job kills itself.
 pub const KILLS: u8 = b'k';

@@ -1,4 +1,4 @@
-//! The worker of the real chain.
+//! Worker process of the real chain, in which a supervisor forwards the requests.
 
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 /// Time that the slow worker takes to initialise.
 const SLOW_START: Duration = Duration::from_secs(1);
 
-/// Initialises for one second, then runs jobs until the supervisor stops the worker.
+/// Takes one second to initialise, then runs jobs until the supervisor stops the worker.
 pub fn serve_slowly() -> ExitCode {
     Server::new()
         .init(|_| {
@@ -42,13 +42,13 @@ fn handle(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             std::process::abort()
         }
-        // Exits and leaves many processes behind, each in a separate session.
+        // Starts many processes, each in a separate session, and then aborts without stopping them.
         "orphans" => {
             let script = "for n in $(seq 1500); do setsid sleep 100 & done";
             let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
             std::process::abort()
         }
-        // Stops all threads of the worker, like a call that holds the lock of an interpreter.
+        // Stops all threads of the worker for half a second, like a call that holds the interpreter lock.
         "hold" => {
             let mut waker = shell("sleep 0.5; kill -CONT $PPID").spawn()?;
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)?;

@@ -15,7 +15,7 @@ use crate::output::{Failure, exit};
 /// Maximum length of a filter, in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
-/// Maximum delay of a sample before the screen shows that the supervisor is not responding.
+/// Time without a sample after which the screen shows that the supervisor is not responding.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
 /// Action to take after a key press.
@@ -333,7 +333,7 @@ impl App {
 
     fn move_by(&mut self, by: isize) {
         if let Page::Bulkhead { scroll, .. } = &mut self.page {
-            // Drawing clamps the value to the last row.
+            // The value is limited to the last row when the page is drawn.
             *scroll = scroll.saturating_add_signed(by);
             return;
         }

@@ -1,4 +1,5 @@
-//! Recent events, formatted as lines. Events from a restarted supervisor are appended to those from its predecessor.
+//! Recent events, formatted as lines. When the supervisor is restarted, new events are appended to the events from
+//! before the restart.
 
 use std::collections::VecDeque;
 

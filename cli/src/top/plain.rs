@@ -1,4 +1,4 @@
-//! Implements `top` without a screen, which takes samples for one interval and prints the result as a table or JSON.
+//! Non-interactive mode of `top`, which takes samples for one interval and prints the result as a table or as JSON.
 
 use std::time::Duration;
 

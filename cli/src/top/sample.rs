@@ -1,4 +1,4 @@
-//! Samples of a supervisor as plain data with escaped text, and differences between samples.
+//! Samples of a supervisor's state as plain data with escaped text, and the differences between samples.
 
 use std::time::{Duration, Instant};
 
@@ -152,7 +152,7 @@ fn worker(worker: &bulkhead_api::Worker) -> Worker {
     Worker { tenant, cells: worker_cells(worker).map(|cell| clean(&cell)) }
 }
 
-/// Returns the rates per second between two samples, or `None` if counters were reset or no time has passed.
+/// Returns the rates per second between two samples, or `None` if a counter was reset or no time has passed.
 pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) -> Option<Counts<f64>> {
     let seconds = elapsed.as_secs_f64();
     let rate = |before: u64, now: u64| {
@@ -195,7 +195,7 @@ impl From<RawSample> for Sample {
     }
 }
 
-/// Samples the supervisor's state, and keeps the last event received.
+/// Source of samples of the supervisor's state. Keeps the last event received, to detect a restart of the supervisor.
 #[derive(Debug)]
 pub(super) struct Sampler<'a> {
     args: &'a Args,
@@ -223,7 +223,7 @@ impl<'a> Sampler<'a> {
             Value::Array(bulkheads) => bulkheads,
             _ => Vec::new(),
         };
-        // Starts at the last known event, to detect a restart of the supervisor.
+        // The request includes the last known event, so that a restart of the supervisor can be detected.
         let since = self.last.as_ref().map_or(0, |event| number(&event["seq"]).saturating_sub(1));
         let (events, was_restarted) = match new_events(self.last.as_ref(), self.events(since).await?) {
             EventLog::Same(events) => (events, false),
@@ -254,16 +254,16 @@ enum EventLog {
 fn new_events(last: Option<&Value>, mut events: Vec<Value>) -> EventLog {
     let Some(last) = last else { return EventLog::Same(events) };
     match events.first() {
-        // A supervisor always keeps its newest event, so an empty list comes from a supervisor of an earlier version
-        // that was restarted.
+        // Only a restarted supervisor of an earlier version returns an empty list. Any other list contains at least the
+        // newest event, which a supervisor always keeps.
         None => EventLog::Restarted,
         Some(first) if first == last => {
             events.remove(0);
             EventLog::Same(events)
         }
-        // A restarted supervisor that has not reached the last known number sends all its events.
+        // A restarted supervisor whose event numbers have not reached the last known number sends all its events.
         Some(first) if number(&first["seq"]) <= number(&last["seq"]) => EventLog::Restarted,
-        // The last known event is missing because more events have occurred than the supervisor keeps.
+        // The last known event is missing, because the supervisor keeps only a limited number of events.
         Some(_) => EventLog::Same(events),
     }
 }

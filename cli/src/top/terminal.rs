@@ -57,7 +57,8 @@ impl Screen {
         self.terminal.draw(|frame| {
             draw::draw(frame.buffer_mut(), app, now);
             if self.is_colourless {
-                // With `NO_COLOR`, crossterm writes a colour as a sequence that resets all attributes of the text.
+                // Removes all colours, because with `NO_COLOR` crossterm writes each colour as a sequence that resets
+                // all attributes of the text.
                 let area = frame.area();
                 frame.buffer_mut().set_style(area, Style::new().fg(Color::Reset).bg(Color::Reset));
             }
@@ -74,7 +75,7 @@ impl Screen {
     pub(super) fn reenter(&mut self) -> io::Result<()> {
         release();
         acquire()?;
-        // `clear` would query the cursor position, and the keyboard thread would receive the reply.
+        // Does not call `clear`, which would query the cursor position. The keyboard thread would receive the reply.
         let size = self.terminal.size()?;
         self.terminal.resize(Rect::from((Position::ORIGIN, size)))
     }

@@ -33,7 +33,7 @@ pub(super) fn bold() -> Style {
     Style::new().add_modifier(Modifier::BOLD)
 }
 
-/// Returns the style for a state. The colour adds no information to the text.
+/// Returns the style in which a state is shown. The colour only repeats information that is also in the text.
 pub(super) fn state_style(state: &str) -> Style {
     match state {
         "failed" | "failing" | "open" | "forced_open" => Style::new().fg(Color::Red),

@@ -225,7 +225,7 @@ impl Requests {
             kind::LEASED | kind::LEASE_ENDED | kind::LEASE_REFUSED => self.lease_frame(header, metadata),
             kind::PROGRESS => {
                 let message = decode::<ProgressMessage<'_>>(metadata)?;
-                // The handler can report any number as the fraction.
+                // The handler can report an invalid fraction, such as NaN.
                 let fraction = if message.fraction.is_nan() { 0.0 } else { message.fraction.clamp(0.0, 1.0) };
                 let progress = Progress { fraction, text: message.text.to_owned() };
                 let of = |waiter: &mut Waiter| waiter.progress.clone();

@@ -20,7 +20,7 @@ use serde_json::{Map, Value, json};
 
 const SHOP: &str = include_str!("../../data/shop.sql");
 
-/// Maximum number of databases to keep. If there are more, the worker drops all of them.
+/// Maximum number of databases to keep. If this number is exceeded, the worker drops all databases.
 const TENANTS_MAX: usize = 64;
 
 /// Maximum heap size of SQLite per process, in bytes. Must be well below the `as` limit in `workers.toml`.

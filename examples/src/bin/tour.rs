@@ -209,7 +209,7 @@ fn cases() -> Result<Vec<Case>> {
     cases.push(Case { expected: &["failed/out_of_memory"], ..case });
     let case = mallory("a query with a syntax error", "SELEKT 1");
     cases.push(Case { expected: &["failed/sql"], ..case });
-    // Last, because they occupy both workers until their deadlines.
+    // The endless jobs come last, because they occupy both workers until their deadlines.
     cases.push(mallory("a query that never ends", runaway).endless());
     let case = mallory("the same, watched by its worker", runaway).endless();
     cases.push(Case { operation: "polite", ..case });

@@ -1,4 +1,4 @@
-//! A client that submits two jobs: the program shown in `docs/client.md`.
+//! A client that submits two jobs. This is the program shown in `docs/client.md`.
 
 use std::error::Error;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! A worker that counts words: the program shown in `docs/worker-rust.md`.
+//! A worker that counts words. This is the program shown in `docs/worker-rust.md`.
 
 use std::process::ExitCode;
 

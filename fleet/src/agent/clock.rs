@@ -9,7 +9,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::decide::Timestamp;
 
-/// The server's clock, relative to the time since the host was booted.
+/// The server's clock, stored as an offset from the time since the host was booted.
 #[derive(Debug, Default)]
 pub(crate) struct Clock {
     /// Server's time minus the time since boot, in microseconds.
@@ -70,7 +70,7 @@ mod tests {
         let measured = time_since_boot();
         for server in [Duration::from_secs(1_800_000_000), Duration::ZERO] {
             clock.measure(measured, server, measured);
-            // Any time can pass between two readings of the clock.
+            // Any amount of time can pass between two readings of the clock.
             let [before, now, after] = [time_since_boot(), clock.now(), time_since_boot()];
             let expected = |time: Duration| time - measured + server;
             let rounding = Duration::from_micros(2);

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 pub(crate) struct Counters {
     /// Number of outcomes recorded by this agent.
     pub(crate) decided: AtomicU64,
-    /// Number of attempts that ended with the job being returned to the queue.
+    /// Number of attempts after which the job was returned to the queue.
     pub(crate) returned: AtomicU64,
     /// Number of outcomes discarded because another agent had taken over the job.
     pub(crate) fenced: AtomicU64,

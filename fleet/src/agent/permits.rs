@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
-/// Number of a tenant's jobs that can always wait for a permit.
+/// Number of jobs per tenant that can wait for a permit even if the tenant has no permits.
 const WAITERS_MIN: usize = 4;
 
 /// A set of permits whose size can be changed.
@@ -18,14 +18,14 @@ pub(crate) struct Permits {
     usage: Arc<Usage>,
 }
 
-/// Use of a set's permits.
+/// Usage counters of a set of permits.
 #[derive(Debug, Default)]
 struct Usage {
     in_use: AtomicUsize,
     /// Number of times that a permit was acquired or returned.
     moves: AtomicU64,
     moved: Notify,
-    /// Number of jobs that are waiting for a permit, beside the lanes.
+    /// Number of jobs that wait for a permit in separate tasks, so that they do not block the lanes.
     waiters: AtomicUsize,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct Permit {
 pub(crate) struct TenantPermits {
     /// Limits per tenant, or `None` if tenants are not isolated.
     limits: Option<TenantLimits>,
-    /// Sets of the tenants whose jobs hold a permit or wait for one.
+    /// Permit sets of the tenants whose jobs hold a permit or wait for one.
     sets: BTreeMap<String, Arc<Permits>>,
 }
 
@@ -70,7 +70,7 @@ impl TenantLimits {
 }
 
 impl TenantPermits {
-    /// Sets the number of permits of each tenant, and removes sets that are not in use.
+    /// Sets the number of permits of each tenant, and removes permit sets that are not in use.
     pub(crate) fn set_limits(&mut self, limits: Option<TenantLimits>) {
         self.limits = limits;
         self.sets.retain(|_, set| Arc::strong_count(set) > 1 || set.numbers().1 > 0);

@@ -40,13 +40,13 @@ const PULL_TIME: Duration = Duration::from_secs(5);
 const HEARTBEAT: Duration = Duration::from_secs(1);
 /// Time without a heartbeat after which the agent abandons a pull.
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
-/// Delay after a failed pull, and before a new connection.
+/// Delay after a failed pull, and before a new attempt to connect.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Maximum time to wait for a permit to be returned before checking again for a free permit.
+/// Maximum time that a lane without free permits waits for a change before it checks again.
 const FULL_PAUSE: Duration = Duration::from_millis(25);
 /// Maximum time that a pulled message waits for a permit.
 const WAIT_MAX: Duration = Duration::from_secs(1);
-/// Maximum time that a lane waits for a job of a tenant at its limit to start, if other jobs of the tenant are waiting.
+/// Maximum time that a lane waits before it returns the job of a tenant that already has enough waiting jobs.
 const TENANT_FULL_PAUSE: Duration = Duration::from_millis(5);
 /// Minimum interval between two deliveries of messages that a lane has returned because their tenants were at their
 /// limits. The server delivers these before messages that have not been delivered yet.
@@ -74,7 +74,8 @@ struct Lane {
 #[derive(Debug)]
 struct Waiting {
     count: AtomicUsize,
-    /// Number of messages of tenants at their limits that were returned and will be delivered again later.
+    /// Number of messages that were returned because their tenants were at their limits, and whose redelivery is still
+    /// pending.
     returned: Arc<AtomicUsize>,
     /// Value of [`Permits::moves`](super::permits::Permits::moves) when a message was last given back, or `u64::MAX` if
     /// a message has received a permit since then.
@@ -110,8 +111,8 @@ impl Lane {
                 }
             };
             self.pull_from(client, loss).await;
-            // A lost connection is caused by an unreadable message, unless the agent's other connection was lost as
-            // well.
+            // If the agent's other connection was not lost, the loss of this connection was caused by an unreadable
+            // message.
             let client = &self.shared.client;
             if client.connection_state() == State::Connected && self.connects() == connects {
                 search_start = unreadable::delete(client, &self.served.name, search_start).await;
@@ -148,7 +149,8 @@ impl Lane {
                 let _ = tokio::time::timeout(FULL_PAUSE, self.served.permits.until_moved()).await;
                 let has_returned = self.waiting.moves_at_return.load(Ordering::Relaxed) != u64::MAX;
                 if has_returned && self.served.settings.lanes > 1 {
-                    // Lanes that have given a message back compete for the permit. No lane may always be the first.
+                    // Lanes that have given a message back compete for the next permit. A random delay ensures that no
+                    // lane is always first.
                     tokio::time::sleep(FULL_PAUSE.mul_f64(random::fraction())).await;
                 }
                 continue;

@@ -67,7 +67,7 @@ async fn run(
     let (handling, step) = match permits {
         Ok(_) => Handling::begin(message, terms, rules, host, nonce, random::fraction()),
         Err(delay) => {
-            // The job must have another chance before its deadline.
+            // Limits the delay, so that the job has another chance before its deadline.
             let max = terms.time_left(&message, shared.clock.now()) / 2;
             let delay = delay.min(max.max(RETURN_DELAY_MIN));
             Handling::begin_without_permit(message, terms, rules, host, nonce, delay)
@@ -79,9 +79,9 @@ async fn run(
     let pause = run.conclude(conclusion, permits.is_ok()).await;
     drop(guard);
     drop(run);
-    // Even the shortest sleep takes until the end of a millisecond.
+    // A pause of zero is skipped, because even the shortest sleep lasts until the next millisecond.
     if !pause.is_zero() {
-        // If tenants are isolated, only the tenant's permit stays in use.
+        // If tenants are isolated, only the tenant's permit stays in use during the pause.
         let _kept = permits.map(|JobPermits { tenant, bulkhead }| tenant.unwrap_or(bulkhead));
         tokio::time::sleep(pause).await;
     }
@@ -212,7 +212,7 @@ impl Run {
                 Published::Conflict(last) if last != expects => {
                     match self.is_dead_letter_of(&subject, last, record).await {
                         Ok(true) => return true,
-                        // The letter belongs to an earlier job with the same ID.
+                        // The dead letter belongs to an earlier job with the same ID.
                         Ok(false) => expects = last,
                         Err(error) => {
                             tracing::warn!("failed to read the dead letter {subject}: {error}; trying again");
@@ -249,7 +249,7 @@ impl Run {
                 let of = letter.headers.get(format::LEDGER_SEQUENCE).map(|value| value.as_str());
                 Ok(of == Some(&*record.to_string()))
             }
-            // An operator has removed the letter.
+            // An operator has removed the dead letter.
             None if last == 0 => Ok(false),
             _ => Err("the server returned an outdated version of the message".to_owned()),
         }

@@ -48,7 +48,7 @@ impl Supervisor {
         if self.client.get().is_none()
             && let Ok(client) = Client::connect(&self.socket).await
         {
-            // Another host can usually run a job sooner than this supervisor can be restarted.
+            // Jobs do not wait for the supervisor to be restarted, because another host can usually run them sooner.
             let _ = self.client.set(client.reconnect_timeout(Duration::ZERO));
         }
     }
@@ -100,7 +100,8 @@ pub(crate) async fn poll(shared: Arc<Shared>) {
 }
 
 fn apply(shared: &Shared, snapshots: &[Snapshot]) {
-    // While the clock offset is unknown, jobs could be rejected as late before their deadlines have passed.
+    // No jobs are pulled while the clock offset is unknown, because jobs could be rejected as late before their
+    // deadlines.
     let can_take = shared.supervisor.client().is_some() && shared.clock.is_measured();
     for served in shared.bulkheads.values() {
         let snapshot = snapshots.iter().find(|snapshot| snapshot.name == served.name);
@@ -142,7 +143,8 @@ fn is_rate_limit_shared(snapshot: &Snapshot) -> bool {
 fn limit(snapshot: &Snapshot) -> u64 {
     let is = |state: BulkheadState| snapshot.state == state;
     if has_isolated_tenants(snapshot) {
-        // A job makes the supervisor start workers for its tenant, so there must be permits for one more tenant.
+        // The first job of a tenant makes the supervisor start workers for the tenant, so there must be permits for one
+        // more tenant.
         let limit = snapshot.limit.saturating_add(limit_per_tenant(snapshot));
         return if is(BulkheadState::Draining) { 0 } else { limit };
     }
@@ -188,7 +190,7 @@ mod tests {
         }
         assert_eq!(limit(&isolated(BulkheadState::Ready, 13)), 21);
         assert_eq!(limit(&isolated(BulkheadState::Draining, 8)), 0);
-        // A supervisor that does not report whether tenants are isolated.
+        // This supervisor does not report whether tenants are isolated.
         assert_eq!(limit(&snapshot(BulkheadState::Ready, 0)), 8);
         let worker = Worker { tenant: Some("acme".into()), ..Worker::default() };
         assert!(has_isolated_tenants(&Snapshot {
@@ -210,7 +212,7 @@ mod tests {
         let workers = vec![
             worker(Some("acme"), 0, Some(3), false),
             worker(Some("acme"), 1, Some(3), false),
-            // The replacement of the second worker.
+            // This worker is the replacement of the second worker.
             worker(Some("acme"), 1, Some(3), false),
             worker(Some("acme"), 2, Some(3), true),
             worker(Some("quiet"), 0, None, false),
@@ -226,7 +228,7 @@ mod tests {
         let rate = |per: &'static str| Some(Rate { per: per.into(), ..Rate::default() });
         let shared = Snapshot { rate_limit: rate("bulkhead"), ..Snapshot::default() };
         assert!(is_rate_limit_shared(&shared));
-        // Only a limit of a single tenant can reject jobs of a bulkhead without a general limit.
+        // If the bulkhead as a whole has no rate limit, only the rate limit of a single tenant can cause a rejection.
         assert!(!is_rate_limit_shared(&Snapshot::default()));
         assert!(!is_rate_limit_shared(&Snapshot { rate_limit: rate("tenant"), ..Snapshot::default() }));
         assert!(!is_rate_limit_shared(&Snapshot { isolated: true, ..shared }));

@@ -44,7 +44,7 @@ pub(crate) async fn check_consumers(shared: Arc<Shared>) {
     let mut known = BTreeMap::new();
     loop {
         let _ = tokio::time::timeout(CONSUMER_CHECK_INTERVAL, shared.pull_failed.notified()).await;
-        // An `init` that replaces consumers needs a moment to create them.
+        // An `init` that replaces consumers needs a moment to create the new consumers.
         tokio::time::sleep(CONSUMER_CHECK_PAUSE).await;
         match streams::mismatches(&shared.client, &shared.settings).await {
             Ok(found) => {

@@ -107,7 +107,7 @@ pub fn host_lost(terms: &Terms, attempts: u32) -> Outcome {
     outcome(terms, Verdict::Crashed { reason: CrashReason::HostLost, status: None, message }, attempts)
 }
 
-/// Creates an outcome for a job for which the supervisor reported no outcome.
+/// Creates the outcome of a job if the supervisor has not reported one.
 pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome {
     Outcome {
         retryable: verdict.is_retryable(terms.is_idempotent),

@@ -76,7 +76,8 @@ pub enum Conclusion {
         /// Pause before the agent takes another job in place of this one.
         pause: Pause,
     },
-    /// Another agent holds the job. If a delay is given, redelivery of the message after this delay has been requested.
+    /// Another agent holds the job. If a delay is given, the server has been asked to redeliver the message after this
+    /// delay.
     Left(Option<Duration>),
     /// Another agent took over the job during the attempt, so the outcome of the attempt was discarded.
     Fenced,
@@ -108,7 +109,7 @@ pub enum Event {
     Ended(AttemptEnd),
     /// False if the job needs a dead letter that could not be stored.
     Announced(bool),
-    /// The attempt to acknowledge the message has ended.
+    /// The attempt to acknowledge the message has succeeded or failed.
     Acknowledged,
 }
 
@@ -321,7 +322,7 @@ impl Handling {
         }
     }
 
-    /// Replaces a result that the server does not accept with an error.
+    /// Records an error in place of a result that the server does not accept.
     fn too_large(&mut self, write: Write, purpose: Purpose, is_own: bool) -> Step {
         match purpose {
             Purpose::Decide(ending) if !ending.payload.is_empty() => {
@@ -355,7 +356,8 @@ impl Handling {
                 if stored.record.nonce == write.record.nonce {
                     return self.stored(purpose, stored.sequence, now);
                 }
-                // The server had stored the result before it reported that the result was too large.
+                // An earlier write of this agent stored the result, although the server reported that the result was
+                // too large.
                 if is_own
                     && let Phase::Decided(ending) = stored.record.phase
                     && stored.record.nonce.starts_with(&format!("{}.", self.nonce))

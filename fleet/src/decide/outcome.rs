@@ -12,7 +12,7 @@ use crate::record::Ending;
 
 /// Delay before the second attempt to run a job.
 const RERUN_DELAY_MIN: Duration = Duration::from_secs(1);
-/// Maximum time without pulls after a job has exceeded a rate limit that all tenants share.
+/// Maximum time for which the agent pulls no jobs after a job has exceeded a rate limit that all tenants share.
 const RATE_LIMIT_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Maximum value of [`tenant_full_delay`].
 const TENANT_FULL_DELAY_MAX: Duration = Duration::from_secs(4);
@@ -131,8 +131,8 @@ fn not_begun(
     reported: Outcome,
     jitter: f64,
 ) -> Consequence {
-    // Each rejection at most doubles the delay, because other deliveries, such as those to agents without a free
-    // permit, also increase the number of deliveries.
+    // Each rejection at most doubles the delay. The number of deliveries would be misleading, because it also grows
+    // when an agent without a free permit returns the message.
     let is_rejected = |last: &Outcome| matches!(last.verdict, Verdict::Rejected { .. });
     let last_delay =
         claim.previous.as_ref().filter(|last| is_rejected(last)).and_then(|last| last.retry_after);
@@ -159,11 +159,11 @@ fn delay_and_pause(growing: Duration, rules: &Rules, reported: &Outcome, jitter:
     };
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let asked = with_jitter(asked, jitter);
-    // A growing delay prevents a tenant with many waiting jobs from occupying the agents with attempts.
+    // The delay grows, so that a tenant with many waiting jobs does not keep the agents busy with futile attempts.
     let growing = asked.max(growing);
     let not_ready = match rules.is_isolated {
-        // Another host might be ready. This agent keeps the tenant's permit, so that it does not take the tenant's
-        // other jobs.
+        // Another host might be ready. This agent keeps the tenant's permit in use, so that the agent does not take
+        // other jobs of the tenant.
         true => (with_jitter(RETURN_DELAY_MIN, jitter), Pause::Permit(asked)),
         false => (asked, Pause::Pulls(asked)),
     };
@@ -196,7 +196,7 @@ fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     if ending.payload.len() > rules.result_bytes_max { too_large(terms, rules, ending) } else { ending }
 }
 
-/// Replaces a result with an error, because the server does not accept the result.
+/// Returns an error in place of a result that the server does not accept.
 pub(super) fn too_large(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     let (bytes, max) = (ending.payload.len(), rules.result_bytes_max);
     let message = match bytes > max {

@@ -385,7 +385,7 @@ fn write_without_a_response_is_repeated_unchanged() {
     }
 }
 
-/// Returns a handling whose job has returned a result of 100 bytes, and the write that contains the result.
+/// Returns the state machine for a job that has returned a result of 100 bytes, and the write that contains the result.
 fn result_write() -> (Handling, Write) {
     let mut handling = submitted();
     let end = Ending { outcome: verdict(Verdict::Ok), payload: vec![0; 100].into() };

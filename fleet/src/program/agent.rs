@@ -28,7 +28,7 @@ pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8,
     let mut interrupt = signal(SignalKind::interrupt()).map_err(fail)?;
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let running = agent::run(settings, bulkhead_fleet::Faults::default(), async {
-        // This fails when the sender is dropped, which is the signal to stop.
+        // The sender is dropped as the signal to stop, so an error is expected.
         let _ = stopped.await;
     });
     let mut running = std::pin::pin!(running);
@@ -44,7 +44,7 @@ pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8,
     })
 }
 
-/// Tells the agent to drain and waits until it has stopped. Returns early if another signal arrives.
+/// Tells the agent to drain, and waits until the agent has stopped. Returns early if another signal arrives.
 async fn stop_with(
     stop: tokio::sync::oneshot::Sender<()>,
     running: std::pin::Pin<&mut impl Future<Output = Result<(), AgentError>>>,

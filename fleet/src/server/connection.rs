@@ -58,7 +58,7 @@ pub(crate) struct Loss(watch::Receiver<bool>);
 impl Loss {
     /// Returns true if the connection has been lost, even if the client has already reconnected.
     pub(crate) fn has_happened(&self) -> bool {
-        // The sender is dropped if the client's task has panicked.
+        // If the client's task has panicked, the sender has been dropped, and the connection counts as lost.
         *self.0.borrow() || self.0.has_changed().is_err()
     }
 

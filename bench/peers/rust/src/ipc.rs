@@ -1,4 +1,4 @@
-//! Sends a request and a reply over two channels of `ipc-channel`.
+//! Exchanges requests and replies with a worker process over two `ipc-channel` channels.
 
 use std::process::{Child, Command};
 use std::time::Instant;

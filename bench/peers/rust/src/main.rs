@@ -1,4 +1,4 @@
-//! Peers that are Rust libraries and do the same work as the bench: `tonic` and `ipc-channel`.
+//! Runs the workloads of the bench with two Rust libraries, `tonic` and `ipc-channel`.
 //!
 //! Reads one order per line from standard input, and writes one JSON object per order (see `bench/src/peers.rs`).
 
@@ -15,7 +15,7 @@ fn main() -> Result<()> {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     match arguments[..] {
-        // One hop is a direct connection. With two hops, there is a relay in between.
+        // With one hop, the client connects directly to the server. With two hops, the client connects to a relay.
         ["tonic", hops] => runtime.block_on(rpc::drive(hops.parse()?)),
         ["tonic-server", socket] => runtime.block_on(rpc::serve(socket, None)),
         ["tonic-relay", socket, next] => runtime.block_on(rpc::serve(socket, Some(next))),

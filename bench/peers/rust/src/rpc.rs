@@ -181,7 +181,7 @@ pub async fn drive(hops: usize) -> Result<()> {
                 for _ in 0..total {
                     let began = Instant::now();
                     chain.processes[0].kill()?;
-                    // The process is restarted by its caller, as in the bare chain of the bench.
+                    // The caller restarts the process, as in the bare chain of the bench.
                     while chain.client.echo(64).await.is_ok() {}
                     drop(chain);
                     chain = Chain::start(hops).await?;
