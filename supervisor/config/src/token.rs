@@ -26,7 +26,7 @@ impl Token {
         Self(blake3::hash(secret))
     }
 
-    /// Reads a token from a file that is writable only by the file's owner. An error consists of a description and a
+    /// Reads a token from a file that other users can neither read nor modify. An error consists of a description and a
     /// suggested correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();
@@ -48,8 +48,8 @@ impl Token {
         Ok(Self::new(token))
     }
 
-    /// Returns true if `secret` is the token's secret. Compares hashes in constant time, which does not reveal the
-    /// length of the token.
+    /// Returns true if `secret` is the token's secret. Compares the hashes in constant time, so that the comparison
+    /// does not reveal the length of the token.
     pub fn is(&self, secret: &[u8]) -> bool {
         self.0 == blake3::hash(secret)
     }

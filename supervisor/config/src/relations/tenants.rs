@@ -1,5 +1,5 @@
-//! Checks tenant keys: limits on shared workers, isolation, and the per-tenant tables, whose meaning depends on whether
-//! tenants are isolated.
+//! Checks tenant keys: limits on shared workers, isolation, and the tables of individual tenants. The meaning of these
+//! tables depends on whether tenants are isolated.
 
 use indexmap::IndexMap;
 
@@ -42,8 +42,8 @@ impl Checker<'_> {
         sets_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }
 
-    /// Rejects a key that has no effect without isolation. A key in `[defaults]` is accepted if the bulkhead
-    /// itself sets `isolate = false`.
+    /// Rejects a key that has no effect without isolation. A key in `[defaults]` is accepted if the bulkhead's own
+    /// table sets `isolate = false`.
     fn check_without_effect<T>(&mut self, name: &str, field: &Field<T>, isolate: &Field<bool>) {
         let Some(given) = field.given() else { return };
         let is_overridden =

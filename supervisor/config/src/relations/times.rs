@@ -1,4 +1,4 @@
-//! Checks the time limits for jobs, none of which may exceed the longest deadline.
+//! Checks the time limits for jobs. No limit can be longer than the longest deadline.
 
 use std::time::Duration;
 
@@ -51,8 +51,7 @@ impl Checker<'_> {
         self.ordered(("adaptive.target", &target), (name, longest), units::duration_literal);
     }
 
-    /// Checks `lookahead`, which has no effect with `exec`. If the value is in `[defaults]`, bulkheads with `exec`
-    /// ignore it.
+    /// Checks `lookahead`, which has no effect with `exec`. Bulkheads with `exec` ignore a value in `[defaults]`.
     pub(super) fn lookahead(&mut self, raw: &RawBulkhead, program: &Program) -> Duration {
         let lookahead = raw.lookahead.resolved();
         if !matches!(program, Program::Exec { .. }) {
