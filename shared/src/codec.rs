@@ -34,21 +34,21 @@ pub const TAG_CRITICAL: u16 = 0x8000;
 
 /// Extension tags.
 pub mod tag {
-    /// W3C `traceparent` as text. Sent with SUBMIT, with JOB, and with the OUTCOME of a traced job.
+    /// Trace context as text (W3C `traceparent`). Sent with SUBMIT, with JOB, and with the OUTCOME of a traced job.
     pub const TRACEPARENT: u16 = 1;
     /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY. Sent with
     /// WORKER_WELCOME.
     pub const SEAL: u16 = 2;
     /// PID of the crashed program in the worker's PID namespace, encoded in 4 bytes. Sent with PROGRAM_CRASHED.
     pub const PROCESS: u16 = 3;
-    /// The [`JobId`](crate::JobId) of the job, encoded in 8 bytes. Sent with the outcome of an accepted job.
+    /// ID of the job (see [`JobId`](crate::JobId)), encoded in 8 bytes. Sent with the outcome of an accepted job.
     pub const JOB: u16 = 4;
     /// Maximum run time of each attempt in microseconds, measured from dispatch. Encoded in 8 bytes and never 0.
     /// SUBMIT contains the requested limit. OUTCOME contains the limit that applied: the lower of the requested
     /// limit and the bulkhead's limit.
     pub const RUN_LIMIT: u16 = 5;
-    /// Arrival number of a job, encoded in 8 bytes. The first job sent to a worker has the arrival number 1. Sent
-    /// with RETURNED.
+    /// Arrival number of a job, encoded in 8 bytes. The first job sent to a worker has the number 1, and the second job
+    /// the number 2. Sent with RETURNED.
     pub const ARRIVAL: u16 = 10;
     /// Lease of the memory file that contains the payload or result, and size of the payload or result, as a
     /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. A frame with this extension has no payload.

@@ -42,7 +42,7 @@ pub mod kind {
     pub const LEASED: u8 = 34;
     pub const LEASE_ENDED: u8 = 35;
     pub const LEASE_REFUSED: u8 = 36;
-    /// The supervisor accepts no further requests on this connection. The frame number is the number of SUBMIT frames
+    /// The supervisor accepts no further requests on this connection. The frame's number is the count of SUBMIT frames
     /// that the supervisor has processed.
     pub const GOAWAY: u8 = 37;
 

@@ -247,8 +247,8 @@ impl Endpoint {
                 pipe.files.clear();
             }
             if !std::mem::replace(&mut pipe.is_closed, true) {
-                // Calls all wakers, even those that are not marked as waiting, because `watch` registers a writer's
-                // waker without this mark.
+                // Calls all wakers, including wakers that are not marked as waiting, because `watch` registers a
+                // writer's waker without this mark.
                 wakers.extend(pipe.reader.waker.take());
                 wakers.extend(pipe.writer.waker.take());
             }

@@ -1,5 +1,5 @@
-//! Protocols between clients, the supervisor and workers. Everything that one of them sends to another over a socket is
-//! defined in this crate.
+//! Protocols between clients, the supervisor and workers. Covers all data that these processes send to each other over
+//! sockets.
 //!
 //! This crate defines the frames ([`frame`]), their metadata ([`codec`]), the messages of the two protocols
 //! ([`client_protocol`], [`worker_protocol`]), the outcomes of jobs ([`outcome`]), and trace contexts ([`trace`]).

@@ -1,4 +1,4 @@
-//! Memory files, which carry large payloads and results in shared memory instead of copying them through sockets.
+//! Memory files: shared memory for large payloads and results, which avoids copies through sockets.
 //!
 //! A *lease* is a pair of memory files that the supervisor creates for one client and lends to at most one
 //! worker of one bulkhead. The client writes payloads into the first file, which the worker can only read.

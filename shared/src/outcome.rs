@@ -9,7 +9,7 @@ use crate::exit;
 use crate::vocabulary::codes;
 
 codes! {
-    /// States whether the handler started the job.
+    /// Whether the handler started the job.
     Executed {
         /// The handler did not start the job. Resubmitting the job is safe.
         No = 0 "no",
@@ -46,7 +46,7 @@ pub struct HandlerFailure {
     pub fault: Fault,
 }
 
-/// Error code of a job whose result is larger than the bulkhead's `max_result`. Used in a [`HandlerFailure`].
+/// Error code of a [`HandlerFailure`] that reports a result larger than the bulkhead's `max_result`.
 pub const RESULT_TOO_LARGE: &str = "result_too_large";
 
 codes! {

@@ -2,8 +2,8 @@
 //! workers of its bulkhead. Messages are whole packets on a `SOCK_SEQPACKET` socket. The first byte is the
 //! kind of message; numbers are little-endian.
 
-/// Environment variable that tells a process to be a template instead of a worker. The link descriptor of a template is
-/// a socket that leads to the keeper.
+/// Environment variable that makes a process a template instead of a worker. In a template, the link descriptor is a
+/// socket that is connected to the keeper.
 pub const TEMPLATE_VARIABLE: &str = "BULKHEAD_TEMPLATE";
 
 /// Number of descriptors sent with [`TemplateOrder::Fork`]: link, standard output and standard error of the new

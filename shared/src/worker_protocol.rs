@@ -50,8 +50,8 @@ pub mod capability {
     pub const STACK_TEXT: u64 = 128;
 }
 
-/// Signal number. A worker with [`capability::STACK_TEXT`] writes the stacks of its threads when it receives this
-/// signal.
+/// Number of the signal that tells a worker to write the stacks of its threads. Applies only to workers with
+/// [`capability::STACK_TEXT`].
 pub const STACK_SIGNAL: i32 = 62;
 
 /// Capabilities of the supervisor, sent in a worker's welcome.

@@ -370,7 +370,7 @@ fn is_same_set(a: &[String], b: &[String]) -> bool {
     a.len() == b.len() && a.iter().all(|item| b.contains(item))
 }
 
-/// Returns the index and the subject filters of each of the bulkhead's consumers.
+/// Returns the index and the subject filters of each consumer of a bulkhead.
 async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<(u8, Vec<String>)>, InitError> {
     let mut found = Vec::new();
     for index in 0..LANES {

@@ -141,7 +141,7 @@ impl World {
         }
     }
 
-    /// Checks that a claim was taken over only from an agent that had actually failed.
+    /// Checks that a claim is taken over only if the agent with the previous claim has actually failed.
     fn check_holder(&mut self, job: usize, writer: Holder, replaced: Option<&Stored>) {
         let Some(old) = replaced.filter(|old| is_claim(Some(old))) else {
             return;

@@ -46,7 +46,7 @@ const EVENTS_MAX: u64 = 2_000_000;
 #[derive(Debug, Default)]
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
-/// Situations that must occur at least once in all histories together.
+/// Situations that must occur in at least one of the histories.
 const REQUIRED: [&str; 22] = [
     "agent killed",
     "agent frozen beyond host_lost_after",

@@ -12,7 +12,7 @@ use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX
 /// Maximum size of a small frame, in bytes. A buffer of this size can hold any incomplete small frame.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum number of bytes of a payload buffer that are zeroed before a read. Limits the time that one read can take.
+/// Maximum number of bytes of a payload buffer that are zeroed before a read. Limits the duration of a read.
 const LARGE_ZEROED_BYTES_MAX: usize = 1024 * 1024;
 
 /// Minimum capacity of a large payload's buffer, in bytes.
@@ -50,7 +50,7 @@ impl Scratch {
     }
 }
 
-/// Result of a call of [`Inbox::receive`].
+/// Result of [`Inbox::receive`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
     /// More bytes may be available. Call [`Inbox::receive`] again before waiting for the socket.

@@ -22,7 +22,7 @@ const WRITE_SEGMENTS_MAX: usize = 16;
 /// Maximum number of bytes that one `sendfile` call sends from a file.
 const FILE_CHUNK_BYTES_MAX: usize = 1024 * 1024;
 
-/// Maximum number of bytes that one call reads from a file and sends when `sendfile` is not used.
+/// Maximum number of bytes that are read from a file and sent per call when `sendfile` is not used.
 const COPIED_CHUNK_BYTES_MAX: usize = 128 * 1024;
 
 /// Maximum capacity of the coalescing buffer that an idle [`Outbox`] keeps, in bytes. An outbox takes larger buffers
@@ -117,7 +117,7 @@ impl Segment {
 #[derive(Default)]
 pub struct Outbox {
     pub(super) segments: VecDeque<Segment>,
-    /// Number of bytes of the first segment that have been sent.
+    /// Number of bytes in the first segment that have already been sent.
     sent: usize,
     /// True if the last segment is a coalescing buffer to which more frames can be appended.
     tail_is_open: bool,

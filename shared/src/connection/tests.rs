@@ -127,8 +127,8 @@ fn memory_grows_with_received_not_announced_bytes() {
     bytes[payload_at..].iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
     let (mut here, there) = UnixStream::pair().unwrap();
     let (mut inbox, mut scratch, mut pool) = (Inbox::default(), Scratch::default(), BufferPool::default());
-    // When two bytes of the payload have arrived, the inbox must not yet hold a buffer of the announced size, even if
-    // the pool contains such a buffer.
+    // When two bytes of the payload have arrived, the inbox must not yet hold a buffer of the announced size. This also
+    // applies to a buffer from the pool.
     pool.put(vec![1; total]);
     let mut sent = 0;
     for arrived in [2, 100, 5_000, 70_000, 500_000, 3_000_000, total] {

@@ -284,7 +284,7 @@ mod tests {
         table
     }
 
-    /// To update the table of events in the documentation, run `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events`.
+    /// Run `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events` to update the table of events in the documentation.
     #[test]
     fn documentation_lists_all_event_kinds() {
         let docs = std::fs::read_to_string(DOCS).unwrap();

@@ -23,7 +23,7 @@ pub(crate) struct RawFile {
     pub(crate) access: Vec<RawAccess>,
     /// Bulkheads in file order, merged with `[defaults]`.
     pub(crate) bulkheads: Vec<RawBulkhead>,
-    /// All bulkhead names in the file, including those of bulkheads that could not be read.
+    /// All bulkhead names in the file, including the names of bulkheads that could not be read.
     pub(crate) names: Vec<String>,
 }
 

@@ -290,8 +290,7 @@ fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     Err((message, format!("run `chown root {path}` and `chmod go-w {path}`")))
 }
 
-/// Describes which users can modify a file. Returns `None` if nobody except root and the supervisor's user can modify
-/// the file.
+/// Describes which users can modify a file. Returns `None` if only root and the supervisor's user can modify the file.
 fn who_can_change(found: &Metadata) -> Option<String> {
     let (own_user, own_group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let (mode, uid, gid) = (found.mode() & 0o7777, found.uid(), found.gid());

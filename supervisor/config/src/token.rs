@@ -26,7 +26,7 @@ impl Token {
         Self(blake3::hash(secret))
     }
 
-    /// Reads a token from a file that other users can neither read nor modify. An error consists of a description and a
+    /// Reads a token from a file that is writable only by the file's owner. An error consists of a description and a
     /// suggested correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();

@@ -37,7 +37,7 @@ impl Checker<'_> {
         let isolation = IsolationConfig { max_active: raw.max_active.value(), idle: raw.idle.value() };
         let isolation = raw.isolate.value().then_some(isolation);
         let (max_in_flight, max_queue) = (raw.max_in_flight.value(), raw.max_queue.value());
-        // A table that contains only `isolate = false` turns off isolation set in `[defaults]`.
+        // `isolate = false` alone sets no limits. The key only turns off isolation that is set in `[defaults]`.
         let sets_something = max_in_flight.is_some() || max_queue.is_some() || isolation.is_some();
         sets_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }

@@ -43,8 +43,8 @@ impl Checker<'_> {
         None
     }
 
-    /// Rejects an adaptive target above the longest time that a job can take, because with such a target the adaptive
-    /// limit would never decrease.
+    /// Rejects an adaptive target above the longest time that a job can take. With such a target, the adaptive limit
+    /// would never decrease.
     pub(super) fn check_target(&mut self, raw: &RawBulkhead, &LongestTime(name, longest): &LongestTime<'_>) {
         let Some(given) = raw.adaptive.target.given() else { return };
         let target = raw.adaptive.target.resolved(given.value);
