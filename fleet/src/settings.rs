@@ -24,8 +24,7 @@ pub struct Settings {
     /// Settings of the fleet's streams. These settings must be the same on all hosts.
     #[serde(default)]
     pub streams: Streams,
-    /// Settings of the fleet's bulkheads, by name. An agent serves only those bulkheads that its supervisor also
-    /// has.
+    /// Settings of the fleet's bulkheads, by name. An agent serves only bulkheads that its supervisor also has.
     #[serde(default)]
     pub bulkhead: BTreeMap<String, Bulkhead>,
 }
@@ -102,8 +101,8 @@ pub struct Streams {
 pub struct Bulkhead {
     /// Fraction of the supervisor's permits that the fleet's jobs can use, above 0 and at most 1.
     pub share: f64,
-    /// Number of lanes: 1, 2, 4, 8 or 16. Each lane serves some of the tenants through a separate consumer. The
-    /// lanes take turns.
+    /// Number of lanes: 1, 2, 4, 8 or 16. Each lane is a separate consumer, which delivers the jobs of some of the
+    /// tenants. The lanes take turns.
     pub lanes: u8,
     /// Maximum number of attempts to run an idempotent job.
     pub attempts: u32,
@@ -267,7 +266,7 @@ impl Nats {
 }
 
 impl Streams {
-    /// Returns the time after which the server redelivers a message that has not been acknowledged.
+    /// Returns the time after which the server redelivers an unacknowledged message.
     pub fn ack_wait(&self) -> Duration {
         self.host_lost_after / 2
     }

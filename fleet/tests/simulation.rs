@@ -13,7 +13,7 @@ use bulkhead_fleet::decide::Faults;
 use support::world::{Coverage, World};
 
 const HISTORIES: u64 = 400;
-/// Time limit for finding a history in which the injected fault violates an invariant.
+/// Time limit of the search for a history in which the injected fault violates an invariant.
 const FAULT_TIMEOUT: Duration = Duration::from_secs(600);
 
 #[test]

@@ -1,5 +1,5 @@
-//! Messages between a client and the supervisor, protocol version 1. The structure of each kind of frame is frozen;
-//! additions are made as extensions (see [`crate::codec`]).
+//! Messages between a client and the supervisor in version 1 of the protocol. The structure of each kind of frame is
+//! frozen. New fields are added as extensions (see [`crate::codec`]).
 
 use std::time::Duration;
 
@@ -126,7 +126,7 @@ pub struct Submit<'a> {
 }
 
 impl<'a> Submit<'a> {
-    /// Creates the message from a job's options. Ignores the run limit, which is sent as the
+    /// Creates the message from a job's options, except for the run limit, which is sent separately as the
     /// [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) extension.
     pub fn new<T: AsRef<str>>(bulkhead: &'a str, options: &'a JobOptions<T>) -> Self {
         Self {
@@ -165,7 +165,7 @@ pub struct OutcomeMessage<'a> {
     pub executed: u8,
     /// 1 if resubmitting the job is safe and may succeed, otherwise 0.
     pub retryable: u8,
-    /// For a `failed` job, 1 if the caller is at fault and 2 if the dependency is at fault. Otherwise 0.
+    /// For a failed job, 1 if the caller is at fault and 2 if the dependency is at fault. Otherwise 0.
     pub fault: u8,
     /// Number of times the job was dispatched to a worker.
     pub attempts: u32,
@@ -183,12 +183,12 @@ pub struct OutcomeMessage<'a> {
     pub retry_after_us: u64,
     /// 1 if `status` is valid.
     pub has_status: u8,
-    /// Exit code or signal number of a crash, or the exit status of the program that ran an `ok` or `failed`
-    /// job.
+    /// For a crashed job, the exit code or signal number of the crash. For a job that succeeded or failed, the exit
+    /// status of the program that ran the job.
     pub status: i32,
     /// The bulkhead that served or rejected the job.
     pub bulkhead: &'a str,
-    /// Error code from the handler if the job `failed`, otherwise empty.
+    /// Error code from the handler if the job failed, otherwise empty.
     pub code: &'a str,
     /// Human-readable message, possibly empty.
     pub message: &'a str,
@@ -214,8 +214,7 @@ const QUEUED: u8 = 1;
 const RUNNING: u8 = 2;
 
 fn micros(duration: Duration) -> u64 {
-    // Uses 64-bit arithmetic, which is faster than `Duration::as_micros`. This function runs several times
-    // per job.
+    // Uses 64-bit arithmetic, because `Duration::as_micros` is slower and this function runs several times per job.
     duration.as_secs().saturating_mul(1_000_000).saturating_add(duration.subsec_micros().into())
 }
 
@@ -241,8 +240,8 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Creates the message that reports `verdict`. The caller must set the other fields, such as the times and the
-    /// worker's PID.
+    /// Creates the message that reports `verdict`. The caller must set the fields that do not depend on the verdict,
+    /// such as the times and the worker's PID.
     pub fn from_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
         let (code, reason, status) = match verdict {
             Verdict::Ok => (outcome_code::OK, 0, None),

@@ -22,37 +22,38 @@ const CONFIG: Config = bincode::config::standard()
     .with_fixed_int_encoding()
     .with_limit::<METADATA_BYTES_MAX>();
 
-/// Size, in bytes, of the fixed-size buffer in which small messages are encoded.
+/// Size of the buffer in which small messages are encoded, in bytes.
 const SMALL_BYTES: usize = 192;
 
 /// Combined size of the tag and length fields of an extension, in bytes.
 const EXTENSION_BYTES: usize = 2 + 8;
 
-/// Tag bit that marks an extension as critical. A receiver that does not know the tag must reject the message.
+/// Bit that marks an extension's tag as critical. A receiver must reject a message that contains a critical extension
+/// with an unknown tag.
 pub const TAG_CRITICAL: u16 = 0x8000;
 
 /// Extension tags.
 pub mod tag {
-    /// W3C `traceparent` as text. Sent with SUBMIT, with JOB, and with the OUTCOME of a traced job.
+    /// Trace context as text (W3C `traceparent`). Sent with SUBMIT, with JOB, and with the OUTCOME of a traced job.
     pub const TRACEPARENT: u16 = 1;
     /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY. Sent with
     /// WORKER_WELCOME.
     pub const SEAL: u16 = 2;
     /// PID of the crashed program in the worker's PID namespace, encoded in 4 bytes. Sent with PROGRAM_CRASHED.
     pub const PROCESS: u16 = 3;
-    /// The [`JobId`](crate::JobId) of the job, encoded in 8 bytes. Sent with the outcome of an accepted job.
+    /// ID of the job (see [`JobId`](crate::JobId)), encoded in 8 bytes. Sent with the outcome of an accepted job.
     pub const JOB: u16 = 4;
     /// Maximum run time of each attempt in microseconds, measured from dispatch. Encoded in 8 bytes and never 0.
     /// SUBMIT contains the requested limit. OUTCOME contains the limit that applied: the lower of the requested
     /// limit and the bulkhead's limit.
     pub const RUN_LIMIT: u16 = 5;
-    /// Arrival number of a job, encoded in 8 bytes. The first job sent to a worker has the arrival number 1. Sent
-    /// with RETURNED.
+    /// Arrival number of a job, encoded in 8 bytes. The first job sent to a worker has the number 1, and the second job
+    /// the number 2. Sent with RETURNED.
     pub const ARRIVAL: u16 = 10;
     /// Lease of the memory file that contains the payload or result, and size of the payload or result, as a
     /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. A frame with this extension has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
-    /// Limits a CANCEL request to a job that has not started. The extension has no value.
+    /// Makes a CANCEL request take effect only if the job has not started. The extension has no value.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
     /// Exit status of the program that ran a job, encoded as a 4-byte `i32`. Sent with a result or a failure.
     pub const STATUS: u16 = 9;
@@ -84,10 +85,10 @@ pub trait Message<'a>: Encode + BorrowDecode<'a, ()> {}
 
 impl<'a, T: Encode + BorrowDecode<'a, ()>> Message<'a> for T {}
 
-/// The extensions of a received message. Each consists of a tag and a value.
+/// The extensions of a received message, each with a tag and a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extensions<'a> {
-    /// First extension. Stored inline to avoid an allocation, because few messages have more than one.
+    /// First extension. Stored inline, because most messages have at most one extension and then need no allocation.
     first: Option<(u16, &'a [u8])>,
     others: Vec<(u16, &'a [u8])>,
 }
@@ -136,8 +137,8 @@ fn encode_parts<M: Encode>(
     extensions: &[(u16, &[u8])],
     out: &mut Vec<u8>,
 ) -> Result<(), bincode::error::EncodeError> {
-    // Most messages are small. Encoding into a fixed-size buffer and copying takes half as long as encoding into the
-    // vector.
+    // Most messages are small. Encoding such a message into a buffer on the stack and copying the result takes half as
+    // long as encoding into the vector.
     let mut small = [0; SMALL_BYTES];
     match bincode::encode_into_slice(message, &mut small, CONFIG) {
         Ok(length) => out.extend_from_slice(&small[..length]),
@@ -154,7 +155,7 @@ fn encode_parts<M: Encode>(
     Ok(())
 }
 
-/// Decodes a message and its extensions. `known` lists the critical tags that the caller understands.
+/// Decodes a message and its extensions. `known` lists the tags of critical extensions that the caller supports.
 pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     bytes: &'a [u8],
     known: &[u16],
@@ -164,7 +165,8 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     let mut rest = &bytes[used..];
     let count = u64::from_le_bytes(*take(&mut rest)?);
     let mut extensions = Extensions::default();
-    // Terminates even if the count is invalid, because each extension consumes at least `EXTENSION_BYTES` of the input.
+    // The loop ends even if the count is invalid, because each extension consumes at least `EXTENSION_BYTES` of the
+    // input.
     for _ in 0..count {
         let tag = u16::from_le_bytes(*take(&mut rest)?);
         let length = u64::from_le_bytes(*take(&mut rest)?);
@@ -227,12 +229,12 @@ mod tests {
         out.push(0);
         assert_eq!(decode::<Extend>(&out, &[]).unwrap_err(), CodecError::LeftOver(1));
 
-        // A message that consists of a reason and a one-byte string that is not valid UTF-8.
+        // The message consists of a number and a string. The string has a single byte, which is not valid UTF-8.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
         let error = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
         assert_eq!(error.to_string(), "the metadata is malformed: a text field is not valid UTF-8");
 
-        // A count of 2^56 extensions that is not followed by any extension.
+        // The message announces 2^56 extensions, but contains none.
         let bytes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
         assert!(matches!(decode::<Extend>(&bytes, &[]), Err(CodecError::Malformed(_))));
     }

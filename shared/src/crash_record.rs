@@ -79,7 +79,7 @@ pub struct Header {
     pub registers: [u64; REGISTERS_MAX],
     /// PID of the process as seen by the keeper, or 0 if the process itself wrote the record after a signal.
     pub process: u32,
-    /// State of the thread, as in `/proc/PID/stat`, or 0 if the process itself wrote the record.
+    /// State of the thread, as in `/proc/PID/stat`. 0 if the process itself wrote the record.
     pub state: u8,
     /// Name of the thread, padded with NULs. Empty if the process itself wrote the record.
     pub thread_name: [u8; NAME_BYTES_MAX],
@@ -89,7 +89,7 @@ pub struct Header {
     pub wait_channel: [u8; WAIT_CHANNEL_BYTES_MAX],
 }
 
-/// Size of a thread or process name, in bytes.
+/// Size of the field for the name of a thread or process, in bytes.
 pub const NAME_BYTES_MAX: usize = 16;
 
 /// Maximum size of a [`Header::wait_channel`] in bytes.

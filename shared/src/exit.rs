@@ -1,4 +1,4 @@
-//! Exit codes of the `bulkhead` and `bulkhead-fleet` commands, mostly those of `sysexits.h`.
+//! Exit codes of the `bulkhead` and `bulkhead-fleet` commands. Most of the codes are taken from `sysexits.h`.
 
 #![expect(missing_docs, reason = "docs/operations/command.md describes the codes")]
 

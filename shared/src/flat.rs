@@ -93,8 +93,8 @@ mod tests {
 
     use crate::{client_protocol, codec, worker_protocol};
 
-    /// Copies of the structures that use `flat`, but with bincode's derived traits. The tests compare both
-    /// encodings.
+    /// Copies of the structures that use `flat`. The copies use bincode's derived traits, so that the tests can compare
+    /// both encodings.
     mod derived {
         use bincode::{BorrowDecode, Encode};
 

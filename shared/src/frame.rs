@@ -23,7 +23,7 @@ pub const FLAG_CRITICAL: u8 = 1;
 /// the numbers 52 and 65, which must not be assigned again.
 #[expect(missing_docs, reason = "each kind is documented on the message type of the same name")]
 pub mod kind {
-    // Both protocols: the first frames of a connection.
+    // Kinds that are used in both protocols, for the first frames of a connection.
     pub const HELLO: u8 = 1;
     pub const CLIENT_WELCOME: u8 = 2;
     pub const REFUSED: u8 = 3;
@@ -42,8 +42,8 @@ pub mod kind {
     pub const LEASED: u8 = 34;
     pub const LEASE_ENDED: u8 = 35;
     pub const LEASE_REFUSED: u8 = 36;
-    /// The supervisor accepts no further requests on this connection. The frame number is the count of SUBMIT
-    /// frames that the supervisor has processed.
+    /// The supervisor accepts no further requests on this connection. The frame's number is the count of SUBMIT frames
+    /// that the supervisor has processed.
     pub const GOAWAY: u8 = 37;
 
     // Supervisor to worker.
@@ -69,7 +69,7 @@ pub mod kind {
     pub const FILES_TAKEN: u8 = 75;
 }
 
-/// A decoded header. The fields are untrusted until [`Header::check`] has succeeded.
+/// A decoded header. The fields must not be trusted until [`Header::check`] has succeeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Number of bytes after the header.

@@ -1,5 +1,5 @@
-//! In-process connections: a bounded, ordered stream of bytes and files in each direction. The endpoints wake
-//! each other with wakers, without system calls.
+//! In-process connections. Each direction is a bounded, ordered stream of bytes and files. The endpoints wake each
+//! other through wakers, without system calls.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -8,14 +8,13 @@ use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
-/// Maximum number of unread bytes per direction. Equals the send buffer size of a socket that carries large
-/// payloads.
+/// Maximum number of unread bytes per direction. Matches the send buffer size of a socket that carries large payloads.
 const UNREAD_BYTES_MAX: usize = 1024 * 1024;
 
-/// Maximum number of unread writes that carry files, per direction.
+/// Maximum number of unread writes that contain files, per direction.
 const UNREAD_FILES_MAX: usize = 4;
 
-/// Maximum capacity that an empty buffer keeps, in bytes.
+/// Maximum capacity that a buffer keeps when it becomes empty, in bytes.
 const SPARE_BYTES_MAX: usize = 32 * 1024;
 
 /// An endpoint of an in-process connection. Dropping an endpoint closes the connection.
@@ -49,7 +48,8 @@ struct Pipe {
     bytes: VecDeque<u8>,
     /// Total number of bytes read so far.
     read: u64,
-    /// Unread files. Each entry contains the stream position of the byte that the files accompany.
+    /// Unread files. Each entry contains the files of one write, and the stream position of the first byte of this
+    /// write.
     files: VecDeque<(u64, Vec<OwnedFd>)>,
     reader: Side,
     writer: Side,
@@ -81,8 +81,8 @@ impl Side {
         self.waker.replace(waker.clone())
     }
 
-    /// Returns the waker if the reader or writer on this side is waiting. The caller must release the lock before
-    /// calling the waker.
+    /// Returns the waker if this side's reader or writer is waiting. The caller must release the lock before calling
+    /// the waker.
     fn waker_if_waiting(&mut self) -> Option<Waker> {
         if std::mem::take(&mut self.is_waiting) { self.waker.clone() } else { None }
     }
@@ -136,12 +136,13 @@ impl Endpoint {
         if count == pipe.bytes.len() {
             pipe.bytes.clear();
             pipe.bytes.shrink_to(SPARE_BYTES_MAX);
-            // All bytes were read, so the next write must wake the reader even without another read.
+            // The buffer is empty, so the reader is marked as waiting. The next write then wakes the reader, even if
+            // the reader does not try to read again.
             pipe.reader.is_waiting = true;
         } else {
             pipe.bytes.drain(..count);
         }
-        // Wakes the writer only once half of the buffer is free, not after every read.
+        // Wakes the writer when half of the buffer is free, rather than after every read.
         let writer =
             if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 { pipe.writer.waker_if_waiting() } else { None };
         drop(pipe);
@@ -193,7 +194,7 @@ impl Endpoint {
         self.incoming().bytes.len()
     }
 
-    /// Returns true if either endpoint has been closed.
+    /// Returns true if the connection was closed by either endpoint.
     pub fn is_closed(&self) -> bool {
         self.incoming().is_closed
     }
@@ -246,7 +247,8 @@ impl Endpoint {
                 pipe.files.clear();
             }
             if !std::mem::replace(&mut pipe.is_closed, true) {
-                // Calls all wakers, because `watch` registers a writer without marking it as waiting.
+                // Calls all wakers, including wakers that are not marked as waiting, because `watch` registers a
+                // writer's waker without this mark.
                 wakers.extend(pipe.reader.waker.take());
                 wakers.extend(pipe.writer.waker.take());
             }
@@ -344,7 +346,7 @@ mod tests {
         fn wake(self: Arc<Self>) {}
     }
 
-    /// The replaced waker can hold the last reference to the other endpoint.
+    /// Replacing a waker can drop the last reference to the other endpoint, which closes the connection.
     #[test]
     fn replaced_waker_can_close_the_other_endpoint() {
         let waits: [fn(&Endpoint, &mut Context<'_>) -> Poll<()>; 2] =

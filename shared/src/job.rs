@@ -21,8 +21,8 @@ impl JobId {
         self.0.to_le_bytes()
     }
 
-    /// Decodes the value of the [`tag::JOB`](crate::codec::tag::JOB) extension. Returns `None` if the length is
-    /// wrong.
+    /// Decodes a job ID from the value of the [`tag::JOB`](crate::codec::tag::JOB) extension. Returns `None` if the
+    /// length is wrong.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         Some(Self(u64::from_le_bytes(bytes.try_into().ok()?)))
     }
@@ -57,7 +57,7 @@ impl FromStr for JobId {
     type Err = InvalidJobId;
 
     fn from_str(text: &str) -> Result<Self, InvalidJobId> {
-        // Checked separately, because the standard library's parser also accepts a plus sign.
+        // Checks the characters separately, because the standard library's parser also accepts a plus sign.
         if !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             return Err(InvalidJobId);
         }

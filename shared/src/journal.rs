@@ -18,17 +18,17 @@
 /// Size of a journal in bytes.
 pub const JOURNAL_BYTES: usize = 68 * 1024;
 
-/// Offset of the arrival number of the last job that the worker has begun.
+/// Offset of the arrival number of the job that the worker has begun most recently.
 pub const BEGUN_OFFSET: usize = 8;
 
 /// Offset of the time of the last heartbeat.
 pub const HEARTBEAT_OFFSET: usize = 16;
 
-/// Offset of the arrival number of the last recalled job. This is the only part of the journal that the supervisor
-/// writes.
+/// Offset of the arrival number of the last recalled job. This number is the only part of the journal that the
+/// supervisor writes.
 pub const RECALLED_OFFSET: usize = 24;
 
-/// Offset of the unsent frames.
+/// Offset of the frames that the worker has not sent yet.
 pub const FRAMES_OFFSET: usize = 64;
 
 /// Maximum total size of the frames in a journal, in bytes.

@@ -1,4 +1,5 @@
-//! Everything that crosses a socket between a client, the supervisor and a worker.
+//! Protocols between clients, the supervisor and workers. Covers all data that these processes send to each other over
+//! sockets.
 //!
 //! This crate defines the frames ([`frame`]), their metadata ([`codec`]), the messages of the two protocols
 //! ([`client_protocol`], [`worker_protocol`]), the outcomes of jobs ([`outcome`]), and trace contexts ([`trace`]).

@@ -26,14 +26,14 @@ pub const INLINE_PAYLOAD_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of bytes per read from a socket. Determines the size of the shared read buffer.
 pub const READ_BYTES_MAX: usize = 128 * 1024;
 
-/// Upper limit for `max_payload` and `max_result`, in bytes. The length field of a frame has 32 bits, and larger data
-/// should be passed in files.
+/// Upper limit for `max_payload` and `max_result`, in bytes. Larger data would fit in a frame, whose length field has
+/// 32 bits, but should be passed in files.
 pub const PAYLOAD_BYTES_CEILING: u64 = 1024 * 1024 * 1024;
 
 /// Maximum number of concurrent jobs in one worker. Each job needs a thread.
 pub const IN_FLIGHT_CEILING: u32 = 4096;
 
-/// Maximum total size of the header and the metadata of a frame, in bytes.
+/// Maximum combined size of a frame's header and metadata, in bytes.
 pub const FRAME_OVERHEAD_BYTES_MAX: usize = crate::frame::HEADER_BYTES + METADATA_BYTES_MAX;
 
 /// Truncates `text` to at most `bytes_max` bytes, at a character boundary.

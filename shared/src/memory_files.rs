@@ -20,8 +20,8 @@ pub const FILES_PER_LEASE: usize = 2;
 /// Size of an encoded [`LeaseRef`] in bytes.
 pub const LEASE_REF_BYTES: usize = 16;
 
-/// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the frame number, and the
-/// reply has the same number.
+/// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the frame number. The reply
+/// has the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseRequest<'a> {
     /// Name of the bulkhead.
@@ -66,8 +66,8 @@ impl LeaseRef {
     }
 }
 
-/// Reads from a socket without blocking. Received descriptors replace the contents of `files`. Returns the
-/// errors of `recvmsg(2)`.
+/// Reads from a socket without blocking. Received descriptors replace the contents of `files`. Fails with the errors of
+/// `recvmsg(2)`.
 pub fn receive_with_files(
     socket: impl AsFd,
     buffer: &mut [u8],
@@ -79,8 +79,8 @@ pub fn receive_with_files(
     let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = message {
-            // A message contains the descriptors of one lease. Closes descriptors from an earlier read that
-            // no frame has claimed.
+            // A message contains the descriptors of a single lease. If descriptors from an earlier read are left, no
+            // frame has claimed them, so they are closed.
             files.clear();
             files.extend(rights);
         }
@@ -88,7 +88,8 @@ pub fn receive_with_files(
     Ok(received.bytes)
 }
 
-/// Minimum size, in bytes, of a buffer for which huge pages are requested. Small pages would cause many page faults.
+/// Minimum size, in bytes, of a buffer for which huge pages are requested. A large buffer of small pages would cause
+/// many page faults.
 const HUGE_BYTES: usize = 4 * 1024 * 1024;
 
 /// Requests huge pages for a buffer that has not been written to.
@@ -151,7 +152,7 @@ impl Mapping {
         self.base.as_ptr()
     }
 
-    /// Copies bytes from the mapping into `into`, starting at offset `at`. Panics if the mapping is too short.
+    /// Fills `into` with bytes of the mapping, starting at offset `at`. Panics if the mapping is too short.
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(
             at <= self.bytes && into.len() <= self.bytes - at,

@@ -25,7 +25,7 @@ codes! {
     /// The party that caused a failure, according to the handler.
     #[derive(Default)]
     Fault {
-        /// The job itself was invalid. Such failures do not count against the health of the bulkhead.
+        /// The job itself was invalid. The failure does not count against the health of the bulkhead.
         Caller = 1 "caller",
         /// The code or service behind the bulkhead failed.
         #[default]
@@ -46,7 +46,7 @@ pub struct HandlerFailure {
     pub fault: Fault,
 }
 
-/// Error code in a [`HandlerFailure`] for a result that is larger than the bulkhead's `max_result`.
+/// Error code of a [`HandlerFailure`] that reports a result larger than the bulkhead's `max_result`.
 pub const RESULT_TOO_LARGE: &str = "result_too_large";
 
 codes! {
@@ -66,7 +66,7 @@ codes! {
         RateLimited = 6 "rate_limited",
         /// The tenant's quota is exceeded.
         TenantQuota = 7 "tenant_quota",
-        /// The queue is filling up.
+        /// The queue has reached its rejection level but is not full.
         Backpressure = 8 "backpressure",
         /// The queue is full.
         QueueFull = 9 "queue_full",
@@ -103,8 +103,8 @@ impl RejectReason {
         )
     }
 
-    /// Returns true if the caller caused the rejection. Such a rejection says nothing about the health of the
-    /// bulkhead.
+    /// Returns true if the caller caused the rejection. A rejection of this kind does not count against the health of
+    /// the bulkhead.
     pub const fn is_caller_fault(self) -> bool {
         match self {
             Self::Invalid | Self::TooLarge | Self::NotFound | Self::Unauthenticated | Self::Forbidden => true,
@@ -140,7 +140,7 @@ impl RejectReason {
 }
 
 codes! {
-    /// Cause of a `crashed` outcome.
+    /// Cause of a crash that ended a job.
     CrashReason {
         /// The process exited on its own, with any exit status.
         Exit = 1 "exit",
@@ -185,7 +185,7 @@ pub enum Verdict {
     Crashed {
         /// The reason why the worker died.
         reason: CrashReason,
-        /// Exit code (for [`CrashReason::Exit`]) or signal number (for [`CrashReason::Signal`]), if known.
+        /// Exit code of the worker (for `Exit`) or number of the signal (for `Signal`), if known.
         status: Option<i32>,
         /// Human-readable message, such as "killed by SIGSEGV". Can be empty.
         message: String,
@@ -215,7 +215,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the machine-readable reason for the outcome, or `None` for `ok` and `cancelled`.
+    /// Returns the machine-readable reason for the outcome. Returns `None` if the outcome has no reason.
     pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Ok | Self::Cancelled { .. } => None,

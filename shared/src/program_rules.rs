@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// Maximum size of the encoded rules, in bytes.
 pub const PROGRAM_RULES_BYTES_MAX: u64 = 64 << 20;
 
-/// Landlock rights that are granted for a path and everything below it.
+/// Landlock rights that are granted for a path, including everything below this path.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Grant {
     /// Absolute path in the worker's view of the file system.
@@ -22,7 +22,7 @@ pub struct Grant {
     pub access: u64,
 }
 
-/// Landlock rules of a worker. The host derives the rules of each program from the worker's rules.
+/// Landlock rules of a worker. The host that starts the programs derives the rules of each program from these rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProgramRules {
     /// Bit mask of access rights that Landlock denies unless a grant includes them. 0 if Landlock is not used.

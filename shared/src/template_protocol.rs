@@ -2,8 +2,8 @@
 //! workers of its bulkhead. Messages are whole packets on a `SOCK_SEQPACKET` socket. The first byte is the
 //! kind of message; numbers are little-endian.
 
-/// Environment variable that makes a process a template instead of a worker. A template's link descriptor is a socket
-/// to the keeper.
+/// Environment variable that makes a process a template instead of a worker. In a template, the link descriptor is a
+/// socket that is connected to the keeper.
 pub const TEMPLATE_VARIABLE: &str = "BULKHEAD_TEMPLATE";
 
 /// Number of descriptors sent with [`TemplateOrder::Fork`]: link, standard output and standard error of the new
@@ -19,14 +19,15 @@ pub const MESSAGE_BYTES_MAX: usize = 1 + TEXT_BYTES_MAX;
 /// An order from the keeper to a template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateOrder {
-    /// Orders the template to fork a worker. [`folder_name`] returns the name of the worker's temporary folder.
+    /// Orders the template to fork a worker. The fields determine the name of the worker's temporary folder; see
+    /// [`folder_name`].
     Fork {
         /// Spawn number of the worker.
         worker: u64,
         /// Random part of the folder's name, which makes the name unpredictable.
         secret: u128,
     },
-    /// Orders the template to remove the temporary folder of a worker whose processes have all exited.
+    /// Orders the template to remove a worker's temporary folder. Sent after all processes of the worker have exited.
     Remove {
         /// Spawn number of the worker.
         worker: u64,
@@ -91,7 +92,7 @@ pub enum TemplateMessage<'a> {
         /// PID of the worker, in the template's PID namespace.
         pid: u32,
     },
-    /// The fork failed, or the forked process could not become a worker.
+    /// The fork failed, or the forked process failed to become a worker.
     ForkFailed {
         /// Spawn number of the worker.
         worker: u64,
@@ -100,7 +101,8 @@ pub enum TemplateMessage<'a> {
         /// Step that failed. Empty if the fork itself failed.
         step: &'a str,
     },
-    /// A forked worker has started. The keeper gets the sender's process ID from the kernel.
+    /// A forked worker has started. The worker sends this message itself, and the kernel reports the worker's process
+    /// ID to the keeper.
     Started {
         /// Spawn number of the worker.
         worker: u64,

@@ -9,8 +9,8 @@ pub fn is_unprintable(c: char) -> bool {
             | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Escapes all characters for which [`is_unprintable`] is true, except line feed and tab. An escaped
-/// character looks like `\u{202e}`.
+/// Escapes text as in `\u{202e}`. All characters for which [`is_unprintable`] is true are escaped, except line feed and
+/// tab.
 pub fn escape(text: &str) -> String {
     let escaped = |c: char| {
         if is_unprintable(c) && !matches!(c, '\n' | '\t') { c.escape_default().to_string() } else { c.into() }
@@ -28,8 +28,8 @@ pub fn escape_json(json: &str) -> String {
     json.chars().map(|c| if is_unprintable(c) { units(c) } else { String::from(c) }).collect()
 }
 
-/// Implements `Debug` for error types with the same output as `Display`, because errors returned from `main` are
-/// printed with `Debug`.
+/// Makes `Debug` produce the same output as `Display` for error types. Rust prints an error returned from `main` with
+/// `Debug`.
 #[macro_export]
 macro_rules! debug_by_display {
     ($($type:ty),+) => {$(

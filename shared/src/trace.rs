@@ -1,5 +1,4 @@
-//! Parses a W3C `traceparent`, returns its fields, and replaces the span ID. This module never starts a
-//! trace.
+//! Parses a W3C `traceparent`, returns the fields, and replaces the span ID. This module never starts a trace.
 
 use std::fmt;
 use std::num::NonZeroU64;
@@ -11,7 +10,7 @@ const BYTES: usize = 55;
 /// Offsets of the dashes in a `traceparent`.
 const DASHES: [usize; 3] = [2, 35, 52];
 
-/// Bit mask of the trace flags that are passed on: "sampled" and "random trace ID".
+/// Bit mask of the trace flags that are forwarded: "sampled" and "random trace ID".
 const FLAGS_KNOWN: u8 = 0b11;
 
 /// A `traceparent` that is valid according to W3C Trace Context.
@@ -59,8 +58,7 @@ impl Traceparent {
         &self.as_str()[DASHES[0] + 1..DASHES[1]]
     }
 
-    /// Returns the span ID, which has 16 hexadecimal digits. It identifies the parent of the receiver's
-    /// spans.
+    /// Returns the span ID, which has 16 hexadecimal digits. The receiver's spans use this ID as their parent.
     pub fn span_id(&self) -> &str {
         &self.as_str()[DASHES[1] + 1..DASHES[2]]
     }

@@ -12,13 +12,13 @@ pub trait Vocabulary: Copy + PartialEq + 'static {
     /// Returns the name of the value. All interfaces use this name.
     fn name(self) -> &'static str;
 
-    /// Returns the value with the given name. Returns `None` if no value has this name.
+    /// Returns the value with the given name, or `None` if no value has this name.
     fn from_word(word: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|value| value.name() == word)
     }
 }
 
-/// Declares an enum whose variants have names, written as `Value = "name"`.
+/// Declares an enum whose variants have names. A variant is declared in the form `Value = "name"`.
 #[macro_export]
 macro_rules! vocabulary {
     ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $word:expr,)* }) => {
@@ -32,7 +32,7 @@ macro_rules! vocabulary {
     };
 }
 
-/// Implements `Vocabulary` for an enum that is declared elsewhere.
+/// Implements `Vocabulary` for an existing enum.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! words {
@@ -60,8 +60,8 @@ macro_rules! words {
     };
 }
 
-/// Declares an enum whose variants have wire numbers and names, written as `Value = 1 "name"`. The meaning of a wire
-/// number never changes.
+/// Declares an enum whose variants have wire numbers and names. A variant is declared in the form `Value = 1 "name"`.
+/// The meaning of a wire number never changes.
 macro_rules! codes {
     ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $code:literal $word:literal,)* }) => {
         $(#[$about])*

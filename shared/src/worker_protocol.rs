@@ -22,8 +22,8 @@ pub mod capability {
     /// jobs run.
     pub const DISPATCH_THREAD: u64 = 1;
 
-    /// The worker supports [`LIMITS`](crate::frame::kind::LIMITS) frames, which change the maximum number of
-    /// concurrent jobs. For a worker without this capability, the maximum never changes.
+    /// The worker supports [`LIMITS`](crate::frame::kind::LIMITS) frames, which change the maximum number of concurrent
+    /// jobs. Without this capability, the maximum never changes.
     pub const RESIZE: u64 = 2;
 
     /// The worker accepts more jobs than it can run at once, and begins them in order of arrival. It begins a job
@@ -32,8 +32,8 @@ pub mod capability {
     /// version of the protocol, in which the supervisor had to ask for jobs back.)
     pub const PREFETCH: u64 = 32;
 
-    /// The worker supports [memory files](crate::memory_files). It reads its link only with `recvmsg(2)`, because
-    /// messages can carry descriptors.
+    /// The worker supports [memory files](crate::memory_files). The worker reads its link only with `recvmsg(2)`,
+    /// because messages can contain descriptors.
     pub const MEMORY_FILES: u64 = 16;
 
     /// The worker can write the time of its last heartbeat into its [journal](crate::journal) instead of sending a
@@ -50,7 +50,8 @@ pub mod capability {
     pub const STACK_TEXT: u64 = 128;
 }
 
-/// Number of the signal that makes a worker with [`capability::STACK_TEXT`] write the stacks of its threads.
+/// Number of the signal that tells a worker to write the stacks of its threads. Applies only to workers with
+/// [`capability::STACK_TEXT`].
 pub const STACK_SIGNAL: i32 = 62;
 
 /// Capabilities of the supervisor, sent in a worker's welcome.
@@ -71,7 +72,7 @@ pub struct WorkerWelcome<'a> {
     pub capabilities: u64,
     /// Index of the worker's slot in the bulkhead.
     pub slot: u32,
-    /// Generation of the worker. Distinguishes the worker from earlier workers in the same slot.
+    /// Generation of the worker, which distinguishes the worker from earlier workers in the same slot.
     pub generation: u32,
     /// Initial maximum number of concurrent jobs. A [`Limits`] message can change the maximum.
     pub max_in_flight: u32,
@@ -101,8 +102,8 @@ pub struct Job<'a> {
 
 flat!(Job: [operation, tenant], [remaining_us: u64], []);
 
-/// [`LIMITS`](crate::frame::kind::LIMITS): changes limits that WORKER_WELCOME has set. The supervisor can send this
-/// frame at any time after the welcome, but only to a worker with [`capability::RESIZE`].
+/// [`LIMITS`](crate::frame::kind::LIMITS): changes limits that were set by the welcome message. The supervisor can send
+/// this frame at any time after the welcome, but only to a worker with [`capability::RESIZE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Limits {
     /// New maximum number of concurrent jobs, possibly 0. Jobs already sent to the worker are not recalled.
@@ -135,11 +136,11 @@ pub struct Status<'a> {
     pub text: &'a str,
 }
 
-/// [`EXTEND_START`](crate::frame::kind::EXTEND_START): the initialisation needs more time.
+/// [`EXTEND_START`](crate::frame::kind::EXTEND_START): the worker needs more time for its initialisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Extend {
-    /// New time limit for the rest of the initialisation, in milliseconds. Each frame can request at most the value of
-    /// the bulkhead's `start.ready` key.
+    /// New time limit for the rest of the initialisation, in milliseconds. Must not exceed the value of the bulkhead's
+    /// `start.ready` key.
     pub more_ms: u32,
 }
 

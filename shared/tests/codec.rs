@@ -1,5 +1,5 @@
-//! Compares the serializer with a hand-written encoder that follows the rules in `docs/protocol.md`. Shows that the
-//! page is sufficient to implement the protocol in other languages.
+//! Compares the serializer with a hand-written encoder. The encoder follows only the rules in `docs/protocol.md`, which
+//! shows that this document is sufficient for implementing the protocol in other languages.
 
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused, Submit};
 use bulkhead_shared::codec;
@@ -41,7 +41,7 @@ fn put_extensions(extensions: &[(u16, &[u8])], out: &mut Vec<u8>) {
     }
 }
 
-/// Decodes a message of the same type as the first argument.
+/// Decodes a message. The type of the first argument determines the type of the message.
 fn decode_like<'a, M: codec::Message<'a>>(
     _: &M,
     bytes: &'a [u8],
@@ -50,7 +50,7 @@ fn decode_like<'a, M: codec::Message<'a>>(
     codec::decode(bytes, known).unwrap()
 }
 
-/// Encodes a message with the serializer and by hand, checks that the bytes are equal, and decodes them.
+/// Encodes a message both with the serializer and by hand, checks that the bytes are equal, and decodes the bytes.
 macro_rules! same {
     ($extensions:expr, $message:ident { $($field:ident: $value:expr),* $(,)? }) => {{
         let message = $message { $($field: $value),* };

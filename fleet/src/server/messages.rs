@@ -47,7 +47,7 @@ pub(crate) enum Published {
     TooLarge,
     /// The user does not have permission to publish to the subject.
     Refused(String),
-    /// The server did not respond. The message may have been stored.
+    /// The server did not respond, so the message may or may not have been stored.
     Unknown(String),
 }
 
@@ -127,7 +127,8 @@ pub(crate) fn read_subject(stream: &str, subject: &str) -> String {
     format!("$JS.API.DIRECT.GET.{stream}.{subject}")
 }
 
-/// Reads the last message of a subject from any replica. The message can be stale.
+/// Reads the last message on a subject from any replica. The message can be stale, because a replica can lag behind the
+/// leader.
 pub(crate) async fn read_last(
     client: &Client,
     stream: &str,
@@ -179,7 +180,7 @@ pub(crate) async fn api<T: DeserializeOwned>(
     serde_json::from_value(value).map_err(|error| local(format!("the response is unknown: {error}")))
 }
 
-/// Delay before a failed publication is retried.
+/// Time to wait before publishing a message again after a failure.
 pub(crate) const REPEAT_DELAY: Duration = Duration::from_millis(250);
 
 #[cfg(test)]

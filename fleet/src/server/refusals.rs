@@ -1,12 +1,12 @@
-//! Permission errors from the server. The server does not respond to a request that lacks permission. Instead, it sends
-//! a separate error that names the subject.
+//! Permission errors from the server. If a client has no permission for a request, the server does not respond to the
+//! request. Instead, the server sends a separate error that names the subject.
 
 use std::future::Future;
 
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
 
-/// Number of errors that are kept for a slow receiver.
+/// Maximum number of unread errors that are kept for a slow receiver.
 const ERRORS_MAX: usize = 256;
 
 /// Permission errors that the server reports for a connection.
@@ -21,13 +21,13 @@ impl Refusals {
     /// Records a permission error from the server. Ignores all other errors.
     pub(crate) fn report(&self, error: &str) {
         if error.to_ascii_lowercase().contains("permissions violation") {
-            // Fails if no request is waiting.
+            // Sending fails if no request is waiting for a permission error. The failure is harmless.
             let _ = self.0.send(error.to_owned());
         }
     }
 
-    /// Returns a future that waits for the next permission error for `subject`. Call this before sending the request,
-    /// because earlier errors are ignored.
+    /// Returns a future that waits for the next permission error for `subject`. Must be called before the request is
+    /// sent, because errors that were reported earlier are missed.
     pub(crate) fn of(&self, subject: &str) -> impl Future<Output = String> {
         let quoted = format!("\"{subject}\"").to_ascii_lowercase();
         let mut errors = self.0.subscribe();
@@ -36,7 +36,7 @@ impl Refusals {
                 match errors.recv().await {
                     Ok(error) if error.to_ascii_lowercase().contains(&quoted) => return error,
                     Ok(_) | Err(RecvError::Lagged(_)) => {}
-                    // Unreachable, because `self` owns the sender.
+                    // Unreachable, because the channel stays open as long as `self` exists.
                     Err(RecvError::Closed) => std::future::pending().await,
                 }
             }

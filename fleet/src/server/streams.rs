@@ -15,8 +15,8 @@ use crate::settings::{Bulkhead, Settings};
 
 /// Minimum server version for streams with only one replica.
 const VERSION_MIN_SINGLE: (u64, u64, u64) = (2, 10, 23);
-/// Minimum server version for streams with several replicas. Earlier versions can check expected sequence numbers
-/// incorrectly, or lose them during an election.
+/// Minimum server version for streams with several replicas. In earlier versions, replicas can diverge, or use a wrong
+/// sequence number after a leader election.
 const VERSION_MIN_REPLICAS: (u64, u64, u64) = (2, 12, 8);
 /// Error code for a stream that does not exist.
 const STREAM_NOT_FOUND: u64 = 10059;
@@ -27,14 +27,14 @@ const PULLS_MAX: u32 = 4096;
 /// Lifetime of an agent's presence entry, in seconds. A running agent renews the entry before it expires.
 const PRESENCE_SECONDS: u64 = 15;
 
-/// Result of `init` for one stream or consumer.
+/// Result of `init` for a single stream or consumer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
     /// The object was missing and was created.
     Created(String),
     /// The object exists and matches the configuration.
     Unchanged(String),
-    /// The object differed from the configuration and was safely updated.
+    /// The object differed from the configuration. The change was safe, so the object was updated.
     Changed(String),
     /// The object differs from the configuration and was not changed. Contains the object's name and the differences.
     Differs(String, Vec<String>),
@@ -86,7 +86,7 @@ fn stream(name: &str, subjects: &[String], settings: &Settings, more: Value) -> 
         "max_msgs": -1,
         "max_msg_size": -1,
         "allow_rollup_hdrs": false,
-        // The deduplication window is short, because the fleet does not use `Nats-Msg-Id`.
+        // The fleet does not use `Nats-Msg-Id`, so a short deduplication window is sufficient.
         "duplicate_window": 100_000_000,
     });
     merge(&mut config, more);
@@ -142,7 +142,7 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
         "ack_policy": "explicit",
         "ack_wait": nanos(settings.streams.ack_wait()),
         "max_deliver": -1,
-        // Unlimited, because messages that are waiting for a delayed redelivery would use up a limit.
+        // Unlimited, because messages that are waiting for a delayed redelivery would count towards a limit.
         "max_ack_pending": -1,
         "max_waiting": PULLS_MAX,
     });
@@ -184,7 +184,7 @@ pub(crate) async fn mismatches(
     Ok(found)
 }
 
-/// Describes the difference between a consumer and its configuration, and how to correct it.
+/// Describes how an existing consumer differs from the configuration, and how to correct the difference.
 fn mismatch(existing: &Value, wanted: &Value) -> Option<String> {
     let differences = |keys: &[&str]| {
         let wanted = keys.iter().filter_map(|key| Some(((*key).to_owned(), wanted.get(key)?.clone())));
@@ -370,7 +370,7 @@ fn is_same_set(a: &[String], b: &[String]) -> bool {
     a.len() == b.len() && a.iter().all(|item| b.contains(item))
 }
 
-/// Returns the index and the subject filters of each of the bulkhead's consumers.
+/// Returns the index and the subject filters of each consumer of a bulkhead.
 async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<(u8, Vec<String>)>, InitError> {
     let mut found = Vec::new();
     for index in 0..LANES {
@@ -401,8 +401,8 @@ async fn count_waiting(client: &Client, filter: &str) -> Result<u64, InitError> 
     Ok(subjects.into_iter().flatten().filter_map(Value::as_u64).sum())
 }
 
-/// Describes each configured key whose value differs in the existing object. If the server omits a key, the key has
-/// its default value.
+/// Describes each key that has different values in the configuration and in the existing object. A key that the server
+/// omits is treated as having its default value.
 fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
     let is_default = |value: &Value| matches!(value, Value::Bool(false)) || value == &json!(0);
     let mut differences = Vec::new();
@@ -410,7 +410,7 @@ fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
         let existing = existing.get(key).unwrap_or(&Value::Null);
         let is_equal = match (existing, wanted) {
             (Value::Null, wanted) => is_default(wanted),
-            // The server does not permit this change.
+            // The server does not permit clearing this flag, so the difference is ignored.
             (Value::Bool(true), Value::Bool(false)) if key == "deny_delete" => true,
             (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().all(|item| b.contains(item)),
             (a, b) => a == b,

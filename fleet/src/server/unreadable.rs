@@ -13,7 +13,8 @@ use crate::names::{JOBS, bulkhead_filter};
 
 /// Maximum number of messages that one search examines.
 const MESSAGES_MAX: usize = 256;
-/// Total size of the examined payloads, in base64, after which a search stops. Each response contains the payload.
+/// Total size of received payloads, in base64, at which a search stops. The server sends the payload of each examined
+/// message along with the headers.
 const BYTES_MAX: usize = 16 << 20;
 
 #[derive(Deserialize)]
@@ -85,7 +86,8 @@ async fn delete_one(client: &Client, message: &StoredJob) -> bool {
     }
 }
 
-/// Returns true if `async-nats` can parse headers that are given in base64. Follows `try_read_op` in the library.
+/// Returns true if `async-nats` can parse the headers, which are encoded in base64. Imitates `try_read_op`, the
+/// library's own parser.
 fn is_readable(headers: &str) -> bool {
     let Ok(headers) = STANDARD.decode(headers) else { return true };
     if headers.is_empty() {

@@ -29,8 +29,8 @@ impl World {
             let time = self.random.below(SHORT);
             self.after(moment, Happening::Outage { time });
         }
-        // Schedules at most one long outage, because two outages longer than `ack_wait` during a job can make the job
-        // end as `host_lost`.
+        // Schedules at most one long outage. Two outages longer than `ack_wait` during the same job could cause the
+        // outcome `host_lost`.
         if self.random.chance(40) {
             let (moment, time) = (at(&mut self.random), self.random.between(ACK_WAIT, 60_000));
             self.after(moment, Happening::Outage { time });

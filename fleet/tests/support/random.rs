@@ -1,4 +1,4 @@
-//! A small random number generator (SplitMix64), used so that a seed produces the same history on every machine.
+//! A small random number generator (SplitMix64). The same seed produces the same history on every machine.
 
 /// Seeded random number generator.
 #[derive(Clone, Debug)]

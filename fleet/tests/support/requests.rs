@@ -1,4 +1,4 @@
-//! Agents' requests to the server, and the invariants for new records.
+//! Handles requests from the agents to the server, and checks the invariants for new records.
 
 use bulkhead_fleet::decide::{Event, Write, WriteResult};
 use bulkhead_fleet::record::{Phase, Stored};
@@ -11,7 +11,7 @@ impl World {
     /// Sends an agent's request to the simulated server. If the request is lost, the agent sees a timeout.
     pub(crate) fn request(&mut self, to: Holder, sequence: u64, request: Request) {
         const TIMEOUT: Ms = 5000;
-        // The connection is a byte stream, so a heartbeat is lost only if the server is down.
+        // The connection is a byte stream, so a heartbeat cannot be lost while the server is up.
         let is_single = matches!(request, Request::InProgress);
         if !is_single && self.is_lost() {
             if let Some(event) = no_answer(&request) {
@@ -63,13 +63,13 @@ impl World {
         coverage: &mut Coverage,
     ) {
         const TIMEOUT: Ms = 5000;
-        // The server's size limit can be lower than it was when the agent connected.
+        // The server's size limit may have been lowered since the agent connected.
         let has_result = matches!(&write.record.phase, Phase::Decided(ending) if !ending.payload.is_empty());
         if has_result && self.random.chance(20) {
             coverage.count("result too large");
             return self.reply(to, sequence, Event::Written(WriteResult::TooLarge));
         }
-        // Most writes take milliseconds. After a leader change, some outlast the agent's timeout.
+        // Most writes take milliseconds. After a leader change, some writes take longer than the agent's timeout.
         let time = if self.random.chance(5) { self.random.below(8000) } else { self.random.between(1, 10) };
         match self.server.begin_write(job, write, self.now + time) {
             Some(result) => {
@@ -141,7 +141,7 @@ impl World {
         }
     }
 
-    /// Checks that a claim was taken over only from an agent that had actually failed.
+    /// Checks that a claim is taken over only if the agent with the previous claim has actually failed.
     fn check_holder(&mut self, job: usize, writer: Holder, replaced: Option<&Stored>) {
         let Some(old) = replaced.filter(|old| is_claim(Some(old))) else {
             return;
@@ -149,7 +149,7 @@ impl World {
         let mut holder = old.record.agent.split('-').skip(1).filter_map(|number| number.parse::<u64>().ok());
         let (Some(agent), Some(life)) = (holder.next(), holder.next()) else { return };
         let holder = Holder { agent: agent as usize, life };
-        // An agent that has lost its supervisor may replace its own claim.
+        // An agent whose supervisor has failed may replace its own claim.
         if holder != writer && !self.impaired.contains(&holder) {
             self.violate(format!("job {job} of the living {holder:?} was declared lost by {writer:?}"));
         }

@@ -22,11 +22,11 @@ pub(crate) struct Queued {
     pub(crate) deliveries: u64,
     /// Earliest time at which the message can be delivered.
     pub(crate) available: Ms,
-    /// Number of extra deliveries that remain after the acknowledgement.
+    /// Number of times that the message will still be delivered although it has been acknowledged.
     pub(crate) ghosts: u32,
 }
 
-/// The ledger's records for one job.
+/// All records about one job in the ledger.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Ledger {
     /// All records of the job, oldest first. The last record is current.
@@ -93,8 +93,8 @@ impl Server {
         Some((sequence, delivered))
     }
 
-    /// Acknowledges a message, even if the agent acknowledges an earlier delivery. A few messages are delivered
-    /// once more after their acknowledgement.
+    /// Acknowledges a message. An acknowledgement of an earlier delivery also counts. A few messages are delivered once
+    /// more although they have been acknowledged.
     pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
         let Some(message) = self.queue.get_mut(&sequence) else { return };
         if random.chance(3) {
@@ -105,7 +105,7 @@ impl Server {
         }
     }
 
-    /// Restarts the `ack_wait` timer for the redelivery of a message.
+    /// Restarts the `ack_wait` timer, after which a message is redelivered.
     pub(crate) fn in_progress(&mut self, sequence: u64, now: Ms) {
         if let Some(message) = self.queue.get_mut(&sequence) {
             message.available = now + self.ack_wait;
@@ -119,7 +119,7 @@ impl Server {
         }
     }
 
-    /// Forgets the latest delivery of some messages, as a server can do during a leader change.
+    /// Forgets that some messages have been delivered, as a server can do during a leader change.
     pub(crate) fn change_leader(&mut self, now: Ms, random: &mut Random) {
         for message in self.queue.values_mut() {
             if message.deliveries > 0 && random.chance(10) {
@@ -155,7 +155,7 @@ impl Server {
         Some((sequence, replaced))
     }
 
-    /// Reads a job's record. One read in ten returns a stale record.
+    /// Returns a job's current record or, in one of ten reads, a stale record.
     pub(crate) fn read(&mut self, job: usize, random: &mut Random) -> Option<Stored> {
         let history = &self.ledgers[job].history;
         let age = if random.chance(10) { random.below(3) as usize } else { 0 };

@@ -19,7 +19,7 @@ use super::server::{Ms, Server};
 pub(crate) const ACK_WAIT: Ms = 10_000;
 pub(crate) const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
 const HEARTBEAT: Ms = ACK_WAIT / 3;
-/// Maximum duration of a short freeze or outage. Such an interruption must have no consequences.
+/// Maximum duration of a short freeze or outage. Short freezes and outages must have no consequences.
 pub(crate) const SHORT: Ms = 1500;
 /// End of the period in which faults occur.
 pub(crate) const FAULTS_UNTIL: Ms = 120_000;
@@ -30,23 +30,23 @@ const DEADLINE_MAX: Ms = 400_000;
 /// Time after the last fault within which every job must have an outcome: the guaranteed limit, plus the time for three
 /// attempts and the delays between them.
 const DECIDED_WITHIN: Ms = HOST_LOST_AFTER + 15_000 + 3 * RUN_MAX + 5000;
-/// Time after the last fault within which every message must be acknowledged. A duplicate can be delayed by
+/// Time after the last fault within which every message must be acknowledged. Allows for a duplicate that is delayed by
 /// `host_lost_after` several times.
 const DRAINED_WITHIN: Ms = DECIDED_WITHIN + 3 * HOST_LOST_AFTER;
 /// Maximum difference between an agent's corrected clock and the server's clock.
 const CLOCK_ERROR: Ms = 300;
-/// Delay before the redelivery of a message that an agent has given back.
+/// Delay before the server redelivers a message that an agent has returned unhandled.
 const GIVEN_BACK_DELAY: Ms = 250;
-/// Start of simulated time. Large enough that subtractions do not underflow.
+/// Start of the simulated time. Large enough that subtracting a duration does not underflow.
 const EPOCH: Ms = 1_000_000;
 /// Maximum number of events in one history.
 const EVENTS_MAX: u64 = 2_000_000;
 
-/// Number of occurrences of each situation of interest.
+/// Counts how often each situation occurs in the histories.
 #[derive(Debug, Default)]
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
-/// Situations that the histories must reach at least once.
+/// Situations that must occur in at least one of the histories.
 const REQUIRED: [&str; 22] = [
     "agent killed",
     "agent frozen beyond host_lost_after",
@@ -77,7 +77,7 @@ impl Coverage {
         *self.0.entry(what).or_default() += 1;
     }
 
-    /// Panics if a required situation did not occur.
+    /// Panics if one of the required situations has never occurred.
     pub(crate) fn demand_all(&self) {
         let missing: Vec<_> = REQUIRED.iter().filter(|what| !self.0.contains_key(*what)).collect();
         assert!(missing.is_empty(), "never happened: {missing:?}");
@@ -106,7 +106,7 @@ pub(crate) enum Happening {
     ChangeLeader,
 }
 
-/// A request to the server about one message.
+/// An agent's request to the server, which concerns a single message.
 #[derive(Clone, Debug)]
 #[expect(clippy::large_enum_variant, reason = "requests live briefly")]
 pub(crate) enum Request {
@@ -138,7 +138,7 @@ pub(crate) struct Agent {
     pub(crate) held: BTreeMap<u64, Held>,
     clock_error: i64,
     permits: usize,
-    /// For each permit that stays in use after a rejection, the time at which it becomes free.
+    /// Times at which permits become free. Contains one entry for each permit that stays in use after a rejection.
     pub(crate) kept_until: Vec<Ms>,
 }
 
@@ -247,7 +247,7 @@ impl World {
         self.violation.get_or_insert(text);
     }
 
-    /// Runs the history to the end. Returns the first violated invariant.
+    /// Runs the history to the end. Returns the first violation of an invariant.
     pub(crate) fn run(mut self, coverage: &mut Coverage) -> Result<(), String> {
         let mut events = 0;
         while let Some(Reverse((at, order))) = self.agenda.pop() {
@@ -364,7 +364,7 @@ impl World {
         self.agents[to.agent].life != to.life
     }
 
-    /// Postpones the event and returns true if the agent is frozen. Otherwise returns false.
+    /// Postpones the event if the agent is frozen. Returns true if the event was postponed.
     fn is_postponed(&mut self, to: Holder, happening: &Happening) -> bool {
         let until = self.agents[to.agent].frozen_until;
         if until > self.now {
@@ -415,7 +415,7 @@ impl World {
         if self.agents[to.agent].held.contains_key(&sequence) {
             return self.request(to, sequence, Request::InProgress);
         }
-        // Some messages arrive while the agent has no free permit.
+        // In a few cases, simulates that a message arrives while the agent has no free permit.
         let has_permit = !self.random.chance(5);
         if !has_permit && delivery == 1 {
             coverage.count("given back");

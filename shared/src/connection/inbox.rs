@@ -9,10 +9,10 @@ use super::BufferPool;
 use crate::frame::{FrameError, HEADER_BYTES, Header};
 use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
 
-/// Size of the largest small frame, in bytes. An incomplete small frame never needs a larger buffer.
+/// Maximum size of a small frame, in bytes. A buffer of this size can hold any incomplete small frame.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum number of bytes to zero in a payload buffer before a read. Limits how long a read can take.
+/// Maximum number of bytes of a payload buffer that are zeroed before a read. Limits the duration of a read.
 const LARGE_ZEROED_BYTES_MAX: usize = 1024 * 1024;
 
 /// Minimum capacity of a large payload's buffer, in bytes.
@@ -22,8 +22,8 @@ pub(super) const LARGE_BUFFER_BYTES_MIN: usize = 4 * 1024;
 /// causing large allocations by announcing a payload without sending it.
 pub(super) const LARGE_GROWTH_FACTOR_MAX: usize = 8;
 
-/// Read buffer shared by all connections of a thread. Allocated on first use, so that `std::mem::take` costs no
-/// allocation.
+/// Read buffer shared by all connections of a thread. Allocated on first use, so that creating a default value does not
+/// allocate memory.
 pub struct Scratch {
     buffer: Vec<u8>,
     bytes: usize,
@@ -50,19 +50,19 @@ impl Scratch {
     }
 }
 
-/// Result of one [`Inbox::receive`] call.
+/// Result of [`Inbox::receive`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
     /// More bytes may be available. Call [`Inbox::receive`] again before waiting for the socket.
     More,
-    /// All available bytes have been read, unless the read returned descriptors. Such a read ends early, so more
-    /// bytes may be available.
+    /// All available bytes have been read. If the read returned descriptors, more bytes may be available, because such
+    /// a read ends early.
     Drained,
     /// The peer has closed its side of the connection.
     Closed,
 }
 
-/// A complete frame, or the beginning of a frame with a large payload.
+/// A received item: a complete frame, or only the beginning of a frame with a large payload.
 #[derive(Debug)]
 pub enum Item<'s> {
     /// A frame with a small payload.
@@ -74,8 +74,8 @@ pub enum Item<'s> {
         /// Payload of the frame.
         payload: &'s [u8],
     },
-    /// The beginning of a frame with a large payload. The payload is discarded as it arrives, unless
-    /// [`Batch::accept`] is called.
+    /// The beginning of a frame with a large payload. Unless [`Batch::accept`] is called, the payload is discarded as
+    /// it arrives.
     Announced {
         /// Header of the frame.
         header: Header,
@@ -135,7 +135,7 @@ impl Large {
         std::mem::replace(&mut self.buffer, buffer)
     }
 
-    /// Stores the leading part of `bytes` that belongs to the payload. Returns the size of this part in bytes.
+    /// Stores the bytes at the beginning of `bytes` that belong to the payload. Returns the number of stored bytes.
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
         if self.buffer.capacity() < self.filled + count {
@@ -150,8 +150,8 @@ impl Large {
     }
 }
 
-/// Returns the buffer capacity for a payload of `total` bytes when `arrived` bytes have been received. The capacity
-/// grows in proportion to `arrived`, up to `total`.
+/// Returns the buffer capacity for a payload of `total` bytes, of which `arrived` bytes have been received so far. The
+/// capacity grows in proportion to `arrived`, up to `total`.
 fn large_capacity(arrived: usize, total: usize) -> usize {
     let room = arrived.saturating_mul(LARGE_GROWTH_FACTOR_MAX).max(LARGE_BUFFER_BYTES_MIN);
     if room >= total - total / 4 { total } else { room }
@@ -178,8 +178,8 @@ impl Inbox {
         })
     }
 
-    /// Receives frames like [`Inbox::receive`], but calls `read` instead of reading from a socket. `read`
-    /// must not block.
+    /// Receives frames like [`Inbox::receive`], but gets the bytes from `read` instead of a socket. `read` must not
+    /// block.
     pub fn receive_by<'b>(
         &'b mut self,
         scratch: &'b mut Scratch,
@@ -269,8 +269,8 @@ impl Inbox {
         Self { partial: bytes, ..Self::default() }
     }
 
-    /// Removes and returns received bytes that have not been returned as frames. Must not be called in the middle
-    /// of a large frame.
+    /// Removes and returns the bytes that have been received but not yet returned as frames. Must not be called while a
+    /// large frame is incomplete.
     pub fn take_partial(&mut self) -> Vec<u8> {
         debug_assert!(!self.is_within_large(), "the state of a large frame cannot be moved");
         std::mem::take(&mut self.partial)
@@ -284,8 +284,8 @@ impl Inbox {
         }
     }
 
-    /// Returns the unchecked header of an incomplete small frame, or of a large frame with incomplete
-    /// metadata. Returns `None` until the header has arrived.
+    /// Returns the header of a small frame that is incomplete, or of a large frame whose metadata is incomplete. The
+    /// header is unchecked. Returns `None` until the header has arrived.
     pub fn pending_header(&self) -> Option<Header> {
         self.partial.first_chunk::<HEADER_BYTES>().map(Header::decode)
     }
@@ -357,7 +357,7 @@ pub struct Batch<'b> {
     inbox: &'b mut Inbox,
     bytes: &'b [u8],
     at: usize,
-    /// Position of the last frame that was returned or announced.
+    /// Position at which the most recently returned or announced frame starts.
     frame_at: usize,
 }
 
@@ -436,8 +436,8 @@ impl<'b> Batch<'b> {
         self.inbox.partial.extend_from_slice(&self.bytes[self.frame_at..]);
     }
 
-    /// Returns the recommended capacity for the buffer to pass to [`Batch::accept`]. The capacity depends on the number
-    /// of payload bytes that have already arrived.
+    /// Returns the recommended capacity of the buffer for [`Batch::accept`]. The capacity depends on the number of
+    /// payload bytes that have already arrived.
     pub fn buffer_bytes(&self) -> usize {
         match &self.inbox.state {
             ReceiveState::Announced { header, .. } => {
@@ -449,7 +449,8 @@ impl<'b> Batch<'b> {
         }
     }
 
-    /// Stores the payload of the announced frame in `buffer`, overwriting its contents.
+    /// Accepts the payload of the announced frame. The payload is stored in `buffer` and overwrites the previous
+    /// contents.
     pub fn accept(&mut self, buffer: Vec<u8>) {
         if let ReceiveState::Announced { header, metadata } = std::mem::take(&mut self.inbox.state) {
             self.inbox.state = ReceiveState::Storing(Large { header, metadata, buffer, filled: 0 });

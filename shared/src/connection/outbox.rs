@@ -25,11 +25,11 @@ const FILE_CHUNK_BYTES_MAX: usize = 1024 * 1024;
 /// Maximum number of bytes that are read from a file and sent per call when `sendfile` is not used.
 const COPIED_CHUNK_BYTES_MAX: usize = 128 * 1024;
 
-/// Maximum capacity of the coalescing buffer that an idle [`Outbox`] keeps, in bytes. Larger buffers are
-/// taken from a [`BufferPool`] and returned to it.
+/// Maximum capacity of the coalescing buffer that an idle [`Outbox`] keeps, in bytes. An outbox takes larger buffers
+/// from a [`BufferPool`] and returns them after use.
 pub(super) const SPARE_BYTES_MAX: usize = 4 * 1024;
 
-/// Space reserved for the metadata of a frame, in bytes. If the metadata is larger, the buffer grows.
+/// Space reserved for the metadata of a frame, in bytes. The buffer grows if the metadata is larger.
 pub(super) const METADATA_BYTES_TYPICAL: usize = 512;
 
 /// Size, in bytes, to which a socket's send buffer is enlarged if a large payload does not fit. The kernel may set a
@@ -43,7 +43,8 @@ pub enum Payload<'p> {
     Copied(&'p [u8]),
     /// A buffer whose ownership passes to the outbox. A large buffer is sent without copying.
     Owned(Vec<u8>),
-    /// A buffer that the sender keeps in case the job has to be sent again. A large buffer is sent without copying.
+    /// A buffer that the sender also keeps, in case the job has to be sent again. A large buffer is sent without
+    /// copying.
     Shared(Arc<Vec<u8>>),
     /// The given number of bytes from the beginning of a file. The file must be at least this long.
     File(Arc<OwnedFd>, usize),
@@ -116,9 +117,9 @@ impl Segment {
 #[derive(Default)]
 pub struct Outbox {
     pub(super) segments: VecDeque<Segment>,
-    /// Number of bytes of the first segment that have been sent.
+    /// Number of bytes in the first segment that have already been sent.
     sent: usize,
-    /// True if the last segment is a coalescing buffer with room for more frames.
+    /// True if the last segment is a coalescing buffer to which more frames can be appended.
     tail_is_open: bool,
     bytes: usize,
     pub(super) spare: Vec<u8>,
@@ -131,7 +132,7 @@ impl Outbox {
         self.bytes
     }
 
-    /// Frees the memory that is kept for later frames. Does nothing if unsent bytes are queued.
+    /// Frees the buffers that are kept for later frames. Does nothing if unsent bytes are queued.
     pub fn free_buffers(&mut self) {
         if self.bytes == 0 {
             (self.segments, self.spare, self.tail_is_open) = (VecDeque::new(), Vec::new(), false);
@@ -152,13 +153,13 @@ impl Outbox {
         self.bytes == 0
     }
 
-    /// Returns the last `bytes` queued bytes, or `None` if they are not all in the last buffer.
+    /// Returns the last `bytes` queued bytes. Returns `None` if these bytes are not all in the last buffer.
     pub fn tail_bytes(&self, bytes: usize) -> Option<&[u8]> {
         let tail = self.segments.back()?.bytes()?;
         tail.get(tail.len().checked_sub(bytes)?..)
     }
 
-    /// Queues a frame. [`Outbox::flush`] sends it.
+    /// Queues a frame. To send the queued frames, call [`Outbox::flush`].
     pub fn push<M: bincode::Encode>(
         &mut self,
         kind: u8,
@@ -259,7 +260,8 @@ impl Outbox {
         let Some(Segment::Bytes(tail)) = self.segments.back_mut() else {
             unreachable!("the code above ensures that the last segment holds bytes")
         };
-        // Grows in powers of two up to `SPARE_BYTES_MAX`, above which the buffer would not be kept as a spare.
+        // Grows in powers of two, but only up to `SPARE_BYTES_MAX`, because an idle connection does not keep a larger
+        // buffer.
         let needed = tail.len() + more;
         if needed > tail.capacity() && needed <= SPARE_BYTES_MAX {
             tail.reserve_exact(needed.next_power_of_two() - tail.len());
@@ -358,7 +360,7 @@ fn send_file_chunk(
         };
     }
     match rustix::fs::sendfile(socket, file, Some(&mut at), range.len().min(FILE_CHUNK_BYTES_MAX)) {
-        // The file is shorter than announced.
+        // Reports an error, because the file is shorter than announced.
         Ok(0) => Err(rustix::io::Errno::IO),
         other => other,
     }

@@ -2,8 +2,8 @@
 
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum ratio of a pooled buffer's size to the requested size. A larger ratio would waste memory, because the
-/// whole buffer counts towards the memory limit.
+/// Maximum ratio of a pooled buffer's size to the requested size. A larger buffer would waste memory, because its whole
+/// size counts towards the memory limit.
 pub(super) const POOL_OVERSIZE_FACTOR_MAX: usize = 2;
 
 /// Maximum total size of the large buffers that a [`BufferPool`] keeps, in bytes.
@@ -18,10 +18,11 @@ pub(super) const POOL_SPARES_MAX: usize = 128;
 /// Size in bytes at which a coalescing buffer is considered full. No more frames are appended to a full buffer.
 pub(super) const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 
-/// Capacity of a coalescing buffer in bytes. Leaves room for a last frame with the largest inline payload.
+/// Capacity of a coalescing buffer in bytes. A buffer that is almost full still has room for one frame with an inline
+/// payload of the maximum size.
 pub(super) const SEGMENT_CAPACITY: usize = SEGMENT_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + 1;
 
-/// Pool of reusable buffers. Allocating new buffers would cause page faults, which take longer than copying the
+/// Pool of reusable buffers. Reuse avoids page faults in new buffers, which would take longer than copying the
 /// payloads.
 #[derive(Default)]
 pub struct BufferPool {
@@ -36,7 +37,7 @@ impl BufferPool {
     /// Takes a buffer with a capacity of at least `bytes` from the pool. Returns an empty buffer if the pool
     /// has no such buffer. The contents of a pooled buffer are unspecified.
     pub fn take(&mut self, bytes: usize) -> Vec<u8> {
-        // Takes the smallest buffer that fits, so that small payloads do not occupy huge buffers.
+        // Takes the smallest buffer that fits, so that small payloads do not use up the large buffers.
         let fits = bytes..=bytes.saturating_mul(POOL_OVERSIZE_FACTOR_MAX);
         let fit = (0..self.buffers.len())
             .filter(|&i| fits.contains(&self.buffers[i].capacity()))
@@ -60,7 +61,7 @@ impl BufferPool {
         }
         self.buffers.push(buffer);
         self.bytes += bytes;
-        // The oldest buffers have sizes that have not been requested recently.
+        // Drops the oldest buffers, because buffers of their sizes have not been requested recently.
         while self.bytes > POOL_BYTES_MAX {
             self.bytes -= self.buffers.remove(0).capacity();
         }

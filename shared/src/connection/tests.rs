@@ -52,7 +52,8 @@ fn frames_of_all_sizes_arrive_in_order() {
     }
     assert!(outbox.is_empty() && !inbox.is_mid_frame());
     drop(here);
-    // A process started by another test can briefly hold a copy of the socket.
+    // The end of the stream can be delayed, because a process started by another test can briefly hold a copy of the
+    // socket.
     let began = std::time::Instant::now();
     while drain(&mut inbox, &there, &mut scratch).1 != Received::Closed {
         assert!(began.elapsed().as_secs() < 120, "the end of the stream was not reported");
@@ -80,7 +81,8 @@ fn buffered_frames_are_returned_by_the_next_receive() {
     }
     assert_eq!(numbers, [2, 3, 4]);
 
-    // No further bytes arrive on the socket, but the next receive returns the kept frame.
+    // The batch keeps a second frame. The next receive must return this frame even if no further bytes arrive on the
+    // socket.
     outbox.push(kind::RESULT, 5, &Empty, &[], Payload::NONE).unwrap();
     outbox.push(kind::RESULT, 6, &Empty, &[], Payload::NONE).unwrap();
     assert!(outbox.flush(&here, &mut pool).unwrap());
@@ -125,8 +127,8 @@ fn memory_grows_with_received_not_announced_bytes() {
     bytes[payload_at..].iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
     let (mut here, there) = UnixStream::pair().unwrap();
     let (mut inbox, mut scratch, mut pool) = (Inbox::default(), Scratch::default(), BufferPool::default());
-    // After two bytes of the payload, the inbox must not hold a buffer of the announced size, not even one
-    // from the pool.
+    // When two bytes of the payload have arrived, the inbox must not yet hold a buffer of the announced size. This also
+    // applies to a buffer from the pool.
     pool.put(vec![1; total]);
     let mut sent = 0;
     for arrived in [2, 100, 5_000, 70_000, 500_000, 3_000_000, total] {

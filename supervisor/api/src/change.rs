@@ -95,7 +95,8 @@ pub struct TenantRate {
     pub burst: Option<u32>,
 }
 
-/// Deserializes a field that is present. `null` becomes `Some(None)`.
+/// Deserializes a field that is present but can be `null`. A `null` becomes `Some(None)`, so that the field differs
+/// from an absent field.
 fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
     Option::deserialize(value).map(Some)
 }

@@ -102,8 +102,8 @@ impl<'de> Deserialize<'de> for CrashId {
 }
 
 vocabulary! {
-    /// Kind of a crash report: a reason for a `crashed` outcome, a reason why a worker failed to start, or a job that
-    /// missed its deadline.
+    /// Kind of a crash report. A report describes a crash that ended a job, a worker that failed to start, or a job
+    /// that missed its deadline.
     CauseKind {
         /// The process exited on its own, with any exit status.
         Exit = "exit",
@@ -146,7 +146,7 @@ pub struct Cause {
 }
 
 impl Cause {
-    /// Returns true if the causes are equal, ignoring their messages.
+    /// Returns true if both causes are equal, apart from their messages.
     pub fn has_same_cause(&self, other: &Self) -> bool {
         self.kind == other.kind
             && self.exit_code == other.exit_code

@@ -1,4 +1,4 @@
-//! Operator events. Each kind is declared once, with its fields in the order in which the log shows them.
+//! Events for operators. Each kind is declared once, with its fields in the order in which the log shows them.
 
 use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
@@ -77,7 +77,8 @@ macro_rules! events {
             /// The names of all event kinds.
             pub const KINDS: &[&str] = &[$($kind),*];
 
-            /// Rows of the table in the documentation: name, fields and description of each event kind.
+            /// Rows of the table of events in the documentation. Each row contains the name, the fields and the
+            /// description of an event kind.
             #[cfg(test)]
             const ROWS: &[(&str, &[&str], &str)] = &[$((
                 $kind,
@@ -283,7 +284,7 @@ mod tests {
         table
     }
 
-    /// To update the table, run `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events`.
+    /// Run `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events` to update the table of events in the documentation.
     #[test]
     fn documentation_lists_all_event_kinds() {
         let docs = std::fs::read_to_string(DOCS).unwrap();

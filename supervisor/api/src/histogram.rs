@@ -1,8 +1,8 @@
-//! A histogram with logarithmic buckets. The supervisor and the `bulkhead` command compute quantiles with it.
+//! A histogram with logarithmic buckets, from which the supervisor and the `bulkhead` command compute quantiles.
 
 use std::ops::Range;
 
-/// Allocation unit. The number of allocated buckets is always a multiple of this number.
+/// Number of buckets in an allocation unit. Memory is allocated only for whole units.
 const BUCKETS_PER_ALLOCATION: usize = 8;
 
 /// A weighted histogram that keeps the `PRECISION_BITS` most significant bits of each value. A quantile

@@ -136,8 +136,8 @@ impl NativeCrash {
         size_of::<Self>() + self.threads.iter().map(of_thread).sum::<usize>()
     }
 
-    /// Returns true if no part of the document exceeds the limits on size and number. Callers must check documents
-    /// that come from other processes.
+    /// Returns true if the document exceeds none of the limits on sizes and on numbers of elements. Callers must check
+    /// documents that come from other processes.
     pub fn is_valid(&self) -> bool {
         let is_short = |text: &String| text.len() <= TEXT_BYTES_MAX;
         let is_valid_frame = |frame: &NativeFrame| frame.texts().all(is_short);

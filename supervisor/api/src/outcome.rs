@@ -65,7 +65,7 @@ pub struct JobOutcome {
 }
 
 impl JobOutcome {
-    /// Creates the document for an outcome, without the name of the signal.
+    /// Creates the document for an outcome. Does not set the name of the signal.
     pub fn new(outcome: &Outcome) -> Self {
         let verdict = &outcome.verdict;
         let failure = match verdict {

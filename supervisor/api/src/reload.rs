@@ -66,7 +66,7 @@ vocabulary! {
 }
 
 impl Changes {
-    /// Returns true if a reload would have nothing to apply. Ignores the keys in `ignored`.
+    /// Returns true if a reload would change nothing. Does not take the keys in `ignored` into account.
     pub fn is_empty(&self) -> bool {
         self.bulkheads.is_empty() && self.supervisor.is_empty() && !self.access
     }

@@ -1,4 +1,5 @@
-//! Words from fixed vocabularies. The code uses enum values, whereas documents contain the names.
+//! Words from fixed vocabularies. In the code, a word is an enum value. In a document, a word is the name of that
+//! value.
 
 use std::fmt;
 

@@ -20,8 +20,8 @@ pub struct Config {
     pub fragments: Vec<PathBuf>,
     /// Settings of `[supervisor]`.
     pub supervisor: SupervisorConfig,
-    /// Rules of `[[access]]`, in file order. If there are none, only root and the supervisor's own user have access,
-    /// and they can use all bulkheads.
+    /// Rules of `[[access]]`, in file order. Without any rules, only root and the supervisor's own user have access,
+    /// and can use all bulkheads.
     pub access: Vec<AccessConfig>,
     /// All bulkheads, in file order. There is at least one, and names are unique.
     pub bulkheads: Vec<BulkheadConfig>,

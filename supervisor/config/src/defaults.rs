@@ -14,7 +14,7 @@ pub const SOCKET_MODE: u32 = 0o600;
 pub const SOCKET_NAME: &str = "jobs.sock";
 /// Default file name of the admin socket, which is in the same folder as the jobs socket.
 pub const ADMIN_NAME: &str = "admin.sock";
-/// Name of the folder for sockets. The parent folder is `$XDG_RUNTIME_DIR` or, for root, [`RUNTIME_DIR_OF_ROOT`].
+/// Name of the folder for sockets. The folder is in `$XDG_RUNTIME_DIR` or, for root, in [`RUNTIME_DIR_OF_ROOT`].
 pub const RUNTIME_FOLDER: &str = "bulkhead";
 /// Parent of the socket folder if the supervisor runs as root.
 pub const RUNTIME_DIR_OF_ROOT: &str = "/run";
@@ -24,13 +24,13 @@ pub const ADMIN_MODE: u32 = 0o600;
 /// Default mode of the jobs socket if the configuration has `[[access]]` rules. The rules then decide which clients are
 /// accepted.
 pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
-/// Mode of the folder of the jobs socket or the admin socket if the supervisor creates the folder.
+/// Mode with which the supervisor creates the folder of the jobs socket or the admin socket.
 pub const FOLDER_MODE: u32 = 0o700;
-/// Mode of the jobs socket's folder if other users are allowed to connect to the socket.
+/// Mode of the jobs socket's folder if users other than the supervisor's user can connect to the socket.
 pub const FOLDER_MODE_WITH_ACCESS: u32 = 0o755;
 
-/// Default limit on the number of processes and threads of a confined worker. Applies only if the kernel counts them
-/// separately for each worker.
+/// Default limit on the number of processes and threads of a confined worker. Applies only if the kernel keeps a
+/// separate count for each worker.
 pub const RLIMIT_NPROC: u64 = 1024;
 /// Default maximum size of each file that a confined worker writes, in bytes.
 pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
@@ -70,10 +70,10 @@ pub const SPARES_CEILING: u64 = 64;
 pub const IN_FLIGHT_CEILING: u64 = bulkhead_shared::limits::IN_FLIGHT_CEILING as u64;
 /// Maximum value of the `max_queue` keys of bulkheads and tenants.
 pub const QUEUE_CEILING: u64 = 1_000_000;
-/// Maximum number of permits, which is the product `processes` × `max_in_flight`. Also the maximum value of keys that
-/// limit permits, such as `adaptive.max`.
+/// Maximum number of permits of a bulkhead, which is the product `processes` × `max_in_flight`. Also the maximum value
+/// of keys that limit permits, such as `adaptive.max`.
 pub const PERMITS_CEILING: u64 = 1_000_000;
-/// Maximum value of the `rate_limit.per_second` and `rate_limit.burst` keys, in jobs per second and in jobs.
+/// Maximum value of the `rate_limit.per_second` key, in jobs per second, and of the `rate_limit.burst` key, in jobs.
 pub const RATE_CEILING: u64 = 1_000_000_000;
 /// Minimum value of the `breaker.window` key. Shorter windows would mostly measure timing noise.
 pub const BREAKER_WINDOW_MIN: Duration = Duration::from_millis(100);

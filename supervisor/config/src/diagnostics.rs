@@ -10,8 +10,8 @@ use serde::Serialize;
 
 use super::sources::{Source, Sources};
 
-/// Maximum number of problems that a report shows. Of the remaining problems, the report shows only the number.
-/// [`ConfigErrors::problems`] returns all problems.
+/// Maximum number of problems that a report shows in full. If there are more problems, the report shows only the number
+/// of the others. [`ConfigErrors::problems`] returns all problems.
 const SHOWN_MAX: usize = 100;
 
 /// Maximum number of characters that a message quotes from a file.
@@ -34,7 +34,7 @@ pub struct Problem {
     /// Position of the problem. `None` if the file as a whole could not be read.
     #[serde(flatten)]
     pub at: Option<Position>,
-    /// Description of the problem, as a sentence without a period.
+    /// Description of the problem, as a sentence without a full stop.
     pub message: String,
     /// Suggested correction.
     pub help: Option<String>,

@@ -23,7 +23,7 @@ pub(crate) struct RawFile {
     pub(crate) access: Vec<RawAccess>,
     /// Bulkheads in file order, merged with `[defaults]`.
     pub(crate) bulkheads: Vec<RawBulkhead>,
-    /// All bulkhead names in the file, including those of bulkheads that could not be read.
+    /// All bulkhead names in the file, including the names of bulkheads that could not be read.
     pub(crate) names: Vec<String>,
 }
 
@@ -73,7 +73,8 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     shared.report_not_allowed(key::PROGRAM_KEYS, "set the program in each [bulkhead.NAME] instead");
     shared.report_not_allowed(key::TENANT_KEYS, "set the tenants in each [bulkhead.NAME] instead");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
-    // These keys are rejected in `[defaults]`, so bulkheads must not inherit them.
+    // Keys that select the program are rejected in `[defaults]`, so bulkheads must not inherit the values of these
+    // keys.
     (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);
     shared.entry.field = Field::Absent;
     let bulkheads = read_bulkheads(bulkheads_table.unwrap_or(&empty), &shared, problems);

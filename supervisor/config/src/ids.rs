@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-/// Range of user IDs from the `worker_uids` key, with at most 1,000,000 IDs. `Display` uses the same format as the
+/// Range of at most 1,000,000 user IDs, from the `worker_uids` key. `Display` uses the format of the configuration
 /// file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct UidRange {

@@ -50,7 +50,8 @@ fn property(key: &Key) -> Value {
     }
     property["description"] =
         json!(format!("{}\n\nValue: {}. Default: {}.", key.about, key.kind, key.default));
-    // Values have the same literals in JSON as in TOML. A computed default has no literal.
+    // Default values are written in the same way in JSON as in TOML. A default that is computed cannot be written as a
+    // value.
     if let Some(value) = default_value(&key.default) {
         property["default"] = value;
     }
@@ -111,7 +112,7 @@ fn inner_table(key: &Key) -> Value {
         (key::TOP_LEVEL, "bulkhead") => {
             let pattern = format!("^[a-z0-9._-]{{1,{BULKHEAD_NAME_BYTES_MAX}}}$");
             let mut named = named_tables(json!({"pattern": pattern}), key::BULKHEAD);
-            // There is no minimum, because all bulkheads can be defined in `conf.d`.
+            // No minimum number of bulkheads is set, because all bulkheads can be defined in `conf.d`.
             named["maxProperties"] = json!(defaults::BULKHEADS_MAX);
             named
         }

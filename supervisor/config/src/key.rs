@@ -38,7 +38,7 @@ pub struct Key {
     pub on_reload: OnReload,
 }
 
-/// Kind of a value. `Display` writes a short description, such as "a duration".
+/// Kind of a configuration value. `Display` writes a short description, such as "a duration".
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
     /// A duration such as `"1m 30s"`, at least the given minimum and at most a year.
@@ -64,7 +64,7 @@ pub enum Kind {
         /// True if 1 is allowed. Otherwise the value must be below 1.
         all: bool,
     },
-    /// A number above 0 and at most the given maximum. The number can have a fractional part.
+    /// A number, possibly with a fractional part, that is above 0 and at most the given maximum.
     Number(u64),
     /// `true` or `false`.
     Boolean,
@@ -82,10 +82,10 @@ pub enum Kind {
     Words(&'static [&'static str]),
     /// A program and its arguments.
     Program,
-    /// An ordered array of names, up to the given number.
+    /// An ordered array of at most the given number of names.
     Names(usize),
-    /// An array of paths, up to the given number. Relative paths are resolved against the folder of the configuration
-    /// file.
+    /// An array of at most the given number of paths. Relative paths are resolved against the folder of the
+    /// configuration file.
     Paths(usize),
     /// A range of user IDs such as `"200000-200999"`.
     Ids,
@@ -97,7 +97,7 @@ pub enum Kind {
     Limit(Resource),
     /// A table.
     Table,
-    /// An array of tables, up to the given number.
+    /// An array of at most the given number of tables.
     Tables(usize),
 }
 
@@ -121,7 +121,7 @@ pub enum DefaultValue {
     Mode(u32),
     /// A word from a fixed list.
     Word(&'static str),
-    /// A description of the default behaviour. Used if the key has no default value or the default is computed.
+    /// A description of the default behaviour, for keys that have no default value or whose default is computed.
     Described(&'static str),
 }
 
@@ -199,8 +199,8 @@ impl Key {
         if self.table == TOP_LEVEL { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
-    /// Creates a key whose value is a table. The key has no description, because the keys inside the table have their
-    /// own.
+    /// Creates a key whose value is a table. The key has no description, because each key inside the table has a
+    /// description.
     pub(super) const fn of_table(table: &'static str, name: &'static str) -> Self {
         let default = DefaultValue::Described("none");
         Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Applies }

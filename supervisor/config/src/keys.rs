@@ -20,7 +20,7 @@ mod kinds {
     use crate::key::Kind;
     use bulkhead_shared::Vocabulary;
 
-    /// Minimum for durations that are allowed to be zero.
+    /// Minimum for durations that can be zero.
     pub(super) const ANY_DURATION: Duration = Duration::ZERO;
     pub(super) const POSITIVE_DURATION: Duration = defaults::DURATION_MIN;
     /// A fraction above 0 and at most 1.

@@ -109,7 +109,7 @@ fn default_path_in(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -
     if is_root {
         return Some(defaults::CONFIG_OF_ROOT.into());
     }
-    // The XDG specification says to ignore a relative XDG_CONFIG_HOME.
+    // A relative XDG_CONFIG_HOME is ignored, as the XDG specification requires.
     let folder = set("XDG_CONFIG_HOME").filter(|folder| folder.is_absolute());
     Some(folder.or_else(|| Some(set("HOME")?.join(".config")))?.join(defaults::CONFIG_OF_USER))
 }
@@ -175,7 +175,7 @@ struct ProcessEnv {
 
 impl ProcessEnv {
     fn of_process() -> Self {
-        // The XDG specification says to ignore a relative XDG_RUNTIME_DIR.
+        // A relative XDG_RUNTIME_DIR is ignored, as the XDG specification requires.
         let runtime_dir =
             std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_absolute());
         Self {

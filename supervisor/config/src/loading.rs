@@ -36,7 +36,7 @@ pub(super) fn from_text(path: &Path, text: &str) -> Result<Sources, ConfigErrors
     };
     let folder = absolute.parent().unwrap_or(Path::new("/"));
     if folder.to_str().is_none() {
-        // Validated paths must be UTF-8, because they are also shown as text.
+        // Paths in a validated configuration must be UTF-8, because they are also displayed as text.
         let message =
             format!("the name of the directory \"{}\" is not UTF-8", shown(&folder.to_string_lossy()));
         return fail(message, "rename the directory, or move the file to another directory");
@@ -144,7 +144,7 @@ fn add<'s>(sources: &Sources, document: &mut DeTable<'s>, fragment: DeTable<'s>,
         }
         let span = value.span();
         match (document.get_mut(name.as_str()).map(Spanned::get_mut), value.into_inner()) {
-            // Keys that are not valid in any file are reported later, when the merged document is read.
+            // Keys that are not valid in any configuration file are reported later, when the merged document is read.
             (None, value) => drop(document.insert(key, Spanned::new(span, value))),
             (Some(DeValue::Table(all)), DeValue::Table(more)) if name == "bulkhead" => {
                 add_bulkheads(sources, all, more, problems);
@@ -280,8 +280,8 @@ fn open(path: &Path) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, what))
 }
 
-/// Checks that only root and the supervisor's user can modify a file in `conf.d`. Otherwise, another user could start
-/// any program as a worker.
+/// Checks that only root and the supervisor's user can modify a file in `conf.d`. Any other user who could modify the
+/// file could start arbitrary programs as workers.
 fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     let found = file.metadata().map_err(|error| unreadable(path, &error))?;
     let Some(who) = who_can_change(&found) else { return Ok(()) };
@@ -290,7 +290,7 @@ fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     Err((message, format!("run `chown root {path}` and `chmod go-w {path}`")))
 }
 
-/// Describes which users can modify a file. Returns `None` if only root and the supervisor's user can.
+/// Describes which users can modify a file. Returns `None` if only root and the supervisor's user can modify the file.
 fn who_can_change(found: &Metadata) -> Option<String> {
     let (own_user, own_group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let (mode, uid, gid) = (found.mode() & 0o7777, found.uid(), found.gid());
@@ -310,8 +310,8 @@ struct InvalidText {
     /// Offset of the first byte that is not valid UTF-8.
     at: usize,
     byte: u8,
-    /// File contents with invalid UTF-8 replaced. The text before `at` is unchanged, so positions before `at` are
-    /// correct.
+    /// File contents in which invalid bytes have been replaced. The text before `at` is unchanged, so positions before
+    /// `at` are correct.
     lossy: String,
 }
 

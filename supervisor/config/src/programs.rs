@@ -31,7 +31,8 @@ pub(super) fn program(
         return Ok(path);
     }
     let search_path = search_path.unwrap_or(OsStr::new(defaults::SEARCH_PATH));
-    // An empty or relative entry would make the choice of the program depend on the supervisor's working directory.
+    // Ignores empty and relative entries, which would make the choice of the program depend on the supervisor's working
+    // directory.
     let folders: Vec<PathBuf> =
         std::env::split_paths(search_path).filter(|entry| entry.is_absolute()).collect();
     let candidates = folders.iter().map(|folder| folder.join(name));
@@ -56,7 +57,7 @@ fn runs(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| found.is_file()) && may(path, Access::EXEC_OK).is_ok()
 }
 
-/// Checks access to a path with the effective user ID. The kernel also uses this ID when a file is opened.
+/// Checks access to a path with the effective user ID, which the kernel also uses when a file is opened.
 fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
     accessat(CWD, path, access, AtFlags::EACCESS)
 }
@@ -103,7 +104,7 @@ pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<
     check_access(label, path, Access::EXEC_OK, ("entered", "accessible"))
 }
 
-/// Checks that `path` is a usable folder or does not exist yet. Does not check the parent folders.
+/// Checks that `path` either is a usable folder or does not exist yet. Does not check the parent folders.
 pub(super) fn future_folder(label: &str, path: &Path) -> Result<(), ValueError> {
     match fs::metadata(path) {
         Ok(found) if !found.is_dir() => Err(ValueError::new(
@@ -164,7 +165,7 @@ fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Me
     })
 }
 
-/// Checks that a Unix socket can be bound at `path`.
+/// Checks that `path` is short enough for a Unix socket and is not a directory.
 pub(super) fn socket(label: &str, path: &Path) -> Result<(), ValueError> {
     let bytes = path.as_os_str().len();
     if bytes > defaults::SOCKET_PATH_BYTES_MAX {

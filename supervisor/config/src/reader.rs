@@ -56,7 +56,7 @@ impl<T> Field<T> {
         if let Self::Given(given) = self { Some(given) } else { None }
     }
 
-    /// Returns the key's name and the position of its value, if the file contains the key.
+    /// Returns the name of the key and the position of the value, if the file contains the key.
     pub(super) fn present_key(&self, name: &'static str) -> Option<PresentKey> {
         (!self.is_absent()).then(|| (name, self.given().map(|given| given.span.clone())))
     }
@@ -74,7 +74,7 @@ impl<T> Field<T> {
 /// is invalid.
 pub(super) type PresentKey = (&'static str, Option<Range<usize>>);
 
-/// Strings in an array, each with its position. The array is a program with its arguments, or a list of names, words
+/// Strings in an array, with their positions. The array contains a program and its arguments, or a list of names, words
 /// or paths.
 pub(super) type Arguments = Vec<Given<String>>;
 
@@ -93,7 +93,7 @@ pub(super) struct TableReader<'t, 'p> {
     prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
-    /// Keys of this table that appear under a misspelled name in the file.
+    /// Keys of this table whose names appear to be misspelled in the file.
     misspelt: Vec<&'static str>,
     problems: &'p mut Problems,
 }
@@ -137,7 +137,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self
     }
 
-    /// Returns true if `table` has a key with this name in the schema.
+    /// Returns true if the schema contains a key with this name for the table `table`.
     pub(super) fn is_key_of(&self, table: &str, name: &str) -> bool {
         key::find(self.keys, table, name).is_some()
     }
@@ -188,7 +188,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             let lines = candidates.iter().map(|(key, what)| format!("`{key} = {value}` for {what}"));
             return format!("write {}", lines.collect::<Vec<_>>().join(", or "));
         }
-        // If the value is a table, the author cannot have meant a key with a single value.
+        // If the value is a table, the author cannot have meant a key that takes a single value.
         let is_table = matches!(value, DeValue::Table(_));
         let accepts = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
         let other_tables: Vec<String> = self
@@ -232,7 +232,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.problems.report(span, error.message, error.help);
     }
 
-    /// Passes the value of the key `name` to `read`, and reports any error.
+    /// Reads the value of the key `name` with the function `read`. If the function returns an error, reports the error.
     pub(super) fn read_value<T>(
         &mut self,
         name: &str,
@@ -241,8 +241,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.read_partly(name, |_, key, value| read(key, value.get_ref()).map(Some))
     }
 
-    /// Passes the value of the key `name` to `read`, which reports invalid parts and skips them. `read` returns
-    /// `None` if no valid part remains.
+    /// Reads the value of the key `name` with the function `read`, which reports and skips invalid parts. The function
+    /// returns `None` if no valid part remains.
     fn read_partly<T>(
         &mut self,
         name: &str,
@@ -256,22 +256,23 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Returns the value in `found`. If `found` is an error, reports the error at `span` and returns `None`.
+    /// Returns the value of a successful result. If `found` is an error, reports the error at the position `span` and
+    /// returns `None`.
     pub(super) fn ok_or_report<T>(&mut self, span: Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(span, error)).ok()
     }
 
-    /// Opens the inner table `name`. Returns `None` if this key is absent or its value is not a table.
+    /// Opens the inner table `name`. Returns `None` if the key is absent or the value is not a table.
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
-        // The labels of keys in a top-level table do not include the table's name.
+        // Key labels omit the name of a top-level table.
         let prefix =
             if self.schema == key::TOP_LEVEL { String::new() } else { format!("{}.", self.label(name)) };
         let title = self.title_of(name);
         Some(self.open_inside(schema, title, prefix, self.origin, table))
     }
 
-    /// Opens each table in the array of tables `name`, and passes the tables to `read` in file order.
+    /// Opens all tables in the array `name`, and passes each table to `read`, in file order.
     pub(super) fn each_table(
         &mut self,
         name: &str,
@@ -321,7 +322,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Returns an inner table whose key names are chosen by the user. Reports an error if the value is not a table.
+    /// Returns an inner table in which the user chooses the names of the keys. Reports an error if the value is not a
+    /// table.
     pub(super) fn bare_table(&mut self, name: &str) -> Option<&'t DeTable<'t>> {
         let (key, value) = self.key_with_value(name)?;
         if let DeValue::Table(table) = value.get_ref() {

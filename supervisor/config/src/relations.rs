@@ -63,7 +63,7 @@ impl<'c> Checker<'c> {
         Config { path, fragments, supervisor, access, bulkheads }
     }
 
-    /// Returns the folder for resolving relative paths at this position in the configuration.
+    /// Returns the folder against which relative paths at this position in the configuration are resolved.
     fn folder(&self, span: &Range<usize>) -> &'c Path {
         &self.sources.at(span.start).folder
     }
@@ -336,7 +336,8 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Returns the value in `found`. If `found` is an error, reports the error at `position` and returns `None`.
+    /// Returns the value of a successful result. If `found` is an error, reports the error at `position` and returns
+    /// `None`.
     fn ok_or_report<T>(&mut self, position: &Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }
@@ -467,7 +468,7 @@ impl<'c> Checker<'c> {
         if resolved.value > payload.value
             && let Some(position) = report_position(&resolved, payload)
         {
-            // The error points at the bulkhead's value, even if the file also sets the supervisor's value.
+            // The error is reported at the bulkhead's value, even if the file also sets the supervisor's value.
             let position = field.given().map_or(position, |given| given.span.clone());
             let (given, max) = (units::format_size(resolved.value), units::format_size(payload.value));
             self.problems.report(

@@ -44,8 +44,8 @@ impl<T> Resolved<T> {
         self.source.given().is_some_and(|given| given.origin == Origin::Own)
     }
 
-    /// Formats a value with its origin, such as `5, the default`. Omits the origin if the value is in the bulkhead's
-    /// own table.
+    /// Formats a value together with its origin, such as `5, the default`. Omits the origin if the value is in the
+    /// bulkhead's own table.
     pub(super) fn with_origin(&self, shown: impl Display) -> String {
         match &self.source {
             Field::Absent => format!("{shown}, the default"),
@@ -67,8 +67,8 @@ pub(super) fn report_position_of<T>(values: &[&Resolved<T>]) -> Option<Range<usi
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())
 }
 
-/// Returns the position of the value with the most specific origin. If there are several such values, returns the
-/// position of the first.
+/// Returns the position of the value with the most specific origin. If several values have this origin, returns the
+/// position of the first value.
 fn nearest(sources: &[&Field<()>]) -> Option<Range<usize>> {
     if sources.iter().any(|source| source.is_invalid()) {
         return None;

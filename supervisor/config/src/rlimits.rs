@@ -37,14 +37,14 @@ pub(super) enum Measure {
     Count,
     Seconds,
     Microseconds,
-    /// Only 0 is allowed, because a core dump would write a job's payload to disk.
+    /// The limit must be 0, because a core dump would write a job's payload to disk.
     Zero,
 }
 
-/// Declares the description and the unit of each resource, one row per resource.
+/// Declares the description and the unit of each resource. Each row declares one resource.
 macro_rules! meanings {
     ($($(#[doc = $sentence:literal])+ $resource:ident = $measure:ident;)+) => {
-        /// Returns the unit for a limit on this resource, and the resource's description for the documentation.
+        /// Returns the unit of a limit on this resource, and the description of the resource in the documentation.
         pub(super) const fn meaning(resource: Resource) -> (Measure, &'static str) {
             match resource {
                 $(Resource::$resource => (Measure::$measure, concat!($($sentence),+).trim_ascii_start()),)+

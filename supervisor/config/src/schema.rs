@@ -1,5 +1,5 @@
-//! List of all configuration keys, collected from `keys`. Used for the documentation, and to look up how a reload
-//! handles a key.
+//! List of all configuration keys, collected from `keys`. The documentation is generated from this list, and a reload
+//! looks up the effect of a changed key.
 
 use std::sync::LazyLock;
 
@@ -62,7 +62,7 @@ pub fn replaces_workers(key: &str) -> bool {
     all().any(|key| matches(&key) && key.on_reload == OnReload::ReplacesWorkers)
 }
 
-/// Returns true if a new value of this key in `[supervisor]` takes effect only after a restart.
+/// Returns true if a new value of the key in `[supervisor]` takes effect only after a restart.
 pub fn needs_restart(key: &str) -> bool {
     find(SUPERVISOR, key).is_none_or(|key| key.on_reload == OnReload::NeedsRestart)
 }

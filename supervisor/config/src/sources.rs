@@ -58,7 +58,7 @@ impl Sources {
     /// Adds a file in `conf.d`. Returns the position of the file's first byte in the whole configuration.
     pub(super) fn add_fragment(&mut self, path: &Path, text: Option<&str>) -> usize {
         let last = self.fragments.last().unwrap_or(&self.main);
-        // Skips one position, so that the position after the last byte belongs to the preceding file.
+        // Leaves one position unused, so that the position after the last byte belongs to the preceding file.
         let start = last.start + last.text().len() + 1;
         let folder = self.main.folder.join(defaults::FRAGMENTS_FOLDER);
         self.fragments.push(Source::new(path, folder, text, start));

@@ -57,7 +57,7 @@ impl Config {
         let workers: u64 = self.bulkheads.iter().map(in_all).sum();
         let bulkheads = self.bulkheads.len() as u64;
         let plural = |count: u64| if count == 1 { "" } else { "s" };
-        // The number is an upper bound, because isolated tenants' workers are started on demand.
+        // The number of workers is an upper bound, because the workers of isolated tenants are started on demand.
         let isolated = self.bulkheads.iter().any(|bulkhead| bulkhead.isolation().is_some());
         let up_to = if isolated { "up to " } else { "" };
         format!("{bulkheads} bulkhead{}, {up_to}{workers} worker{}", plural(bulkheads), plural(workers))
@@ -170,7 +170,7 @@ impl Lines {
         for entry in bulkhead.key_values() {
             match (entry.key, &bulkhead.breaker) {
                 ("pressure", _) if bulkhead.max_queue == 0 => self.comment("pressure: there is no queue"),
-                // `slow_rate` without `slow_call` would be rejected.
+                // Omits `slow_rate`, which would be rejected without `slow_call`.
                 ("breaker", Some(breaker)) if breaker.slow_call.is_none() => {
                     let said = breaker.key_values().into_iter().filter(|entry| entry.key != "slow_rate");
                     self.set("breaker", inline_table(said.collect()));
@@ -186,7 +186,7 @@ impl Lines {
                 ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
                 ("tenant", _) => {}
                 ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
-                // Written as a comment, because `cwd` and `files` together would be rejected.
+                // Writes a comment instead of the key, because a file with both `cwd` and `files` would be rejected.
                 ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: each job's directory"),
                 _ => self.entry(entry),
             }
@@ -197,7 +197,8 @@ impl Lines {
         }
     }
 
-    /// Adds comments about the workers' user ID, and about the location and size check of `/tmp`.
+    /// Adds comments about the user IDs of the workers, the location of `/tmp`, and the interval at which the size of
+    /// `/tmp` is checked.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
             self.comment(worker_user(sandbox, self.ids));
@@ -425,7 +426,7 @@ fn string(text: &str) -> String {
     quoted
 }
 
-/// Replaces characters that would end or garble a TOML comment.
+/// Replaces characters that would end a TOML comment or make the comment unreadable.
 fn printable(text: &str) -> String {
     text.chars().map(|c| if is_unprintable(c) { '\u{fffd}' } else { c }).collect()
 }

@@ -28,12 +28,12 @@ pub(crate) trait Value: Clone {
     }
 }
 
-/// A type whose values can be the default of a key.
+/// A type of value that can be the default of a key.
 pub(crate) trait Scalar {
     fn default_value(&self, kind: Kind) -> DefaultValue;
 }
 
-/// A validated value that can be written to the output.
+/// A validated value in a form that can be written as TOML or JSON.
 pub(crate) enum Written {
     Scalar(DefaultValue),
     Toml(String),
@@ -122,7 +122,7 @@ pub(crate) trait Table: Sized {
     fn merge(self, defaults: &Self) -> Self;
 }
 
-/// A table whose values can be validated independently of each other.
+/// A table whose keys can be validated independently of each other.
 pub(crate) trait ByRows {
     type Checked;
 
@@ -146,7 +146,7 @@ pub(crate) trait NestedTable: Sized {
     /// Reads the inner table `name`. Both the inner table and the table that contains it can be absent.
     fn read_nested(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
 
-    /// Merges the inner table with the one in `[defaults]`; see [`Table::merge`].
+    /// Merges the inner table with the inner table of the same name in `[defaults]`; see [`Table::merge`].
     fn merge_nested(self, defaults: &Self) -> Self;
 }
 
@@ -171,7 +171,7 @@ pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, n
     table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }
 
-/// The validated values of a table, as a list of keys and values.
+/// A table whose validated values can be listed together with their keys.
 pub(crate) trait Section {
     /// Returns all keys of the table with their values.
     fn key_values(&self) -> Vec<KeyValue>;
@@ -182,11 +182,11 @@ pub(crate) struct KeyValue {
     pub(crate) key: &'static str,
     /// Formatted value of the key, or `None` if the key is not set.
     pub(crate) value: Option<Written>,
-    /// Description of what happens if the key is not set.
+    /// Description of the behaviour if the key is not set.
     pub(crate) without: &'static str,
 }
 
-/// Formats the keys that are set as an inline TOML table.
+/// Formats the keys that have a value as an inline TOML table.
 pub(crate) fn inline_table(entries: Vec<KeyValue>) -> String {
     let set = |KeyValue { key, value, .. }| Some(format!("{key} = {}", value?.toml()?));
     in_braces(&entries.into_iter().filter_map(set).collect::<Vec<_>>())

@@ -48,8 +48,8 @@ impl Token {
         Ok(Self::new(token))
     }
 
-    /// Returns true if `secret` is the token's secret. Compares hashes in constant time, which does not reveal the
-    /// length of the token.
+    /// Returns true if `secret` is the token's secret. Compares the hashes in constant time, so that the comparison
+    /// does not reveal the length of the token.
     pub fn is(&self, secret: &[u8]) -> bool {
         self.0 == blake3::hash(secret)
     }

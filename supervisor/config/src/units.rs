@@ -1,5 +1,5 @@
-//! Conversion of durations and sizes between text and numbers. The callers write the error messages, because they know
-//! the key.
+//! Conversion of durations and sizes between text and numbers. The callers write the error messages, because only the
+//! callers know the key.
 
 use std::time::Duration;
 

@@ -6,8 +6,8 @@ use super::{BufferPool, FILE_CHUNK_BYTES_MAX, Outbox, Segment};
 use crate::in_process::Endpoint;
 
 impl Outbox {
-    /// Writes as many queued bytes as the in-process connection accepts. Returns true if all bytes were written.
-    /// Counterpart of [`Outbox::flush`].
+    /// Writes as many queued bytes as the in-process connection accepts. Returns true if all bytes were written. For
+    /// sockets, [`Outbox::flush`] does the same.
     pub fn flush_in_process(&mut self, end: &Endpoint, pool: &mut BufferPool) -> io::Result<bool> {
         while self.bytes > 0 {
             let written = match &self.segments[0] {
@@ -16,7 +16,7 @@ impl Outbox {
                 Segment::File(file, bytes) => {
                     let mut chunk = vec![0; (bytes - self.sent).min(FILE_CHUNK_BYTES_MAX)];
                     match rustix::io::pread(file, &mut chunk, self.sent as u64) {
-                        // The file is shorter than announced.
+                        // Reports an error, because the file is shorter than announced.
                         Ok(0) => Err(rustix::io::Errno::IO),
                         Ok(count) => end.write(&chunk[..count]),
                         Err(error) => Err(error),

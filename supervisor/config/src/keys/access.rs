@@ -69,7 +69,7 @@ pub enum Who {
     Uid(u32),
     /// Group ID.
     Gid(u32),
-    /// The holder of a token. The token was read from a file.
+    /// The holder of a token that was read from a file.
     TokenFile(TokenFile),
 }
 

@@ -1,4 +1,4 @@
-//! Keys of `[bulkhead.NAME]`, except for keys in inner tables. `[defaults]` has the same keys, without those that
+//! Keys of `[bulkhead.NAME]`, except for keys in inner tables. `[defaults]` has the same keys, except for the keys that
 //! select the program.
 
 use std::borrow::Cow;
@@ -25,7 +25,7 @@ use crate::rlimits::Rlimit;
 use crate::table::{as_table, as_table_option, as_word, section};
 
 section! {
-    /// Keys of a bulkhead's table, `[bulkhead.NAME]`, and of `[defaults]`.
+    /// Keys of the tables `[bulkhead.NAME]` and `[defaults]`.
     BulkheadKeys => BulkheadConfig, BULKHEAD;
 
     /// Program built with the worker SDK, and its arguments.
@@ -147,15 +147,15 @@ pub struct BulkheadConfig {
     /// Maximum deadline that a client can request, at least `deadline`.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline_max: Duration,
-    /// True if the file sets `deadline_max`. Otherwise, it is the same as `deadline`.
+    /// True if the file sets `deadline_max`. Otherwise, `deadline` is also the maximum.
     #[serde(skip)]
     pub has_deadline_max: bool,
-    /// Time allowed for a worker to stop a job after a missed deadline before the worker is killed. Zero means that
-    /// the worker is killed immediately.
+    /// Time that a worker has to stop a job whose deadline has passed. After this time, the worker is killed. Zero
+    /// means that the worker is killed immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub grace: Duration,
-    /// Amount of work to prefetch to a busy worker, as the expected run time of the prefetched jobs. Zero disables
-    /// prefetching.
+    /// Amount of work to prefetch to a busy worker, measured as the total expected run time of the prefetched jobs.
+    /// Zero disables prefetching.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub lookahead: Duration,
     /// Maximum size of a payload in bytes, at most the supervisor's `max_payload`.
@@ -182,7 +182,7 @@ pub struct BulkheadConfig {
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,
     /// Limits that apply to each tenant, or settings for isolating tenants. `None` means that tenants share the workers
-    /// without limits of their own.
+    /// and have no individual limits.
     pub tenants: Option<tenants::TenantsConfig>,
     /// Per-tenant settings, by tenant name and in file order. At most 1024 tenants.
     pub tenant: IndexMap<String, tenants::TenantConfig>,
@@ -217,8 +217,8 @@ pub struct BulkheadConfig {
     pub sandbox: confinement::SandboxConfig,
     /// Limits of each worker's control group. `None` means that workers have no control groups.
     pub cgroup: Option<confinement::CgroupConfig>,
-    /// Maximum time to wait for a program's output to end after the program has exited. `None` if the workers do not
-    /// run an `exec` program.
+    /// Maximum time to wait for the end of a program's output after the program has exited. `None` if the workers do
+    /// not run an `exec` program.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub output_grace: Option<Duration>,
     /// Meaning of a program's exit statuses. `None` if the workers do not run an `exec` program.

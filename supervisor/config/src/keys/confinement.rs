@@ -67,7 +67,7 @@ pub struct SandboxConfig {
     /// Absolute paths of files and folders that the workers can write to. The paths existed when the configuration was
     /// read.
     pub write: Vec<PathBuf>,
-    /// Maximum size of each worker's private `/tmp` in bytes; 0 for none.
+    /// Maximum size of each worker's private `/tmp` in bytes. 0 means that workers have no private `/tmp`.
     pub tmp_bytes: u64,
     /// User that the workers run as. `None` if the configuration does not set the key; see
     /// [`SandboxConfig::wants_own_ids`].
@@ -96,9 +96,9 @@ vocabulary! {
     Profile {
         /// No sandbox. A worker still gets its own session and its resource limits, and inherits no descriptors.
         None = "none",
-        /// Layers of confinement that ordinary programs tolerate. They need neither root nor user namespaces.
+        /// Layers of confinement that ordinary programs tolerate and that require neither root nor user namespaces.
         Default = "default",
-        /// All layers of confinement, with a seccomp filter that allows only the system calls needed for computation.
+        /// All layers of confinement. The seccomp filter allows only the system calls that are needed for computation.
         Strict = "strict",
     }
 }
@@ -181,7 +181,8 @@ vocabulary! {
         Seccomp = "seccomp",
         /// User namespace, with separate user IDs.
         UserNamespace = "user_namespace",
-        /// Pid namespace, with separate process IDs. When its first process exits, the kernel kills all others.
+        /// PID namespace, with separate process IDs. When the first process of the namespace exits, the kernel kills
+        /// all other processes of the namespace.
         PidNamespace = "pid_namespace",
         /// Mount namespace, with a separate root folder.
         MountNamespace = "mount_namespace",

@@ -1,4 +1,4 @@
-//! Keys of the `rlimits` table, one for each [`Resource`].
+//! Keys of the `rlimits` table. Each key sets the limit on one [`Resource`].
 
 use std::time::Duration;
 

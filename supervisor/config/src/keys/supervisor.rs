@@ -110,7 +110,7 @@ pub struct SupervisorConfig {
     /// Delay between the stop signal and the start of the drain. The supervisor still accepts jobs during this time.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub drain_notice: Duration,
-    /// Maximum time that the supervisor waits for jobs in flight when it stops. Zero means that it does not wait.
+    /// Maximum time that a stopping supervisor waits for jobs in flight. Zero means that the supervisor does not wait.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub drain_timeout: Duration,
     /// Maximum number of connected clients.

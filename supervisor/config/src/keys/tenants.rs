@@ -112,13 +112,13 @@ impl TenantConfig {
         TenantOverrides { max_in_flight, max_queue, rate_limit }
     }
 
-    /// Returns the settings that apply to an isolated tenant, as a change to the bulkhead's limits.
+    /// Returns the settings of an isolated tenant, in the form of changes to the bulkhead's limits.
     pub fn of_workers(&self) -> LimitChange {
         let Self { processes, max_in_flight, max_queue, rate_limit } = *self;
         LimitChange { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
     }
 
-    /// Returns a copy of these settings. Settings that are `None` are taken from `others`.
+    /// Returns a copy in which settings that are `None` are replaced with the settings in `others`.
     pub fn or(self, others: Self) -> Self {
         Self {
             max_in_flight: self.max_in_flight.or(others.max_in_flight),

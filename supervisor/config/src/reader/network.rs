@@ -12,7 +12,7 @@ const TCP_PORTS: &str = "tcp_ports";
 const UDP: &str = "udp";
 
 impl TableReader<'_, '_> {
-    /// Reads the value of `network`. If it is a table, any problem in the table makes the whole value invalid.
+    /// Reads the value of `network`. If the value is a table, any problem in the table makes the whole value invalid.
     pub(crate) fn network(&mut self, name: &str) -> Field<Network> {
         self.read_partly(name, |reader, key, value| match value.get_ref() {
             DeValue::Boolean(true) => Ok(Some(Network::All)),

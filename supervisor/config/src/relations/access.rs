@@ -11,7 +11,7 @@ use crate::values::ValueError;
 use crate::{AccessConfig, Who};
 use crate::{defaults, identities};
 
-/// Mode bits that let users other than the supervisor's user connect.
+/// Mode bits of a socket that allow users other than the supervisor's user to connect.
 const OTHERS_CAN_CONNECT: u32 = 0o022;
 
 /// Returns the modes of the jobs socket and of the socket's folder. If there are access rules, the default modes let
@@ -19,7 +19,7 @@ const OTHERS_CAN_CONNECT: u32 = 0o022;
 pub(super) fn modes(socket_mode: &WithDefault<u32>, has_access: bool) -> (u32, u32) {
     let default_value = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
     let socket_mode = socket_mode.value_or(default_value);
-    // The folder's default mode would exclude users that are allowed by the access rules and the socket's mode.
+    // The default mode of the folder would exclude users whom the access rules and the mode of the socket allow.
     let open = has_access && socket_mode & OTHERS_CAN_CONNECT != 0;
     (socket_mode, if open { defaults::FOLDER_MODE_WITH_ACCESS } else { defaults::FOLDER_MODE })
 }
@@ -115,8 +115,8 @@ impl Checker<'_> {
         Some(strings(given))
     }
 
-    /// Reports an empty list, because an empty list permits nothing. Ignores a list whose elements were all invalid,
-    /// because those errors have already been reported.
+    /// Reports an empty list, because an empty list permits nothing. A list that is empty because all its elements were
+    /// invalid has already been reported.
     fn check_not_empty(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(

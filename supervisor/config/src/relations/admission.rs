@@ -68,7 +68,8 @@ impl Checker<'_> {
             self.problems.report(position, what, help);
         }
         let reject = raw.reject.resolved();
-        // A warning level above `reject` would come too late, so a lower `reject` also lowers the default of `warn`.
+        // Jobs are already rejected at the level `reject`, so a warning above this level would come too late. The
+        // default of `warn` is therefore at most `reject`.
         let warn = raw.warn.field.resolved(raw.warn.default.min(reject.value));
         self.ordered(("pressure.warn", &warn), ("pressure.reject", &reject), units::share_literal);
         PressureConfig { warn: warn.value, reject: reject.value }

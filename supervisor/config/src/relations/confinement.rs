@@ -43,7 +43,7 @@ impl Checker<'_> {
         self.check_confined("read", &raw.read, raw, profile);
         self.check_confined("write", &raw.write, raw, profile);
         self.check_confined("tmp", &raw.tmp, raw, profile);
-        // `user = "shared"` is allowed, because it also applies to workers without a sandbox.
+        // `user = "shared"` is allowed, because workers without a sandbox also have a user.
         if raw.user.given().is_none_or(|user| user.value != SandboxUser::SHARED) {
             self.check_confined("user", &raw.user, raw, profile);
         }
@@ -51,8 +51,8 @@ impl Checker<'_> {
         self.check_confined("best_effort", &raw.best_effort, raw, profile);
     }
 
-    /// Rejects a key that has no effect with `profile = "none"`. A key in `[defaults]` is accepted if the bulkhead
-    /// itself sets this profile.
+    /// Rejects a key that has no effect with `profile = "none"`. A key in `[defaults]` is accepted if the bulkhead's
+    /// own table sets this profile.
     fn check_confined<T: Clone>(
         &mut self,
         name: &str,

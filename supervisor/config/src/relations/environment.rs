@@ -1,4 +1,5 @@
-//! Rules for the workers' environment: its total size, and the files that contain values.
+//! Rules for the environment of workers. The rules concern the total size, and the files that contain values of
+//! variables.
 
 use std::path::PathBuf;
 

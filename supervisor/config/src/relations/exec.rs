@@ -37,7 +37,7 @@ impl Checker<'_> {
             let message = "`exit_status.ok` is empty, so no job could succeed";
             self.problems.report(given.span.clone(), message, "add a status, as in `ok = [0]`");
         }
-        // Lists that the file does not set have their default values, minus statuses that the file puts in another
+        // A list that the file does not set has its default value, without the statuses that the file puts in another
         // list.
         let list = |field: &Field<Vec<u8>>, default: &[u8]| {
             field.value().unwrap_or_else(|| {

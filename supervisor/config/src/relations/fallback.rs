@@ -1,4 +1,4 @@
-//! Checks `fallback`: each name must be another bulkhead in the file, and no name may occur twice.
+//! Checks `fallback`. Each name must be the name of another bulkhead in the file, and must occur only once.
 
 use super::Checker;
 use crate::diagnostics::shown;
@@ -7,7 +7,7 @@ use crate::reader::{Given, Origin};
 use crate::values::ValueError;
 
 impl Checker<'_> {
-    /// Returns all names in a bulkhead's `fallback` list, and reports the invalid ones. `names` contains the names of
+    /// Returns all names in a bulkhead's `fallback` list, and reports the invalid names. `names` contains the names of
     /// all bulkheads in the file.
     pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
         let Some(given) = raw.fallback.given() else { return Vec::new() };
@@ -22,7 +22,7 @@ impl Checker<'_> {
     }
 }
 
-/// Returns an error if the bulkhead `own` cannot have the fallback `name`. `before` contains the names that precede
+/// Returns an error if `name` is not a valid fallback for the bulkhead `own`. `before` contains the names that precede
 /// `name` in the list of fallbacks.
 fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<ValueError> {
     if before.contains(&name.value) {

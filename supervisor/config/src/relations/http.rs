@@ -1,4 +1,5 @@
-//! Rules for HTTP over TCP: addresses, the admin token, and the listeners required by other tokens.
+//! Rules for HTTP over TCP. The rules concern the addresses, the admin token, and the listeners that other tokens
+//! require.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -37,7 +38,7 @@ impl Checker<'_> {
         Some(HttpConfig { address: address?, token_file, token })
     }
 
-    /// Returns the address of the jobs listener. Reports an error if it is the same as the address of the admin API.
+    /// Returns the address of the jobs listener. Reports an error if the admin API has the same address.
     pub(super) fn jobs_http(&mut self, raw: &RawSupervisor) -> Option<SocketAddr> {
         let address = self.address("jobs_http", "0.0.0.0:9465", &raw.jobs_http)?;
         let http = raw.http.given().and_then(|given| given.value.parse::<SocketAddr>().ok());

@@ -1,4 +1,4 @@
-//! Checks `start.mode`, because not all bulkheads can fork their workers from a template.
+//! Checks `start.mode`. Some bulkheads cannot fork their workers from a template.
 
 use bulkhead_policy::StartMode;
 

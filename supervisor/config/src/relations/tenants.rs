@@ -1,5 +1,5 @@
-//! Checks tenant keys: limits on shared workers, isolation, and the per-tenant tables, whose meaning depends on whether
-//! tenants are isolated.
+//! Checks tenant keys: limits on shared workers, isolation, and the tables of individual tenants. The meaning of these
+//! tables depends on whether tenants are isolated.
 
 use indexmap::IndexMap;
 
@@ -37,13 +37,13 @@ impl Checker<'_> {
         let isolation = IsolationConfig { max_active: raw.max_active.value(), idle: raw.idle.value() };
         let isolation = raw.isolate.value().then_some(isolation);
         let (max_in_flight, max_queue) = (raw.max_in_flight.value(), raw.max_queue.value());
-        // A table that contains only `isolate = false` turns off isolation set in `[defaults]`.
+        // `isolate = false` alone sets no limits. The key only turns off isolation that is set in `[defaults]`.
         let sets_something = max_in_flight.is_some() || max_queue.is_some() || isolation.is_some();
         sets_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }
 
-    /// Rejects a key that has no effect without isolation. A key in `[defaults]` is accepted if the bulkhead
-    /// itself sets `isolate = false`.
+    /// Rejects a key that has no effect without isolation. A key in `[defaults]` is accepted if the bulkhead's own
+    /// table sets `isolate = false`.
     fn check_without_effect<T>(&mut self, name: &str, field: &Field<T>, isolate: &Field<bool>) {
         let Some(given) = field.given() else { return };
         let is_overridden =

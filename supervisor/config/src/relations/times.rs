@@ -1,4 +1,4 @@
-//! Checks the time limits for jobs, none of which may exceed the longest deadline.
+//! Checks the time limits for jobs. No limit can be longer than the longest deadline.
 
 use std::time::Duration;
 
@@ -43,16 +43,15 @@ impl Checker<'_> {
         None
     }
 
-    /// Rejects an adaptive target above the longest time that a job can take, because with such a target the adaptive
-    /// limit would never decrease.
+    /// Rejects an adaptive target above the longest time that a job can take. With such a target, the adaptive limit
+    /// would never decrease.
     pub(super) fn check_target(&mut self, raw: &RawBulkhead, &LongestTime(name, longest): &LongestTime<'_>) {
         let Some(given) = raw.adaptive.target.given() else { return };
         let target = raw.adaptive.target.resolved(given.value);
         self.ordered(("adaptive.target", &target), (name, longest), units::duration_literal);
     }
 
-    /// Checks `lookahead`, which has no effect with `exec`. If the value is in `[defaults]`, bulkheads with `exec`
-    /// ignore it.
+    /// Checks `lookahead`, which has no effect with `exec`. Bulkheads with `exec` ignore a value in `[defaults]`.
     pub(super) fn lookahead(&mut self, raw: &RawBulkhead, program: &Program) -> Duration {
         let lookahead = raw.lookahead.resolved();
         if !matches!(program, Program::Exec { .. }) {

@@ -123,7 +123,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-// Helper macros for `default` and `without` in rows.
+// Helper macros that distinguish rows with `default` from rows with `without`.
 
 macro_rules! field_type {
     (default $type:ty) => { $crate::table::WithDefault<$type> };

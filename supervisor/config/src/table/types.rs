@@ -30,7 +30,7 @@ macro_rules! word_types {
 
 word_types!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer, Role);
 
-/// Implements the table traits for types whose values are always read and formatted in the same way.
+/// Implements the table traits for types whose values are read and formatted by fixed functions.
 macro_rules! scalar_types {
     ($($type:ty: $read:path, |$value:ident| $default_value:expr;)+) => {
         $(
@@ -107,7 +107,7 @@ impl Value for String {
     }
 }
 
-/// Type of string keys that have a default value.
+/// Type of string values whose keys have a default.
 impl Value for Cow<'static, str> {
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.read_value(name, |key, value| values::text(key, value).map(Cow::Owned))

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns a file with a single access rule, whose heading is on line 3 and whose keys are `lines`.
+/// Returns a file with a single access rule. The heading of the rule is on line 3, and `lines` contains the keys.
 fn entry(lines: &str) -> String {
     bulkhead(&format!("[[access]]\n{lines}"))
 }
@@ -196,7 +196,7 @@ fn access_is_array_of_at_most_1024_tables() {
 fn error_suggests_table_for_misplaced_access_key() {
     let folder = Folder::new();
     folder.reject_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
-    // Only keys whose values can be tables are suggested.
+    // Suggests only keys whose values can be tables.
     let text = format!("[bulkheads.b]\nexec = [\"tool\"]\n{}", bulkhead(""));
     folder.reject_one(&text, (1, 2), "unknown key `bulkheads`", "did you mean `bulkhead`?");
 }

@@ -464,7 +464,7 @@ fn adaptive_max_cannot_exceed_isolated_tenant_permits() {
     folder.accept(&tenant("processes = 3, max_in_flight = 2"));
     let message = "exceeds `processes` (1, the default) × `tenant.acme.max_in_flight` (5)";
     folder.reject_one(&tenant("max_in_flight = 5"), (6, 33), message, "set `max` to at most 5");
-    // A tenant's limit on shared workers does not change the number of permits.
+    // A limit on the jobs of a tenant that shares workers does not change the number of permits.
     let common = format!("max_in_flight = 6\n{ADAPTIVE}\ntenant.acme = {{ max_in_flight = 5 }}");
     folder.accept(&bulkhead(&common));
 }

@@ -2,13 +2,13 @@
 
 use super::*;
 
-/// Returns the configuration of a bulkhead with a `sandbox` table on line 3. `entries` are additional keys of this
-/// table.
+/// Returns the configuration of a bulkhead with a `sandbox` table on line 3. The table also contains the keys in
+/// `entries`.
 fn sandbox(entries: &str) -> String {
     bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }
 
-/// Returns the column of the character after `sandbox = { profile = "default", ` and `more`.
+/// Returns the column of the character after `more`, if the additional keys in the `sandbox` table begin with `more`.
 fn column(more: &str) -> usize {
     "sandbox = { profile = \"default\", ".len() + more.len() + 1
 }
@@ -95,8 +95,8 @@ fn profile_none_rejects_other_sandbox_keys() {
         folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
         folder.reject_one(&defaults, (2, column), &message, "; for a bulkhead without a sandbox, set");
-        // Unlike a key in `[defaults]`, a key in the bulkhead's own table contradicts the `none` profile in the same
-        // table.
+        // Rejected, because the bulkhead's table sets both the key and the `none` profile. A key in `[defaults]` would
+        // be accepted.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
         folder.reject_one(&text, (5, column), &message, &help);
     }

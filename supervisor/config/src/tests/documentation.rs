@@ -1,5 +1,5 @@
-//! Compares the tables in `docs/configuration.md` with the declared keys. `UPDATE_DOCS=1 cargo test -p
-//! bulkhead-config` writes the tables. Also checks that the examples on the page are valid.
+//! Checks that the tables in `docs/configuration.md` match the declared keys, and that the examples on the page are
+//! valid. `UPDATE_DOCS=1 cargo test -p bulkhead-config` updates the tables.
 
 use std::fmt::Write as _;
 

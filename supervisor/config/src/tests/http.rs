@@ -149,7 +149,7 @@ fn token_can_have_only_one_role() {
     };
     let jobs = "[[access]]\ntoken_file = \"jobs-token\"\n";
     folder.accept(&with(&format!("{jobs}[[access]]\ntoken_file = \"read-token\"\nrole = \"read\"\n")));
-    // Several entries for the same token are combined.
+    // Several entries can have the same token. Their permissions are combined.
     folder.accept(&with(&format!("{jobs}tenants = [\"t\"]\n{jobs}bulkheads = [\"a\"]\n")));
     let twice = format!("{jobs}{jobs}role = \"read\"\n");
     folder.reject_one(
@@ -191,7 +191,7 @@ fn access_tokens_are_checked_like_the_admin_token() {
     let config = folder.accept(&text);
     assert!(!format!("{config:?} {}", config.summary()).contains("sixteen"));
     assert!(!serde_json::to_string(&config).unwrap().contains("sixteen"));
-    // A changed token makes the configurations differ.
+    // A configuration is not equal to a configuration with another token.
     folder.token("mine", "another-token-of-sixteen", 0o600);
     assert_ne!(folder.accept(&text), config);
 }

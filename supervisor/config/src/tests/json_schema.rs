@@ -32,7 +32,7 @@ fn as_json(value: toml::Value) -> Value {
     }
 }
 
-/// Returns the schema's complaints about a file, or `None` if the file is not valid TOML.
+/// Returns the errors that the schema validator finds in a file, or `None` if the file is not valid TOML.
 pub(super) fn complaints(text: &str) -> Option<Vec<String>> {
     let document = as_json(toml::Value::Table(toml::from_str(text).ok()?));
     Some(
@@ -70,8 +70,8 @@ fn is_of_shape(problem: &Problem) -> bool {
     of_another_type || words.iter().any(|words| message.contains(words))
 }
 
-/// Checks that the schema accepts a file if the parser does, and rejects a file with a problem that a schema can
-/// express.
+/// Checks that the schema accepts a file that the parser accepts. If the parser rejects the file, checks that the
+/// schema also rejects the file, unless a schema cannot express the problem.
 #[track_caller]
 pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
     let Some(complaints) = complaints(text) else { return };
@@ -136,7 +136,7 @@ fn json_schema_has_same_keys_as_reader() {
     let named = schema["definitions"].as_object().unwrap().keys().map(String::as_str);
     let known = tables.iter().copied().filter(|table| !table.is_empty()).chain(["defaults"]);
     assert!(named.eq(known.collect::<std::collections::BTreeSet<_>>()));
-    // The parser decides which keys `[defaults]` can contain.
+    // The schema must allow the same keys in `[defaults]` as the parser.
     let folder = Folder::new();
     let shared = properties("defaults");
     for key in schema::all().filter(|key| key.table == schema::BULKHEAD) {
@@ -212,7 +212,7 @@ fn json_schema_rejects_invalid_values() {
 proptest! {
     #![proptest_config(cases(2000))]
 
-    /// Checks that the patterns accept exactly the strings that the parser accepts.
+    /// Checks that the patterns in the schema accept exactly the strings that the parser accepts.
     #[test]
     fn schema_patterns_match_values_accepted_by_reader(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7)
@@ -227,8 +227,8 @@ proptest! {
     }
 }
 
-/// Fragments of random durations and sizes. Each fragment is short enough that a number made of seven fragments does
-/// not overflow.
+/// Fragments from which random durations and sizes are made. Each fragment is so short that a number made of seven
+/// fragments does not overflow.
 const PIECES: [&str; 20] = [
     "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
     "k", "-",

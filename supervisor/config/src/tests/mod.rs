@@ -27,7 +27,8 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Returns the settings for a property test with at least `least` cases. `PROPTEST_CASES` can request more cases.
+/// Returns the settings for a property test with at least `least` cases. `PROPTEST_CASES` can increase the number of
+/// cases.
 fn cases(least: u32) -> PropertyConfig {
     let asked = PropertyConfig::default();
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
@@ -127,7 +128,7 @@ fn assert_problem(problem: &Problem, (line, column): (usize, usize), message: &s
     assert!(given.contains(help), "{problem:#?} should help with {help:?}");
 }
 
-/// Returns the configuration of a minimal bulkhead, in which `lines` begin on line 3.
+/// Returns the configuration of a minimal bulkhead. `lines` is inserted at line 3.
 fn bulkhead(lines: &str) -> String {
     format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
 }

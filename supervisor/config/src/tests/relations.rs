@@ -52,10 +52,10 @@ fn run_limit_cannot_exceed_longest_deadline() {
     );
     let text = format!("[defaults]\nrun_limit = \"40s\"\n{}", bulkhead(""));
     folder.reject_one(&text, (2, 13), "(40s, from [defaults]) exceeds `deadline` (30s, the default)", "");
-    // A client can ask for a deadline of `deadline_max`.
+    // The value is accepted, because a client can request a deadline of up to `deadline_max`.
     let long = folder.accept(&bulkhead("run_limit = \"2s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""));
     assert_eq!(long.bulkheads[0].run_limit, Some(Duration::from_secs(2)));
-    // The value is ignored for bulkheads with a shorter deadline.
+    // A value in `[defaults]` is ignored for bulkheads with a shorter deadline.
     let text = format!("[defaults]\nrun_limit = \"3s\"\n{}", bulkhead("deadline = \"2s\""));
     let config = folder.accept(&text);
     assert_eq!(config.bulkheads[0].run_limit, None);

@@ -5,7 +5,7 @@ use super::*;
 const MAIN: &str =
     "[supervisor]\nsocket = \"s\"\n[defaults]\ndeadline = \"7s\"\n[bulkhead.a]\nexec = [\"cat\"]\n";
 
-/// Returns the configuration of a bulkhead with this name.
+/// Returns the configuration of a bulkhead called `name`.
 fn named(name: &str) -> String {
     format!("[bulkhead.{name}]\nexec = [\"cat\"]\n")
 }
@@ -172,7 +172,7 @@ fn wrong_types_in_fragments_are_errors() {
         ("1.toml", "unknown key `other` at the top of the file"),
     ];
     assert_eq!(messages, expected.map(|(file, message)| (file.to_owned(), message.to_owned())));
-    // The main file contains values of the wrong types.
+    // A value of the wrong type in the main file is reported only once.
     let problems =
         folder.problems("bulkhead = 5\n[supervisor]\nsocket = \"s\"\n", &[("1.toml", &named("b"))]);
     assert_eq!(problems.len(), 1, "{problems:?}");

@@ -9,7 +9,8 @@ fn accept_one(lines: &str) -> BulkheadConfig {
     Folder::new().accept(&bulkhead(lines)).bulkheads.remove(0)
 }
 
-/// Returns the configuration of a bulkhead with isolated tenants. Line 3 sets `isolate`, and `lines` begin on line 4.
+/// Returns the configuration of a bulkhead with isolated tenants. `isolate` is set on line 3, and `lines` is inserted
+/// at line 4.
 fn isolated(lines: &str) -> String {
     bulkhead(&format!("tenants = {{ isolate = true }}\n{lines}"))
 }

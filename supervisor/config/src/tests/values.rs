@@ -290,7 +290,7 @@ fn variable_cannot_be_in_both_env_and_env_files() {
     let (env, files) = ("env = { A = \"x\", B = \"y\" }", "env_files = { A = \"token\" }");
     let message = "`A` is set in both `env` and `env_files`";
     folder.reject_one(&bulkhead(&format!("{env}\n{files}")), (4, 19), message, "remove the variable");
-    // The problem is reported in the bulkhead's own table.
+    // The problem is reported in the bulkhead's own table if the other key is in `[defaults]`.
     folder.reject_one(&format!("[defaults]\n{env}\n{}", bulkhead(files)), (5, 19), message, "");
     folder.reject_one(&format!("[defaults]\n{files}\n{}", bulkhead(env)), (5, 13), message, "");
     let merged = format!("[defaults]\n{files}\n{}", bulkhead("env_files = { C = \"jobs-token\" }"));
