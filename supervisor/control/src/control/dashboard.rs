@@ -15,8 +15,8 @@ macro_rules! file {
     };
 }
 
-/// JavaScript modules of the dashboard, in dependency order. They are concatenated into one script, so a test checks
-/// that names are unique.
+/// JavaScript modules of the dashboard, in dependency order. They are concatenated into one script, so no two modules
+/// can define the same name. A test checks this.
 const MODULES: [&str; 14] = [
     file!("format.js"),
     file!("worst.js"),
