@@ -73,7 +73,7 @@ fn without_fractions(text: &str) -> Option<String> {
     Some(whole)
 }
 
-/// All duration units that `humantime` supports, except `M`, which is rejected as ambiguous.
+/// Units of duration that `humantime` supports, except for `M`, which this program rejects as ambiguous.
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 
@@ -144,7 +144,7 @@ fn wrong_size_unit(unit: &str) -> UnitError {
     }
 }
 
-/// Formats a duration in a form such as `1m 30s`. `parse_duration` converts the result back to the same duration.
+/// Formats a duration as text, such as `1m 30s`. `parse_duration` converts the result back to the same duration.
 pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),

@@ -1,5 +1,5 @@
 //! Converts TOML values to Rust values. If a value is invalid, returns an error message with a suggested correction.
-//! Checks each value alone: it neither accesses files nor compares keys.
+//! Does not access files, and does not check rules that involve several keys.
 
 use std::ops::Deref;
 use std::time::Duration;
@@ -517,8 +517,8 @@ pub(super) fn not_a_table_of(key: &LabelledKey, index: usize, value: &DeValue<'_
     )
 }
 
-/// Reads a resource limit and converts it to the unit that the resource is measured in. Returns `None` if the limit is
-/// unlimited.
+/// Reads a resource limit and converts it to the unit in which the resource is measured. Returns `None` if the resource
+/// is unlimited.
 pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) -> ValueResult<Option<u64>> {
     let measure = meaning(resource).0;
     if measure == Measure::Zero {

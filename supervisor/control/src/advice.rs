@@ -36,7 +36,7 @@ pub(crate) struct Settings {
     pub(crate) queue_timeout: Option<Duration>,
     pub(crate) deadline: Duration,
     pub(crate) deadline_max: Duration,
-    /// True if the configuration sets `deadline_max`. If it is not set, `deadline_max` equals `deadline`.
+    /// True if the configuration sets `deadline_max`. Otherwise, `deadline_max` equals `deadline`.
     pub(crate) has_deadline_max: bool,
     /// Lowest permitted value of `deadline_max`, which is the higher of `run_limit` and `adaptive.target`.
     pub(crate) deadline_max_least: Duration,

@@ -398,7 +398,7 @@ fn connect_without_waiting(path: &Path) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Returns true unless the listener or the process that accepted the connection has closed it.
+/// Returns false if the connection has been closed by the listener or by the process that accepted the connection.
 fn is_connected(connection: &OwnedFd) -> bool {
     let mut polled = [PollFd::new(connection, PollFlags::empty())];
     let is_ready = poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0);

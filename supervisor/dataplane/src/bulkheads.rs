@@ -1,5 +1,5 @@
-//! All bulkheads and their compartments. If tenants are isolated, a bulkhead has one compartment per tenant. Otherwise,
-//! all its tenants share one compartment.
+//! All bulkheads and their compartments. If tenants are isolated, a bulkhead has one compartment for each tenant.
+//! Otherwise, a bulkhead has a single compartment.
 //!
 //! This module does not apply events to compartments. The wiring applies the events that [`Bulkheads::next_effect`] and
 //! [`Bulkheads::next_assignment`] return.
@@ -159,7 +159,7 @@ pub(super) struct Compartment {
     latency: Latency,
     /// Most recently measured load.
     load: Load,
-    /// State under which this compartment is listed in [`Isolated`]. Used only if tenants are isolated.
+    /// State of the compartment when the lists in [`Isolated`] were last updated. Used only if tenants are isolated.
     tenant_state: TenantState,
     /// True if this compartment is currently listed in `Isolated::tripped`.
     is_listed_tripped: bool,
@@ -285,8 +285,8 @@ impl Bulkheads {
         })
     }
 
-    /// Restores the drain or forced-open breaker that an operator had set before the bulkhead was rebuilt. Returns the
-    /// events that must then be applied to the compartments.
+    /// Drains a rebuilt bulkhead or forces its breaker open again, if an operator had done so before the bulkhead was
+    /// rebuilt. Returns the events that must then be applied to the compartments.
     pub(super) fn close_again(&mut self, name: &str, closed: ClosedByOperator) -> Vec<CompartmentEvent> {
         let Some(bulkhead) = self.find(name) else { return Vec::new() };
         if closed.is_draining {

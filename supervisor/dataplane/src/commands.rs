@@ -45,8 +45,8 @@ impl CommandQueue {
         self.stops.swap(0, Ordering::SeqCst).min(2)
     }
 
-    /// Returns the next command. Returns `None` if there is no command or if the maximum for this iteration has been
-    /// reached, and then begins to count from zero for the next iteration.
+    /// Returns the next command. If there is no command, or if the maximum for this iteration has been reached, returns
+    /// `None` and resets the counts for the next iteration.
     pub(super) fn next(&mut self) -> Option<Command> {
         while self.has_commands
             && self.taken < COMMANDS_PER_ITERATION_MAX

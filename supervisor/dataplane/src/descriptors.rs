@@ -64,7 +64,7 @@ pub(crate) enum Intake {
 }
 
 impl Intake {
-    /// Chooses the method supported by the running kernel.
+    /// Selects how descriptors are handled, depending on what the running kernel supports.
     pub(crate) fn new() -> io::Result<Self> {
         Ok(if kernel_refuses() { Self::Refusing } else { Self::Closing(Closers::start()?) })
     }

@@ -66,8 +66,8 @@ enum Phase {
 }
 
 impl Handover {
-    /// Returns true while an upgrade is in progress. In the meantime, operator commands are refused and no memory files
-    /// are lent.
+    /// Returns true while an upgrade is in progress. During an upgrade, operator commands are refused and no memory
+    /// files are lent.
     pub(super) fn is_under_way(&self) -> bool {
         !matches!(self.phase, Phase::None)
     }

@@ -18,8 +18,8 @@ const PONG_TIMEOUT: Duration = Duration::from_secs(10);
 /// Minimum lifetime of a keeper. If a keeper dies sooner, its death counts as early.
 const LIFETIME_MIN: Duration = Duration::from_secs(10);
 
-/// Delay before a new keeper starts after three consecutive early deaths. Doubles with each further early death,
-/// up to sixteen times the initial delay.
+/// Delay before a new keeper is started if three keepers in a row have died early. Doubles with each further early
+/// death, up to sixteen times this value.
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
@@ -31,7 +31,7 @@ pub(super) struct KeeperLink {
     pinged_at: Option<Time>,
     /// Reports from the keeper that have been received but not handled yet.
     deferred_reports: VecDeque<Report>,
-    /// Worker start orders that have not been sent to the keeper yet.
+    /// Orders to start workers that have not been sent to the keeper yet.
     worker_orders: VecDeque<WorkerOrder>,
 }
 

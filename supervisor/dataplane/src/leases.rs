@@ -730,8 +730,8 @@ impl Leases {
         Ok(())
     }
 
-    /// Marks a lease as in use by a job that has been validated. Returns the payload and, if the lease's files are lent
-    /// to a worker, this worker.
+    /// Marks a lease as in use by a job that has been validated. Returns the job's payload, and the worker to which the
+    /// lease's files are lent, if any.
     pub(super) fn begin_job(&mut self, named: LeaseRef) -> Option<(Box<LeasedPayload>, Option<u64>)> {
         let lease = self.by_number.get_mut(&named.lease)?;
         let files = lease.state.files()?.clone();

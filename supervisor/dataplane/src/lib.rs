@@ -169,7 +169,8 @@ impl JobData {
     }
 }
 
-/// Returns the size of a job on a link, in bytes. `own` is the total size of the job's payload and names.
+/// Returns the number of bytes that a job occupies on the link to a worker. `own` is the total size of the job's
+/// payload and names.
 fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
@@ -338,7 +339,7 @@ impl<'p> Incoming<'p> {
 pub struct Components {
     /// Initial configuration.
     pub config: Arc<Config>,
-    /// Confinement mechanisms that this machine supports.
+    /// Confinement mechanisms that are available on this machine.
     pub support: Arc<SandboxSupport>,
     /// The bound jobs socket, or `None` in an embedded supervisor, whose clients connect with
     /// [`bulkhead_plane::command::Command::AddInProcessClient`].
@@ -623,8 +624,8 @@ impl DataPlane {
         }
     }
 
-    /// Ends a connection on which out-of-band bytes arrived. The kernel reports such bytes only once and does
-    /// not preserve their order relative to other bytes.
+    /// Rejects a peer that has sent out-of-band bytes. Such bytes cannot be handled like other input, because the
+    /// kernel reports them only once and does not preserve their order relative to other bytes.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
@@ -694,7 +695,7 @@ impl DataPlane {
         }
     }
 
-    /// Schedules the next periodic checks if some part needs them.
+    /// Schedules the next periodic checks if any part of the data plane needs checks.
     fn schedule_checks(&mut self) {
         let needs_checks = self.sessions.needs_checks()
             || self.acceptor.needs_checks()

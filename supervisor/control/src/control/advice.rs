@@ -135,8 +135,8 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
         for process in own {
             let is_new = !samples.last_samples.contains_key(&process.pid);
             samples.sample_process(process);
-            // The entry is removed because the next periodic sample would otherwise count as a repeated sample,
-            // although only a moment has passed since the first sample.
+            // The entry is removed. Otherwise, the next periodic sample would count as a repeated sample, although only
+            // a moment has passed since the first sample.
             if is_new {
                 samples.last_samples.remove(&process.pid);
             }

@@ -112,8 +112,8 @@ mod tests {
         }
     }
 
-    /// All modules share one scope once they are concatenated, so names must be unique. Also checks that a module
-    /// imports only from earlier modules.
+    /// Checks that no two modules define the same name, because all modules share one scope after concatenation. Also
+    /// checks that modules import only from earlier modules.
     #[test]
     fn dashboard_modules_have_unique_names() {
         let mut names = BTreeSet::new();

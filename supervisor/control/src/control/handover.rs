@@ -51,11 +51,11 @@ pub struct SuccessorProgram {
 
 /// The predecessor, from which this supervisor takes over in an upgrade.
 pub struct Predecessor {
-    /// Descriptor of the link over which the two supervisors exchange messages.
+    /// Descriptor of the link over which the predecessor and the successor exchange messages.
     pub link: OwnedFd,
     /// Process ID of the predecessor.
     pub pid: u32,
-    /// True if the upgrade continues even if a bulkhead has failed.
+    /// True if the upgrade must not be aborted when a bulkhead fails to start.
     pub is_forced: bool,
     /// Operators' decisions about bulkheads.
     pub bulkheads: Vec<BulkheadState>,
@@ -93,8 +93,8 @@ impl ProcessEnd {
         self.has_failed.store(true, Ordering::SeqCst);
     }
 
-    /// If this process must exit last in an upgrade, waits until the other supervisor has exited. Returns false if this
-    /// process must report a failure to the service manager.
+    /// If this process must exit last in an upgrade, waits until the predecessor or successor has exited. Returns false
+    /// if this process must report a failure to the service manager.
     pub fn wait(&self, drain_timeout: Duration) -> bool {
         if let Some(other) = self.lock().take()
             && !wait_until_readable(&other, drain_timeout + END_TIMEOUT).unwrap_or(false)
@@ -115,8 +115,8 @@ struct StopRequests {
 }
 
 impl StopRequests {
-    /// Returns true if the stop request that has just arrived has an effect. If a signal and a STOP message from
-    /// the other supervisor both arrive, the supervisor ignores the later one.
+    /// Returns true if the stop request that has just arrived has an effect. If a signal and a STOP message both arrive
+    /// during an upgrade, the supervisor ignores the later one.
     fn has_effect(&self) -> bool {
         (self.signals, self.messages) != (1, 1)
     }
@@ -232,8 +232,8 @@ impl Handover {
 
     // Stopping.
 
-    /// Sets the link used during an upgrade to notify the other supervisor when this one stops. Also notifies the other
-    /// supervisor of the stop signals that have already arrived.
+    /// Sets the link over which the predecessor or successor is notified when this supervisor stops. Also sends a
+    /// notification of each stop signal that has already arrived.
     pub(super) fn set_other(&self, link: Option<Arc<Link>>) {
         let mut other = self.other.lock().unwrap_or_else(PoisonError::into_inner);
         let before = std::mem::replace(&mut *other, link);
@@ -356,7 +356,7 @@ impl Link {
     }
 
     /// Receives the next message, ignoring messages of kinds that this version does not know. Returns `None` if the
-    /// other supervisor has exited. The future can be dropped without losing a message.
+    /// sender has exited. The future can be dropped without losing a message.
     pub(super) async fn receive(&self) -> io::Result<Option<Incoming>> {
         let mut bytes = vec![0; MESSAGE_BYTES_MAX];
         loop {

@@ -139,8 +139,8 @@ impl Submitter {
         Self { client, slot: admission.session }
     }
 
-    /// Returns the deadline of a job, or `None` if it is unknown. A client without access to the bulkhead must not
-    /// learn whether the bulkhead exists.
+    /// Returns the deadline of a job, or `None` if it is unknown. For a client without access to the bulkhead, ignores
+    /// the configured deadline, which would reveal that the bulkhead exists.
     fn deadline_of(&self, config: &Config, name: &str, options: &JobOptions<&str>) -> Option<Duration> {
         let bulkhead = config.bulkheads.iter().find(|bulkhead| bulkhead.name == name);
         let is_permitted = self.client.allows((name, bulkhead.is_some()), options.tenant);
@@ -254,7 +254,7 @@ async fn run(
     Ok(response)
 }
 
-/// Returns the outcome, including the fields that are encoded as extensions.
+/// Converts the data plane's message to an outcome. Adds the fields that the message encodes as extensions.
 fn outcome_of(
     message: OutcomeMessage<'_>,
     extensions: &Extensions<'_>,

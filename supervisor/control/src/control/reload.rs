@@ -139,7 +139,7 @@ impl Reloads {
         support.ids().map(|ids| ids.permanent()).unwrap_or_default()
     }
 
-    /// Locks user IDs for the successor at the end of an upgrade. The predecessor held the locks until it exited.
+    /// Locks the user IDs that the predecessor had locked. Called in the successor after the predecessor has exited.
     pub(super) async fn lock_inherited_ids(&self) {
         if let Some(ids) = self.active_config.lock().await.support.ids() {
             ids.lock_inherited();

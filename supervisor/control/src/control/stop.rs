@@ -69,8 +69,8 @@ async fn drain_after(control: Arc<Control>, notice: Duration) {
 }
 
 impl Control {
-    /// Stops this supervisor because the other supervisor is stopping during an upgrade. The first call begins an
-    /// orderly stop, and the second call stops the supervisor immediately.
+    /// Stops this supervisor because the predecessor or successor is stopping during an upgrade. The first call begins
+    /// an orderly stop, and the second call stops the supervisor immediately.
     pub(super) fn stop_with_other(self: &Arc<Self>) {
         if !self.handover.stop_received() {
             return;

@@ -165,8 +165,8 @@ async fn serve_beside(control: &Shared, link: &Arc<Link>, lifeline: &AsyncFd<Own
                         control.handover.set_main(true);
                         let awaited = lifeline.as_fd().try_clone_to_owned().ok();
                         control.handover.end.wait_for(awaited);
-                        // Sent immediately, because the watchdog's time limit may be about to expire since the
-                        // predecessor's last watchdog message.
+                        // Sent immediately, because the predecessor may have sent its last watchdog message so long ago
+                        // that the time limit is about to expire.
                         control.notify_systemd(&[NotifyState::Watchdog]);
                     }
                     kind::STOP => control.stop_with_other(),

@@ -2,10 +2,10 @@
 //!
 //! | process that exits | when | result |
 //! | --- | --- | --- |
-//! | the new program | before SWITCH | this supervisor has kept serving |
-//! | the new program (or it hangs) | until the main process changes | it is killed; this supervisor resumes serving |
-//! | the new program | afterwards | this supervisor exits with an error, so that the service manager restarts the service |
-//! | this supervisor | any | the new program continues to serve, unless the service manager stops it |
+//! | the successor | before SWITCH | this supervisor has kept serving |
+//! | the successor (or it hangs) | until the main process changes | it is killed; this supervisor resumes serving |
+//! | the successor | afterwards | this supervisor exits with an error, so that the service manager restarts the service |
+//! | this supervisor | any | the successor continues to serve, unless the service manager stops it |
 
 use std::ffi::OsStr;
 use std::io;
@@ -72,14 +72,14 @@ const UNANSWERED_PINGS_MAX: u32 = 3;
 /// this time and `ACTIVE_TIMEOUT` must be below the time limit for a client's hello.
 const WORKERS_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Maximum time to wait until the service manager confirms that it has processed all messages from this process.
+/// Maximum time to wait until the service manager confirms that all messages from this process have been processed.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum time to wait for space in the queue of commands to the data plane.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time to wait until clients have read the last responses to jobs over HTTP, in addition to the longest
-/// deadline that a job can have.
+/// Maximum time to wait until clients have read the last responses to jobs over HTTP. Begins when the longest deadline
+/// that a job can have has passed.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Interval between checks for unfinished HTTP requests.
@@ -187,7 +187,7 @@ struct Upgrade {
     steps: Mutex<Option<mpsc::Sender<UpgradeStep>>>,
 }
 
-/// The new program.
+/// The successor that this supervisor has started.
 struct Successor {
     pid: u32,
     pidfd: AsyncFd<OwnedFd>,
@@ -322,7 +322,7 @@ impl Upgrade {
         });
         let probation = self.probation(successor).await?;
         if matches!(probation, Probation::Passed) {
-            // The service manager must know the new main process. Otherwise, it would kill the new program when this
+            // The service manager must know the new main process. Otherwise, it would kill the successor when this
             // process exits.
             name_main_process(successor.pid).await.map_err(failed("main"))?;
         }
@@ -481,14 +481,14 @@ impl Upgrade {
         successor.link.send(kind::SWITCH, &switch, None).await
     }
 
-    /// Waits for the end of the probation period, during which both programs run. Returns an error if the new program
+    /// Waits for the end of the probation period, during which both programs run. Returns an error if the successor
     /// exits or its data plane stops responding.
     async fn probation(&self, successor: &Successor) -> Result<Probation, StepFailure> {
         let control = &self.control;
         let end = Instant::now() + PROBATION;
         let ended = || StepFailure("serve", "the new program has exited".to_owned());
         let mut pings = tokio::time::interval(PING_INTERVAL);
-        // If this supervisor was paused, the new program still gets time to respond.
+        // If this supervisor was paused, the successor still gets time to respond.
         pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut unanswered = 0;
         loop {
@@ -558,11 +558,11 @@ impl Upgrade {
     /// error.
     async fn watch_stop(&self, successor: &Successor) {
         let control = &self.control;
-        // The new program closes the link when all workers of this supervisor have exited.
+        // The successor closes the link when all workers of this supervisor have exited.
         let mut is_linked = true;
         loop {
             tokio::select! {
-                // The new program's last messages are read even if it has already exited.
+                // The successor's last messages are read even if it has already exited.
                 biased;
                 message = successor.link.receive(), if is_linked => match message {
                     Ok(Some(message)) if message.kind == kind::STOP => control.stop_with_other(),

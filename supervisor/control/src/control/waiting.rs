@@ -21,8 +21,8 @@ pub(crate) const WAITING_MAX: usize = 128;
 /// Maximum number of health checks served at the same time.
 pub(crate) const HEALTH_MAX: usize = 16;
 
-/// Maximum number of clients that can be receiving a refusal at the same time. Further refused connections are closed
-/// without a response.
+/// Maximum number of refused clients to which a response is being sent at the same time. Further refused connections
+/// are closed without a response.
 pub(crate) const REFUSED_MAX: usize = 256;
 
 /// Maximum time to wait for an idle connection to close so that another client can be served.
@@ -47,7 +47,7 @@ pub(super) struct ListenerRules {
     pub(super) refusal: &'static str,
 }
 
-/// Connections on a listener that are waiting for a permit, and the permits.
+/// Connections of a listener that are waiting, and the permits for which they wait.
 pub(super) struct WaitingConnections<S: Socket> {
     listener: Arc<Listener<S>>,
     last_number: u64,

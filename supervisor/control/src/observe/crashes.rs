@@ -33,7 +33,7 @@ const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
 /// reports are dropped.
 const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// Maximum number of entries that are read when the directory for crash reports is opened.
+/// Maximum number of entries that are read when the folder for crash reports is opened.
 const FOLDER_ENTRIES_MAX: usize = 100_000;
 
 /// Maximum time to wait for a reply from the thread that stores crash reports. If no reply arrives in time, the
@@ -43,7 +43,7 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time, at shutdown, to wait for the remaining crash reports to be written.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Error for a directory in which crash reports cannot be kept. The message is worded to follow "failed to".
+/// Error for a folder in which crash reports cannot be kept. The message is worded to follow "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("keep crash reports in {}: {problem}", folder.display())]
 pub struct OpenError {

@@ -114,7 +114,7 @@ pub struct Piece {
     pub events: Vec<Arc<Rendered>>,
 }
 
-/// Key of a flow: the name of an event kind and the name of a bulkhead.
+/// Name of an event kind and name of a bulkhead. Each pair identifies a flow of events.
 type FlowKey = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
@@ -124,7 +124,7 @@ struct EventRing {
     flows: HashMap<FlowKey, EventFlow>,
 }
 
-/// Events of one kind in one bulkhead, which share a rate limit.
+/// A flow of events, which consists of all events of one kind in one bulkhead. Each flow has a separate rate limit.
 #[derive(Debug)]
 struct EventFlow {
     /// Sequence numbers of the events that are still in memory.
@@ -191,8 +191,8 @@ impl Events {
         }
     }
 
-    /// Removes the flows of all bulkheads that are not in `bulkheads`, except for flows with events that are still in
-    /// memory.
+    /// Removes the records of flows in bulkheads that are not in `bulkheads`. Keeps the record of a flow if any of the
+    /// flow's events are still in memory.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         let is_kept = |name: &str| bulkheads.contains(name);
         self.lock()
@@ -338,7 +338,8 @@ impl EventRing {
         self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))
     }
 
-    /// Evicts the oldest event of the flow with the most events in memory.
+    /// Evicts an event from memory. Selects the flow with the most events in memory, and evicts the oldest event of
+    /// this flow.
     fn evict_one(&mut self) {
         let weight =
             |flow: &&mut EventFlow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));

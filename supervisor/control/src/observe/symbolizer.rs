@@ -213,8 +213,8 @@ fn take_crash_record(file: &OwnedFd, signal: i32) -> io::Result<Option<Vec<u8>>>
     // Errors are ignored, because the file will soon be freed in any case.
     let _ = rustix::fs::fallocate(file, erased, RECORD_OFFSET as u64, RECORD_BYTES as u64);
     let header = bytes.first_chunk::<HEADER_BYTES>().and_then(Header::decode);
-    // After the record has been written, the previous signal handler may abort the process, as the handler in Rust's
-    // standard library does after a stack overflow.
+    // The previous signal handler may abort the process after the record has been written. The handler in Rust's
+    // standard library does so after a stack overflow.
     let is_cause = |header: &Header| header.signal == signal || signal == libc::SIGABRT;
     let Some(header) = header.filter(is_cause) else { return Ok(None) };
     let (maps, stack) = (header.maps_bytes as usize, header.stack_bytes as usize);

@@ -138,7 +138,7 @@ impl Bulkheads {
         Some(std::mem::take(jobs))
     }
 
-    /// Returns true if an event must still report jobs that were sent to a fallback.
+    /// Returns true if jobs have been sent to a fallback and no event has reported them yet.
     pub(crate) fn needs_checks(&self) -> bool {
         self.has_unreported_fallbacks
     }

@@ -15,7 +15,8 @@ use tokio::sync::oneshot;
 use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentIndex, Compartments, JobData};
 use crate::slab::SessionId;
 
-/// Maximum number of job and compartment table entries visited per iteration, including empty ones.
+/// Maximum number of table entries visited per iteration, in the tables of jobs and of compartments. Includes empty
+/// entries.
 const VISITS_PER_ITERATION_MAX: usize = 8192;
 
 /// Parts of the data plane from which a job list is built.

@@ -304,8 +304,8 @@ pub(crate) struct MergedLimits {
     dropped: Vec<String>,
 }
 
-/// Key of a limit that can be changed live, and a function that copies this limit from one set of limits (second
-/// argument) to another (first argument).
+/// Key of a limit that can be changed live, and a function that copies this limit. The function copies from its second
+/// argument to its first argument.
 type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
 
 const LIVE_LIMITS: &[LiveLimit] = &[
@@ -365,7 +365,7 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// Checks the permits and the queue of a bulkhead or of an isolated tenant.
+/// Checks that the permits and the queue length of a bulkhead or isolated tenant are valid and consistent.
 fn check_permits(limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
     if limits.max_in_flight == 0 && limits.max_queue > 0 {
         let message = "max_in_flight is 0, so queued jobs would never run: set max_queue to 0, or max_in_flight to at \
@@ -381,7 +381,8 @@ fn check_permits(limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
     check_adaptive(limits, most)
 }
 
-/// Checks the permits and the queue of an isolated tenant.
+/// Checks that the permits and the queue length of an isolated tenant are valid and consistent. Error messages contain
+/// the tenant's name.
 fn check_tenant_permits(tenant: &str, limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
     check_permits(limits, sandbox).map_err(|error| match error {
         SteerError::Conflict(why) => {

@@ -39,7 +39,7 @@ pub(super) enum TenantState {
     /// The compartment has no workers, but some of its jobs were passed on to other bulkheads. The compartment must
     /// still count the outcomes of these jobs.
     AwaitingFallback,
-    /// The compartment has no workers and is waiting to get some.
+    /// The compartment has no workers yet and is waiting for some.
     StartAnnounced,
     /// The compartment has workers but has had no jobs since the given time.
     Idle(Time),

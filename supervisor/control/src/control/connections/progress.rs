@@ -1,4 +1,4 @@
-//! Tracks the progress of open connections. If another client needs a place, selects an idle connection to close.
+//! Tracks the progress of open connections, and selects an idle connection to close if another client is waiting.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
