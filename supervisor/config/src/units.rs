@@ -19,7 +19,7 @@ pub(super) enum UnitError {
     TooLarge,
     /// The value is not a whole number of nanoseconds.
     TooFine,
-    /// The text is malformed in some other way.
+    /// The text is not in the expected format.
     Malformed,
 }
 
@@ -73,12 +73,12 @@ fn without_fractions(text: &str) -> Option<String> {
     Some(whole)
 }
 
-/// All duration units that `humantime` supports, except `M`, which is rejected as ambiguous.
+/// Units of duration that `humantime` supports, except for `M`, which this program rejects as ambiguous.
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 
-/// Returns a regular expression for the strings that `parse_duration` accepts. The expression does not limit the size
-/// of numbers.
+/// Returns a regular expression that matches the durations accepted by `parse_duration`. Also matches durations that
+/// are out of range.
 pub(super) fn duration_pattern() -> String {
     format!(r"\s*(?:[0-9][0-9\s]*(?:\.\s*[0-9][0-9\s]*)?(?:{DURATION_UNITS})\s*)+")
 }
@@ -118,8 +118,8 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
 }
 
-/// Returns a regular expression for the strings that `parse_size` accepts. The expression does not limit the size of
-/// numbers.
+/// Returns a regular expression that matches the sizes accepted by `parse_size`. Also matches sizes that are out of
+/// range.
 pub(super) fn size_pattern() -> String {
     let either_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
     let spelt = |(name, _): &(&str, u64)| name.chars().map(either_case).collect::<String>();
@@ -144,7 +144,7 @@ fn wrong_size_unit(unit: &str) -> UnitError {
     }
 }
 
-/// Formats a duration in a form such as `1m 30s`. `parse_duration` converts the result back to the same duration.
+/// Formats a duration as text, such as `1m 30s`. `parse_duration` converts the result back to the same duration.
 pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),
@@ -166,8 +166,8 @@ pub fn format_duration(duration: Duration) -> String {
     if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
 }
 
-/// Formats a size in the largest binary unit that needs no fraction. `parse_size` converts the result back to the same
-/// size.
+/// Formats a size as a whole number of the largest possible binary unit. `parse_size` converts the result back to the
+/// same size.
 pub fn format_size(bytes: u64) -> String {
     let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale && bytes.is_multiple_of(*scale)) {

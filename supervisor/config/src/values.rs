@@ -1,5 +1,5 @@
-//! Conversion of TOML values to plain values, or to messages with suggested corrections. Does not check files or rules
-//! that span several keys.
+//! Converts TOML values to Rust values. If a value is invalid, returns an error message with a suggested correction.
+//! Does not access files, and does not check rules that involve several keys.
 
 use std::ops::Deref;
 use std::time::Duration;
@@ -30,11 +30,11 @@ impl ValueError {
 
 type ValueResult<T> = Result<T, ValueError>;
 
-/// A key of the table that is being read, with the name that messages use for the key.
+/// A configuration key, together with the full name of the key that error messages use.
 pub(super) struct LabelledKey {
     pub(super) key: Key,
-    /// Name of the key relative to the table of the bulkhead or supervisor, such as `restart.backoff` or
-    /// `tenant.acme.max_queue`.
+    /// Name of the key within the configuration of the bulkhead or supervisor, including the names of nested tables,
+    /// such as `restart.backoff` or `tenant.acme.max_queue`.
     pub(super) label: String,
 }
 
@@ -46,7 +46,7 @@ impl Deref for LabelledKey {
     }
 }
 
-/// Returns a help text that shows how to write the key and a value, such as `` write `key = value` ``.
+/// Returns a help text that suggests a value for a key, such as `` write `key = value` ``.
 fn write_help(key: &LabelledKey, value: &str) -> String {
     format!("write `{} = {value}`", key.name)
 }
@@ -128,8 +128,8 @@ pub(super) fn duration(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Du
     Ok(duration)
 }
 
-/// Returns the help text for a duration that is out of range. For `queue_timeout`, explains what to write instead of
-/// zero.
+/// Returns the help text for a duration that is out of range. The help text for `queue_timeout` explains what to write
+/// instead of zero.
 fn out_of_range_help(key: &LabelledKey) -> String {
     match key.name {
         "queue_timeout" => {
@@ -294,7 +294,7 @@ pub(super) fn share(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<f64> 
     let fits = |share: f64| (share > 0.0 || none && share == 0.0) && (share < 1.0 || all && share == 1.0);
     let share = fraction(key, "a share such as 0.2", value)?;
     if fits(share) {
-        // TOML has a negative zero.
+        // TOML numbers can be negative zero.
         return Ok(share.abs());
     }
     let range = match (none, all) {
@@ -517,7 +517,8 @@ pub(super) fn not_a_table_of(key: &LabelledKey, index: usize, value: &DeValue<'_
     )
 }
 
-/// Reads a resource limit in the unit of the resource. `None` means unlimited.
+/// Reads a resource limit and converts it to the unit in which the resource is measured. Returns `None` if the resource
+/// is unlimited.
 pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) -> ValueResult<Option<u64>> {
     let measure = meaning(resource).0;
     if measure == Measure::Zero {

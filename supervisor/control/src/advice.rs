@@ -27,7 +27,7 @@ pub(crate) const PROVISIONAL_JOBS: u64 = 100;
 /// Minimum observation time before the advice proposes a lower value.
 pub(crate) const LOWER_AFTER: Duration = Duration::from_secs(3600);
 
-/// Current settings of the bulkhead. If tenants are isolated, each number applies to a single tenant.
+/// Current settings of a bulkhead. If tenants are isolated, each limit applies to every tenant separately.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) processes: u32,
@@ -36,13 +36,13 @@ pub(crate) struct Settings {
     pub(crate) queue_timeout: Option<Duration>,
     pub(crate) deadline: Duration,
     pub(crate) deadline_max: Duration,
-    /// True if `deadline_max` is set. Otherwise, it is the same as `deadline`.
+    /// True if the configuration sets `deadline_max`. Otherwise, `deadline_max` equals `deadline`.
     pub(crate) has_deadline_max: bool,
-    /// Minimum value of `deadline_max` that `run_limit` and `adaptive.target` permit.
+    /// Lowest permitted value of `deadline_max`, which is the higher of `run_limit` and `adaptive.target`.
     pub(crate) deadline_max_least: Duration,
     /// State of the adaptive limit. `None` if no adaptive limit is configured.
     pub(crate) adaptive: Option<Adaptive>,
-    /// Maximum value of `adaptive.max` that the limits of individual tenants permit.
+    /// Highest permitted value of `adaptive.max`. A higher value would exceed the number of permits of a tenant.
     pub(crate) adaptive_ceiling: u64,
     /// Number of sets of workers that can exist at the same time. This is `tenants.max_active` if tenants are
     /// isolated, otherwise 1.

@@ -153,7 +153,7 @@ pub struct Options {
     pub inherited: InheritedSockets,
     /// Monitor for the essential threads. If one of them exits early, the supervisor shuts down.
     pub threads: ThreadMonitor,
-    /// Options for upgrading this supervisor, and the state of the predecessor, if any.
+    /// Options for upgrading this supervisor, and the predecessor's state if this supervisor was started by an upgrade.
     pub handover: HandoverOptions,
     /// Lock on the folder for crash reports.
     pub crashes_lock: Option<OwnedFd>,
@@ -183,7 +183,7 @@ pub(crate) struct Control {
     inherited: InheritedSockets,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
-    /// Task that begins the drain after `drain_notice`. Set once the supervisor has been asked to stop.
+    /// Task that waits for `drain_notice` and then begins the drain. Set once the supervisor has been asked to stop.
     drain_notice: Mutex<Option<AbortHandle>>,
     /// True if the supervisor is embedded in an application.
     is_embedded: bool,
@@ -194,7 +194,8 @@ pub(crate) struct Control {
     handover: Handover,
     /// Cache of processes that are known not to be descendants of the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
-    /// Marker referenced by each unfinished job request over HTTP. The reference count shows whether there are any.
+    /// Marker to which each unfinished job request over HTTP holds a reference. The reference count shows whether any
+    /// such requests are unfinished.
     job_requests: Arc<()>,
     /// Permits that limit the number of concurrent jobs submitted over the admin API.
     jobs: Arc<Semaphore>,

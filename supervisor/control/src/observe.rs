@@ -1,5 +1,5 @@
-//! Observability: events, workers' output, crash reports, log lines, metrics and spans. All buffers are bounded. This
-//! module does not affect jobs.
+//! Observability: events, workers' output, crash reports, log lines, metrics and spans. All buffers are bounded, and
+//! nothing in this module influences how jobs are handled.
 
 pub mod crashes;
 pub mod events;

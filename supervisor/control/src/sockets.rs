@@ -28,12 +28,13 @@ pub struct BoundSocket {
     path: PathBuf,
     mode: u32,
     folder_mode: u32,
-    /// Device and inode of the socket file. Used to check whether the path still refers to this socket.
+    /// Device and inode of the socket file. Used to check whether the file at the path is still the file of this
+    /// socket.
     identity: (u64, u64),
     listener: Option<UnixListener>,
     lock: File,
-    /// True while this supervisor serves the socket. False before it takes over from a predecessor and after it
-    /// hands over to a successor.
+    /// True while this supervisor serves the socket. False for a successor that has not taken over yet, and for a
+    /// predecessor that has handed over.
     is_owner: bool,
     /// True if the service manager bound the socket.
     is_inherited: bool,
@@ -64,8 +65,8 @@ impl InheritedSockets {
         ]
     }
 
-    /// Creates the flags from the names of the sockets that the service manager bound. During an upgrade, the
-    /// previous supervisor provides these names.
+    /// Returns flags for the sockets that the service manager bound, given the names of these sockets. During an
+    /// upgrade, the predecessor sends the names.
     pub fn from_names(names: &[String]) -> Self {
         let mut sockets = Self::default();
         for (name, is_inherited) in sockets.each() {
@@ -74,8 +75,8 @@ impl InheritedSockets {
         sockets
     }
 
-    /// Returns the names of the sockets that the service manager bound. During an upgrade, these names are sent
-    /// to the successor.
+    /// Returns the names of the sockets that the service manager bound. During an upgrade, the predecessor sends these
+    /// names to the successor.
     pub fn names(mut self) -> Vec<String> {
         let names = self.each().into_iter().filter(|(_, is_inherited)| **is_inherited);
         names.map(|(name, _)| name.to_owned()).collect()
@@ -130,7 +131,8 @@ impl BoundSocket {
         (listener, is_inherited): (UnixListener, bool),
         lock: OwnedFd,
     ) -> Self {
-        // If the file is missing, the default identity matches no file, so the socket can be recreated later.
+        // If the file is missing, the identity is a default value that matches no file. The socket can then be
+        // recreated later.
         let identity = identity(path).unwrap_or_default();
         let (path, listener, lock) = (path.to_owned(), Some(listener), lock.into());
         Self { path, mode, folder_mode, identity, listener, lock, is_owner: false, is_inherited }
@@ -159,8 +161,8 @@ impl BoundSocket {
         Ok(self.lock.try_clone()?.into())
     }
 
-    /// Adopts a socket that the service manager bound at `path`. The service manager is responsible for the file
-    /// and its mode.
+    /// Adopts a socket that the service manager bound at `path`. The supervisor changes neither the socket file nor its
+    /// mode, because the service manager manages them.
     pub fn inherit(path: &Path, listener: UnixListener) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         let bound = listener.local_addr().map_err(|error| fail(error.to_string()))?;
@@ -396,7 +398,7 @@ fn connect_without_waiting(path: &Path) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Returns false if the listener, or the process that accepted the connection, has closed the connection.
+/// Returns false if the connection has been closed by the listener or by the process that accepted the connection.
 fn is_connected(connection: &OwnedFd) -> bool {
     let mut polled = [PollFd::new(connection, PollFlags::empty())];
     let is_ready = poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0);
@@ -474,7 +476,7 @@ mod tests {
         }
     }
 
-    /// The other program's backlog is full, so a blocking connect would never return.
+    /// The backlog of the program that listens on the socket is full. A blocking connect would never return.
     #[test]
     fn bind_fails_if_other_program_accepts_no_connections() {
         let folder = tempfile::tempdir().unwrap();
@@ -491,7 +493,8 @@ mod tests {
         assert!(path.exists());
     }
 
-    /// The test also checks that a second supervisor cannot use the path of a recreated socket.
+    /// Checks that a removed socket is recreated unless its path is taken, and that a second supervisor cannot bind the
+    /// path of a recreated socket.
     #[test]
     fn removed_socket_is_recreated_unless_path_is_taken() {
         let folder = tempfile::tempdir().unwrap();
@@ -516,8 +519,8 @@ mod tests {
         assert!(!bound.exists() && bound.recreate().is_err());
     }
 
-    /// The test also checks that a second supervisor cannot use the socket, and that a removed socket file is
-    /// not recreated.
+    /// Checks that the file of an inherited socket is neither removed nor recreated, and that a second supervisor
+    /// cannot use the socket.
     #[test]
     fn inherited_socket_keeps_its_file() {
         let folder = tempfile::tempdir().unwrap();
@@ -567,7 +570,7 @@ mod tests {
         after.set_owner(false);
         before.set_owner(true);
         assert_eq!(mode(), 0o600);
-        // An operator has changed the mode, and the next upgrade fails before the new program takes over.
+        // An operator changes the mode, and the next upgrade fails before the successor takes over.
         std::fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
         before.set_owner(true);
         assert_eq!(mode(), 0o640);

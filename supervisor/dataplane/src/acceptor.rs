@@ -1,5 +1,4 @@
-//! The listener of the jobs socket, and the time budget for accepting connections. The listener can be
-//! replaced at runtime.
+//! Accepts connections on the jobs socket within a time budget. The listener can be replaced at runtime.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -14,28 +13,28 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Minimum delay in accepting connections for which an event is sent.
+/// Minimum time for which connections must be delayed before an event reports the delay.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Accepting connections uses at most `1 / ACCEPT_PART` of one processor's time.
+/// The data plane spends at most `1 / ACCEPT_PART` of one processor's time on accepting connections.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
-    /// The listener, or `None` in an embedded supervisor, whose clients are in the same process.
+    /// Listener of the jobs socket. `None` in an embedded supervisor, whose clients are in the same process.
     listener: Option<UnixListener>,
     /// True if there might be connections to accept.
     is_pending: bool,
     /// True if the listener is not registered with the event loop. The listener is deregistered while the time budget
     /// is used up, so that new connections do not wake the data plane.
     is_deregistered: bool,
-    /// True if accepting a connection failed and must be retried. The event loop reports waiting connections
-    /// only once.
+    /// True if the last attempt to accept a connection failed. The attempt must be repeated, because the event loop
+    /// does not report the same connection again.
     needs_retry: bool,
     budget: TimeBudget,
     /// Time at which the current delay began, or `None` if no connection is delayed.
     delayed_since: Option<Time>,
-    /// Number of connections accepted during the current delay.
+    /// Number of connections that were accepted since the current delay began.
     accepted: u64,
     delay_reported_at: Option<Time>,
 }
@@ -55,7 +54,8 @@ impl Acceptor {
         })
     }
 
-    /// Replaces the listener. Clients can no longer reach the previous listener, because its socket file is gone.
+    /// Replaces the listener. The previous listener is no longer needed, because its socket file is gone and clients
+    /// cannot reach it.
     pub(super) fn replace_listener(&mut self, poll: &Poll, listener: UnixListener) -> io::Result<()> {
         register(poll, &listener)?;
         if let Some(before) = self.listener.replace(listener) {
@@ -94,13 +94,14 @@ impl Acceptor {
         self.needs_retry
     }
 
-    /// Returns the earliest time at which a waiting connection can be accepted, or `None` if no connection is
-    /// waiting.
+    /// Returns the time from which the time budget allows a waiting connection to be accepted. Returns `None` if no
+    /// connection is waiting.
     pub(super) fn accept_at(&self) -> Option<Time> {
         self.is_pending.then(|| self.budget.resume_at())
     }
 
-    /// Returns true if the time budget allows a connection to be accepted. Otherwise, deregisters the listener.
+    /// Returns true if the time budget allows another connection to be accepted. If not, deregisters the listener from
+    /// the event loop.
     pub(super) fn can_accept(&mut self, poll: &Poll, now: Time) -> bool {
         let has_time = self.budget.has_time(now);
         if !has_time && !self.is_deregistered {
@@ -138,12 +139,12 @@ impl Acceptor {
         Err(error)
     }
 
-    /// Charges the time since `began` to the time budget.
+    /// Subtracts the time since `began` from the time budget.
     pub(super) fn charge(&mut self, began: Instant) {
         self.budget.charge(began);
     }
 
-    /// Records that no connection is waiting, or that accepting a connection failed.
+    /// Records that there is currently no connection to accept. Also called if accepting a connection failed.
     fn backlog_accepted(&mut self) {
         self.is_pending = false;
         (self.delayed_since, self.accepted) = (None, 0);
@@ -190,8 +191,8 @@ mod tests {
 
     use super::*;
 
-    /// A connection can arrive after the last call to `accept(2)` but before the listener is registered again. The
-    /// event loop must still report this connection.
+    /// Checks that the event loop reports a connection that arrives after the last call to `accept(2)` and before the
+    /// listener is registered again.
     #[test]
     fn reports_connection_that_arrives_before_registration() {
         let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();

@@ -41,14 +41,15 @@ enum Task {
     SweepKeeper {
         lost: Box<Keeper>,
     },
-    /// Starts a new keeper after a pause, using the lost keeper's launcher.
+    /// Starts a new keeper after a pause. Uses the launcher that started the lost keeper.
     StartKeeper {
         pause: Duration,
         launcher: KeeperLauncher,
     },
     /// Records how long each thread of a worker has waited for a processor.
     Watch(Arc<Watch>),
-    /// Checks whether a thread of the worker has spent at least half of the time since `Watch` waiting for a processor.
+    /// Checks whether a thread of the worker has spent at least half of its time waiting for a processor since `Watch`
+    /// was performed.
     Look {
         compartment: CompartmentIndex,
         worker: WorkerId,
@@ -77,13 +78,13 @@ pub(super) struct Background {
     tasks: Sender<Task>,
     files: Sender<Task>,
     done: Receiver<Done>,
-    /// Number of unfinished tasks for the `background` thread.
+    /// Number of tasks that the thread named `background` has not completed yet.
     waiting: usize,
     threads: ThreadMonitor,
 }
 
-/// Tells the thread monitor that the background threads are expected to exit. They exit along with the data plane, even
-/// if the data plane panics.
+/// Tells the thread monitor that the background threads are expected to exit. They exit when the data plane is dropped,
+/// even after a panic.
 impl Drop for Background {
     fn drop(&mut self) {
         self.threads.begin_shutdown();
@@ -151,7 +152,8 @@ impl Background {
         Some(done)
     }
 
-    /// Waits until the keeper that is being started is ready, and returns the keeper. Used during shutdown.
+    /// Waits until the new keeper has started, and returns the keeper. Called during shutdown if the keeper is just
+    /// being replaced.
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
         let until = Instant::now() + LAST_KEEPER_TIMEOUT;
         loop {
@@ -165,7 +167,8 @@ impl Background {
     }
 }
 
-/// Starts a thread that performs tasks. After each task, the thread sleeps for `pause` times the task's duration.
+/// Starts a thread that performs tasks one after another. The thread sleeps after each task, for the duration of the
+/// task multiplied by `pause`.
 fn serve(
     name: &'static str,
     pause: u32,

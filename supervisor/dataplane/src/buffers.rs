@@ -13,7 +13,7 @@ const RECORDS_KEPT_MAX: usize = 4096;
 pub(super) struct Buffers {
     pub(super) scratch: Scratch,
     pub(super) pool: BufferPool,
-    /// Buffer for messages from the predecessor in an upgrade. Empty unless an upgrade is under way.
+    /// Buffer for messages that the predecessor sends during an upgrade. Otherwise empty.
     pub(super) transfer: Vec<u8>,
     pub(super) actions: Vec<Action<Box<JobData>>>,
     /// Records of finished jobs, kept so that their memory can be reused.

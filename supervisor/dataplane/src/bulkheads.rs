@@ -1,5 +1,5 @@
-//! Bulkheads by name, and their compartments. A bulkhead has either one shared compartment or one compartment
-//! per tenant.
+//! All bulkheads and their compartments. If tenants are isolated, a bulkhead has one compartment for each tenant.
+//! Otherwise, a bulkhead has a single compartment.
 //!
 //! This module does not apply events to compartments. The wiring applies the events that [`Bulkheads::next_effect`] and
 //! [`Bulkheads::next_assignment`] return.
@@ -40,7 +40,7 @@ use super::JobData;
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab, owns_slab};
 use tenants::TenantState;
 
-/// An event and the compartment to which it applies.
+/// An event, and the index of the compartment to which the event must be applied.
 pub(super) type CompartmentEvent = (CompartmentIndex, Event<Box<JobData>>);
 
 /// All bulkheads, by index and by name.
@@ -50,11 +50,11 @@ pub(super) struct Bulkheads {
     by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
     /// Bulkheads that were removed from the configuration but still have jobs or workers.
     leaving: Vec<BulkheadIndex>,
-    /// Bulkheads that might need to reassign workers between isolated tenants.
+    /// Bulkheads with isolated tenants in which workers might have to be reassigned from one tenant to another.
     needing_update: Vec<BulkheadIndex>,
-    /// Sorted names of the tenants with separate metrics.
+    /// Names of the tenants that have metrics of their own, sorted.
     labels: Arc<[String]>,
-    /// True if an event must still report jobs that were sent to a fallback.
+    /// True if jobs have been sent to a fallback and no event has reported them yet.
     has_unreported_fallbacks: bool,
     effects: VecDeque<Effect>,
 }
@@ -72,7 +72,7 @@ pub(super) struct BulkheadEntry {
     pub(super) heartbeat: Duration,
     /// Names of the fallback bulkheads, in the order in which they are tried. Missing bulkheads are skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
-    /// For each fallback, the time of its last event and the number of jobs sent to it since then.
+    /// Time of the last event about each fallback, and the number of jobs sent to the fallback since this event.
     fallback_events: HashMap<Arc<str>, (Option<Time>, u64)>,
     pub(super) has_retries: bool,
     has_poison_detection: bool,
@@ -80,10 +80,10 @@ pub(super) struct BulkheadEntry {
     /// Outcomes of the jobs that ended in the last minute.
     service: Window,
     pub(super) counters: BulkheadCounters,
-    /// Metric series that might have been nonzero at an earlier scrape. These series are exported even if their
-    /// values can no longer change.
+    /// Metric series that may have had a nonzero value in an earlier scrape. They are still exported when their values
+    /// can no longer change.
     possible: PossibleSeries,
-    /// True if the configuration sets `pressure` for this bulkhead. Pressure limits require a queue.
+    /// True if the configuration sets `pressure` for this bulkhead. A bulkhead with this setting must have a queue.
     has_own_pressure: bool,
     /// Memory limit per worker, in bytes. A worker that exceeds the limit is replaced or killed.
     memory_limit: Option<u64>,
@@ -95,7 +95,7 @@ pub(super) struct BulkheadEntry {
     layout: Layout,
 }
 
-/// Whether a bulkhead is configured or was removed from the configuration.
+/// Presence of a bulkhead in the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Presence {
     /// The bulkhead is configured and accepts jobs.
@@ -104,7 +104,7 @@ enum Presence {
     Leaving,
 }
 
-/// Mapping from tenants to compartments.
+/// Assignment of a bulkhead's tenants to compartments.
 enum Layout {
     /// All tenants share one compartment.
     Shared(CompartmentIndex),
@@ -122,9 +122,10 @@ struct Isolated {
     max_active: usize,
     /// Compartments with workers but no jobs, ordered by the time at which they became idle.
     idle: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments without workers and jobs, ordered by the time since which they have been unused.
+    /// Compartments that have neither workers nor jobs, ordered by the time at which they became unused.
     unused: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments that have workers or jobs, or are waiting for workers. All other compartments are scaled to zero.
+    /// Compartments that have workers or jobs or are waiting for workers. Compartments not in this list have been
+    /// scaled to zero.
     active: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is open, half open or forced open.
     tripped: BTreeSet<CompartmentIndex>,
@@ -134,7 +135,7 @@ struct Isolated {
     running: usize,
     /// Number of compartments whose workers are all exiting.
     ending: usize,
-    /// Counters for tenants whose compartments were removed.
+    /// Sums of the counters of tenants whose compartments were removed.
     forgotten_counters: Counters,
     forgotten_restarts: u64,
     is_draining: bool,
@@ -147,20 +148,20 @@ pub(super) struct Compartment {
     pub(super) bulkhead: BulkheadIndex,
     /// Tenant of the compartment, or `None` if several tenants share it.
     pub(super) tenant: Option<Arc<str>>,
-    /// True if the compartment was created to replay a job from a crash report.
+    /// True if the compartment exists only to replay jobs from a crash report.
     pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Box<JobData>>,
-    /// Links to workers, indexed by the worker's position in policy's table.
+    /// Link of each worker, indexed by the worker's position in the table that policy keeps.
     links: Vec<Option<LinkIndex>>,
-    /// True if an event was applied after the timer was last set.
+    /// True if an event has been applied to the compartment since its timer was last set.
     is_touched: bool,
-    /// Job latency. Measured only if the compartment belongs to a single tenant.
+    /// Latency of the compartment's jobs. Measured only if the compartment belongs to a single tenant.
     latency: Latency,
     /// Most recently measured load.
     load: Load,
-    /// State of this compartment as recorded in [`Isolated`].
+    /// State of the compartment when the lists in [`Isolated`] were last updated. Used only if tenants are isolated.
     tenant_state: TenantState,
-    /// True if `Isolated::tripped` contains this compartment.
+    /// True if this compartment is currently listed in `Isolated::tripped`.
     is_listed_tripped: bool,
 }
 
@@ -186,8 +187,8 @@ impl Compartment {
         }
     }
 
-    /// Returns the link stored at the worker's position in policy's table. If the position was reused, the link might
-    /// belong to an earlier worker.
+    /// Returns the link stored for the worker's position in policy's table. The link might belong to an earlier worker
+    /// that had the same position.
     #[inline]
     pub(super) fn link_at(&self, worker: WorkerId) -> Option<LinkIndex> {
         *self.links.get(worker.place as usize)?
@@ -227,7 +228,7 @@ impl Bulkheads {
         &self.labels
     }
 
-    /// Returns the metrics label for a tenant. Used for a job that was rejected before it reached policy.
+    /// Returns the index of a tenant's label in the metrics. Used if a job was rejected before it reached policy.
     pub(super) fn label_of(&self, tenant: &str) -> u32 {
         let found = self.labels.binary_search_by(|label| label.as_str().cmp(tenant));
         found.unwrap_or(self.labels.len()) as u32
@@ -238,8 +239,7 @@ impl Bulkheads {
         self.by_name.get(name).copied()
     }
 
-    /// Returns the same result as [`Self::find`]. This function is faster if `recent` is the bulkhead with this
-    /// name.
+    /// Finds a bulkhead by name, like [`Self::find`]. Avoids the lookup if `recent` is the bulkhead with this name.
     #[inline]
     pub(super) fn find_recent(&self, recent: Option<BulkheadIndex>, name: &str) -> Option<BulkheadIndex> {
         let is_again = |index: &BulkheadIndex| {
@@ -276,7 +276,7 @@ impl Bulkheads {
         self.slab.insert(BulkheadEntry { demand, ..BulkheadEntry::new(spec, shared) })
     }
 
-    /// Returns whether an operator has drained the bulkhead or forced its breaker open.
+    /// Returns whether an operator has drained the bulkhead, and whether an operator has forced its breaker open.
     pub(super) fn closed_by_operator(&self, compartments: &Compartments, name: &str) -> ClosedByOperator {
         let entry = self.find(name).map(|bulkhead| &self[bulkhead]);
         entry.map_or_else(ClosedByOperator::default, |entry| ClosedByOperator {
@@ -285,8 +285,8 @@ impl Bulkheads {
         })
     }
 
-    /// Closes a rebuilt bulkhead if an operator had closed it before it was rebuilt. Returns the events that must then
-    /// be applied to the compartments.
+    /// Drains a rebuilt bulkhead or forces its breaker open again, if an operator had done so before the bulkhead was
+    /// rebuilt. Returns the events that must then be applied to the compartments.
     pub(super) fn close_again(&mut self, name: &str, closed: ClosedByOperator) -> Vec<CompartmentEvent> {
         let Some(bulkhead) = self.find(name) else { return Vec::new() };
         if closed.is_draining {
@@ -409,7 +409,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the digest of an operation and its payload, or `None` if poison detection is off.
+    /// Returns the digest of an operation name and a payload. Returns `None` if poison detection is off.
     pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
         self.has_poison_detection.then(|| {
             let mut hasher = blake3::Hasher::new();

@@ -18,7 +18,7 @@ pub(super) struct CommandQueue {
     receiver: Receiver<Command>,
     /// True if the channel might contain commands.
     has_commands: bool,
-    /// Number and total weight of the commands taken in the current iteration.
+    /// Number of commands taken in the current iteration, and their total weight.
     taken: usize,
     weight: usize,
     /// Number of stop requests received since the last call to `take_stops`.
@@ -39,13 +39,13 @@ impl CommandQueue {
         self.has_commands
     }
 
-    /// Returns the number of stop requests received since the last call, but at most two. Further stop requests
-    /// have no effect.
+    /// Returns the number of stop requests received since the last call. The result is at most two, because further
+    /// stop requests have no effect.
     pub(super) fn take_stops(&self) -> u32 {
         self.stops.swap(0, Ordering::SeqCst).min(2)
     }
 
-    /// Returns the next command. If no command is pending or the maximum per iteration is reached, returns
+    /// Returns the next command. If there is no command, or if the maximum for this iteration has been reached, returns
     /// `None` and resets the counts for the next iteration.
     pub(super) fn next(&mut self) -> Option<Command> {
         while self.has_commands

@@ -35,30 +35,30 @@ const REPORT_BURST_MAX: u32 = 10;
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
 pub(super) struct Crashes {
-    /// Number of crash reports so far.
+    /// Number of crash reports created so far. Used to generate IDs.
     reports: u32,
     /// Permits for storing crash reports. Each report holds a permit until it has been stored.
     permits: Arc<Semaphore>,
     /// State of crash reporting for each bulkhead that has had a crash.
     by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
-    /// Total number of crashes that have neither a report nor an event yet.
+    /// Total number of crashes that have no report and have not been included in an event yet.
     skipped: u64,
-    /// PID of the process whose death is being handled, and the ID of its crash report. Events about the death
-    /// include the ID.
+    /// PID of the process whose death is currently being handled, and the ID of the crash report about this death.
+    /// Events about the death contain the ID.
     last_report: Option<(u32, CrashId)>,
-    /// ID, operation and tenant of the last job that crashed or exceeded its deadline. The next event might be
-    /// about this job.
+    /// ID, operation and tenant of the most recent job that crashed or exceeded its deadline. Kept because the next
+    /// event might concern this job.
     last_failed: Option<(JobId, Box<str>, Box<str>)>,
 }
 
 #[derive(Default)]
 struct BulkheadCrashes {
     limit: ReportLimit,
-    /// Failures of workers that died before they became ready.
+    /// Deaths of workers that occurred before the workers became ready.
     start_failures: StartFailures,
 }
 
-/// Permission to send a crash report.
+/// Permission to create a single crash report.
 pub(super) struct ReportSlot {
     id: CrashId,
     at: SystemTime,
@@ -79,7 +79,7 @@ struct ReportLimit {
     left: u32,
     /// Time at which the bucket was last refilled.
     filled_to: Time,
-    /// Number of crashes that have neither a report nor an event yet.
+    /// Number of crashes that have no report and have not been included in an event yet.
     skipped: u64,
     reported_at: Option<Time>,
 }
@@ -101,7 +101,7 @@ impl ReportLimit {
         has_some
     }
 
-    /// Returns the number of crashes without a report if an event about them is due.
+    /// If an event about crashes without a report is due, returns the number of such crashes since the last event.
     fn take_unreported(&mut self, now: Time) -> Option<u64> {
         let is_due = self.reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
         if self.skipped == 0 || !is_due {
@@ -120,7 +120,7 @@ pub(super) struct CrashContext {
     culprit: Option<usize>,
     usage: Option<Usage>,
     stderr_tail: Option<String>,
-    /// Reason why there is no backtrace. Set if a signal killed the process but there is no crash record.
+    /// Reason why the report contains no backtrace. Set if a signal killed the process and there is no crash record.
     native: Option<NativeCrash>,
     record: Option<CrashRecord>,
     /// Stacks of the worker's threads, if the worker wrote them as text.
@@ -205,7 +205,8 @@ impl CrashContext {
         }
     }
 
-    /// Returns the crash context of a program that died. `message` is the worker's description of the death.
+    /// Returns the context of a crash report about a program that died. `message` is the description that the worker
+    /// sent.
     pub(super) fn of_program(death: Death, cause: Cause, message: &str) -> Self {
         const WHY: &str = "an `exec` program has no library that records crashes";
         let output = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
@@ -321,20 +322,21 @@ impl Crashes {
         Some(ReportSlot { id: CrashId::new(at, self.reports), at, count: 1, permit })
     }
 
-    /// Returns the ID of the crash report about process `pid` if the death of this process is being handled.
+    /// Returns the ID of the crash report about a process. Returns `None` unless the death of this process is currently
+    /// being handled.
     pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
         let (dead, id) = self.last_report?;
         (pid == Some(dead)).then_some(id)
     }
 
-    /// Returns the ID of the crash report about the death that ended a job. Valid only while that death is being
-    /// handled.
+    /// Returns the ID of the crash report about the worker whose death ended a job. Returns `None` unless this death is
+    /// currently being handled.
     pub(super) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
         self.report_about(answer.worker_pid.filter(|_| has_crashed))
     }
 
-    /// Ends the handling of a death. Later events do not mention its crash report.
+    /// Records that a death has been handled. Later events do not contain the ID of its crash report.
     pub(super) fn death_applied(&mut self) {
         self.last_report = None;
     }
@@ -347,7 +349,8 @@ impl Crashes {
         self.last_failed = answer.job.map(names);
     }
 
-    /// Returns the operation and the tenant of `job` if this job was the last job to fail.
+    /// Returns the operation and the tenant of `job`. Returns `None` unless this job is the most recent job that
+    /// crashed or exceeded its deadline.
     pub(super) fn names_of(&self, job: JobId) -> Option<(String, String)> {
         let (_, operation, tenant) = self.last_failed.as_ref().filter(|(id, ..)| *id == job)?;
         Some((operation.to_string(), tenant.to_string()))
@@ -355,13 +358,13 @@ impl Crashes {
 
     // Crashes without a report.
 
-    /// Returns true if some crashes have neither a report nor an event yet.
+    /// Returns true if there are crashes that have no report and have not been included in an event yet.
     pub(super) fn needs_checks(&self) -> bool {
         self.skipped > 0
     }
 
-    /// Returns the bulkheads for which an event about crashes without a report is due, each with the number of
-    /// such crashes since the last event.
+    /// Returns the bulkheads for which an event about crashes without a report is due. Each is returned with the number
+    /// of such crashes since the last event.
     pub(super) fn take_skipped(&mut self, now: Time) -> Vec<(BulkheadIndex, u64)> {
         let mut due = Vec::new();
         for (&bulkhead, crashes) in &mut self.by_bulkhead {

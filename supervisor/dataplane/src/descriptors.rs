@@ -33,10 +33,10 @@ const HELD_MAX: usize = 2 * MESSAGE_DESCRIPTORS_MAX;
 /// descriptors are delayed only when all threads are blocked.
 const CLOSERS: usize = 4;
 
-/// Error that [`Intake::receive`] returns if descriptors were sent along with the bytes.
+/// Error from [`Intake::receive`] if the peer sent descriptors along with the bytes.
 pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 
-/// Error message for a peer that sent descriptors.
+/// Error message about a peer that sent descriptors.
 pub(crate) const NOT_TAKEN: &str = "the peer sent descriptors, which this socket does not accept";
 
 /// Returns the number of open files that this process must reserve for descriptors received from peers.
@@ -54,22 +54,23 @@ fn kernel_refuses() -> bool {
     })
 }
 
-/// Method of reading from and closing sockets. Depends on whether the kernel can refuse descriptors.
+/// Method of reading from sockets and closing them. The choice depends on whether the kernel can refuse descriptors
+/// that a peer sends.
 pub(crate) enum Intake {
     /// The kernel refuses descriptors.
     Refusing,
-    /// The supervisor receives descriptors and closes them.
+    /// The kernel cannot refuse descriptors, so the supervisor receives and closes them.
     Closing(Closers),
 }
 
 impl Intake {
-    /// Chooses the method supported by the running kernel.
+    /// Selects how descriptors are handled, depending on what the running kernel supports.
     pub(crate) fn new() -> io::Result<Self> {
         Ok(if kernel_refuses() { Self::Refusing } else { Self::Closing(Closers::start()?) })
     }
 
-    /// Prepares the supervisor's end of a socket pair for [`Self::receive`]. Accepted sockets need no
-    /// preparation.
+    /// Prepares the supervisor's end of a socket pair, so that it refuses descriptors if the kernel supports this.
+    /// Accepted sockets need no preparation.
     pub(crate) fn prepare(&self, socket: &impl AsFd) -> io::Result<()> {
         match self {
             Self::Refusing => Ok(refuse_descriptors(socket)?),
@@ -77,7 +78,8 @@ impl Intake {
         }
     }
 
-    /// Reads without blocking. Fails with an error from `recv(2)` or with [`CAME_WITH_DESCRIPTORS`].
+    /// Reads from a socket without blocking. Returns an error from `recv(2)`, or [`CAME_WITH_DESCRIPTORS`] if the peer
+    /// sent descriptors.
     pub(crate) fn receive(&self, socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         match self {
             Self::Refusing => rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count),
@@ -111,7 +113,7 @@ impl Intake {
     }
 }
 
-/// Number of descriptors and number of sockets that are waiting to be closed.
+/// Numbers of descriptors and sockets that have not been closed yet.
 #[derive(Default)]
 struct Backlog {
     descriptors: AtomicUsize,
@@ -178,7 +180,7 @@ impl Closers {
 
 fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
     loop {
-        // The thread that waits for the next item holds the lock, and releases it before closing the item.
+        // The lock is held while a thread waits for the next item, and released before the item is closed.
         let next = coming.lock().unwrap_or_else(PoisonError::into_inner).recv();
         match next {
             Ok(Unwanted::Descriptors(descriptors)) => {
@@ -259,7 +261,7 @@ mod tests {
         sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
     }
 
-    /// Returns a [`Closers`] and the receiving end of its channel. Starts no closing threads, so the test can
+    /// Returns a [`Closers`] and the receiving end of its channel. No threads close descriptors, so the test can
     /// inspect the channel.
     fn closers() -> (Closers, Receiver<Unwanted>) {
         let (unwanted, coming) = channel();

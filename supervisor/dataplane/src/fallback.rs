@@ -11,13 +11,12 @@ use bulkhead_shared::{Executed, Outcome, Priority, RejectReason, Verdict};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{JobData, link_bytes};
 
-/// State of a job that can be passed on to a fallback.
+/// State kept for a job that can be passed on to a fallback.
 pub(super) struct FallbackState {
-    /// Bulkhead and compartment to which the client submitted the job. The outcome is counted for this bulkhead and
-    /// compartment.
+    /// Bulkhead and compartment to which the client submitted the job, and for which the outcome is counted.
     entry: (BulkheadIndex, CompartmentIndex),
     chain: Arc<[Arc<str>]>,
-    /// Index in `chain` of the next bulkhead to try.
+    /// Index in `chain` of the bulkhead to try next.
     next: usize,
     received: Time,
     limit: Duration,
@@ -26,13 +25,15 @@ pub(super) struct FallbackState {
     priority: Priority,
     idempotent: bool,
     cost: u32,
-    /// Combined result from earlier bulkheads, or `None` if the job is still in its first bulkhead.
+    /// Combined result of all bulkheads that passed the job on. `None` if the job is still in the bulkhead to which it
+    /// was submitted.
     earlier: Option<EarlierResult>,
 }
 
-/// Combined result of a job's attempts in all bulkheads that passed the job on.
+/// Combined result of a job in all bulkheads that passed the job on.
 struct EarlierResult {
-    /// Outcome in the first bulkhead. The client receives this outcome if no fallback produces a better one.
+    /// Outcome in the bulkhead to which the job was submitted. The client receives this outcome if no fallback produces
+    /// a better one.
     first: Outcome,
     attempts: u32,
     ran: Duration,
@@ -148,7 +149,7 @@ impl FallbackState {
         self.idempotent && (has_retries || self.next < self.chain.len())
     }
 
-    /// Returns the submission that passes the job on to a fallback. `left` is the time until the deadline.
+    /// Returns the submission to send to a fallback. `left` is the time that remains until the deadline.
     pub(super) fn submission(&self, left: Duration, record: Box<JobData>) -> Submission<Box<JobData>> {
         Submission {
             deadline: Some(left),
@@ -163,8 +164,8 @@ impl FallbackState {
         }
     }
 
-    /// Combines the latest outcome with the results from earlier bulkheads. Attempts and times are added up.
-    /// Returns `None` if the job was never passed on.
+    /// Combines an outcome with the results of the bulkheads that passed the job on. The numbers of attempts and the
+    /// times are added up. Returns `None` if the job was never passed on.
     pub(super) fn combine(&self, now: Time, outcome: &Outcome) -> Option<Outcome> {
         let earlier = self.earlier.as_ref()?;
         let has_crashed = matches!(earlier.first.verdict, Verdict::Crashed { .. });

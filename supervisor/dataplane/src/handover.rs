@@ -1,4 +1,5 @@
-//! State of an upgrade: the phase of the handover to a successor, and the permits that the predecessor still needs.
+//! State of an upgrade. Records the phase of the handover to a successor, and the compartments in which the predecessor
+//! still needs permits.
 //!
 //! This module neither reads nor writes sockets. `wiring` performs the steps.
 
@@ -22,25 +23,26 @@ const LEASES_TIMEOUT: Duration = Duration::from_secs(6);
 /// outbox is full.
 const OUTBOX_MAX: usize = 64;
 
-/// Number of permits that a compartment needs, and number of jobs waiting for one of these permits.
+/// Number of permits that a compartment still needs, and number of its jobs that are waiting for one of these permits.
 pub(super) type Needs = (u32, u32);
 
 #[derive(Default)]
 pub(super) struct Handover {
     phase: Phase,
-    /// Needs of each compartment, as last reported to the successor. These numbers never increase.
+    /// Number of permits and jobs of each compartment, as last reported to the successor. The numbers can only
+    /// decrease.
     held: BTreeMap<CompartmentIndex, Needs>,
     /// Compartments in which the predecessor still needs permits.
     predecessor: BTreeSet<CompartmentIndex>,
-    /// Socket to the other supervisor's data plane.
+    /// Socket connected to the data plane of the predecessor or successor.
     pub(super) transfer: Option<Transfer>,
     /// Permissions of each token. Applied to connections that the predecessor passes on.
     pub(super) tokens: Vec<TokenGrant>,
-    /// Number of upgrades that have been started.
+    /// Number of upgrades that this supervisor has started.
     pub(super) attempts: u64,
 }
 
-/// The transfer socket, and the messages waiting to be sent.
+/// Socket for transferring connections, and the messages that have not been sent yet.
 pub(super) struct Transfer {
     pub(super) socket: OwnedFd,
     pub(super) outbox: Outbox,
@@ -64,7 +66,8 @@ enum Phase {
 }
 
 impl Handover {
-    /// Returns true during an upgrade, when operator commands are refused and no memory files are lent.
+    /// Returns true while an upgrade is in progress. During an upgrade, operator commands are refused and no memory
+    /// files are lent.
     pub(super) fn is_under_way(&self) -> bool {
         !matches!(self.phase, Phase::None)
     }
@@ -74,7 +77,7 @@ impl Handover {
         matches!(self.phase, Phase::Switched | Phase::Released | Phase::Leaving)
     }
 
-    /// Returns true while the data plane pauses reading from clients.
+    /// Returns true if the data plane must not read from clients at the moment.
     pub(super) fn pauses_reading(&self) -> bool {
         matches!(self.phase, Phase::Switched)
     }
@@ -88,7 +91,7 @@ impl Handover {
         matches!(self.phase, Phase::Leaving)
     }
 
-    /// Returns true if the event loop must check timeouts.
+    /// Returns true if an upgrade is in a phase that requires periodic checks.
     pub(super) fn needs_checks(&self) -> bool {
         matches!(self.phase, Phase::Switching { .. }) || self.is_released()
     }
@@ -145,7 +148,8 @@ impl Handover {
         }
     }
 
-    /// Ends a failed upgrade. The caller must then remove the caps on the number of permits in each compartment.
+    /// Resets the state after a failed upgrade. The caller must then lift the temporary limits on the number of permits
+    /// in each compartment.
     pub(super) fn take_back(&mut self) {
         self.phase = Phase::None;
         self.held.clear();
@@ -161,8 +165,8 @@ impl Handover {
         self.held.keys().copied().collect()
     }
 
-    /// Updates the recorded needs of a compartment. If the needs have decreased, returns the new values to
-    /// report to the successor.
+    /// Updates the number of permits and jobs recorded for a compartment. If the numbers have decreased, returns the
+    /// new numbers, which must be reported to the successor.
     pub(super) fn update(&mut self, compartment: CompartmentIndex, needs: Needs) -> Option<Needs> {
         let known = self.held.get_mut(&compartment)?;
         let permits = known.0.min(needs.0 + needs.1);
@@ -180,15 +184,15 @@ impl Handover {
         self.is_leaving() || self.is_released() && self.transfer.is_some()
     }
 
-    /// Returns true if another connection can be passed on now. Always true without a transfer socket, because passing
-    /// on a connection then only closes the connection.
+    /// Returns true if there is room to pass on another connection. Without a transfer socket, there is always room,
+    /// because the connection is then only closed.
     pub(super) fn has_room(&self) -> bool {
         self.transfer.as_ref().is_none_or(|transfer| transfer.outbox.len() < OUTBOX_MAX)
     }
 
     // The successor.
 
-    /// Records the number of permits that the predecessor needs in a compartment.
+    /// Records whether the predecessor still needs permits in a compartment. `permits` is the number that it needs.
     pub(super) fn predecessor_holds(&mut self, compartment: CompartmentIndex, permits: u32) {
         let _ = if permits > 0 {
             self.predecessor.insert(compartment)

@@ -13,8 +13,8 @@ use super::slab::SessionId;
 struct ReadySet {
     /// Sessions whose clients have signaled activity on their connections.
     sessions: Vec<SessionId>,
-    /// Thread or task to wake. `None` while the data plane is awake. The data plane checks `sessions` before it
-    /// goes to sleep.
+    /// Thread or task to wake when a client signals activity. `None` while the data plane is awake, because the data
+    /// plane checks `sessions` before it goes to sleep.
     parked: Option<Parked>,
 }
 
@@ -30,7 +30,7 @@ pub(super) struct InProcessWaker {
     waker: Arc<mio::Waker>,
     /// True if an in-process client has ever connected.
     is_used: bool,
-    /// Reusable buffer that receives the contents of `ReadySet::sessions`.
+    /// Buffer into which the contents of `ReadySet::sessions` are moved. Kept to reuse its memory.
     buffer: Vec<SessionId>,
 }
 
@@ -91,8 +91,8 @@ impl InProcessWaker {
         ready.sessions.is_empty()
     }
 
-    /// Returns `Ready` if a client has signaled activity. Otherwise, the next signal wakes the task that owns
-    /// `context`.
+    /// Returns `Ready` if a client has signaled activity. Otherwise, arranges that the next signal wakes the task to
+    /// which `context` belongs.
     pub(super) fn poll_ready(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut ready = lock(&self.ready);
         if !ready.sessions.is_empty() {
@@ -118,7 +118,7 @@ impl InProcessWaker {
         self.buffer.drain(..).for_each(handle);
     }
 
-    /// Marks the data plane as awake, so that clients do not try to wake it.
+    /// Marks the data plane as awake, so that activity of clients does not cause another wake-up.
     pub(super) fn unpark(&self) {
         if self.is_used {
             let unwanted = lock(&self.ready).parked.take();

@@ -25,7 +25,7 @@ use super::memory_files::sealed_file;
 pub(super) struct Journal {
     pub(super) file: OwnedFd,
     words: Arc<SharedWords>,
-    /// True if the worker writes a crash record into the file.
+    /// True if the worker writes a crash record into the journal file when it crashes.
     has_crash_record: bool,
     /// True if the worker can write the stacks of its threads into the file.
     has_stack_text: bool,
@@ -34,7 +34,7 @@ pub(super) struct Journal {
 /// Maximum size of the stacks that a worker writes as text, in bytes.
 const STACK_TEXT_BYTES_MAX: usize = 64 * 1024;
 
-/// Gives policy access to the counters in a worker's journal.
+/// Counters in a worker's journal, in the form in which policy reads them.
 #[derive(Debug)]
 struct JournalClaims(Arc<SharedWords>);
 

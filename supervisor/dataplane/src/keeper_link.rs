@@ -1,5 +1,5 @@
-//! Connection to the keeper. Handles the keeper's timeout, the replacement of a lost keeper, and the queue of workers
-//! to start. `wiring/keeper.rs` applies the keeper's reports.
+//! Connection to the keeper. Checks that the keeper responds, replaces a lost keeper, and queues the workers to start.
+//! `wiring/keeper.rs` applies the keeper's reports.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,11 +15,11 @@ use super::slab::CompartmentIndex;
 /// Maximum time to wait for a reply from the keeper. The keeper usually replies within milliseconds.
 const PONG_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Age below which a keeper's death counts as early.
+/// Minimum lifetime of a keeper. If a keeper dies sooner, its death counts as early.
 const LIFETIME_MIN: Duration = Duration::from_secs(10);
 
-/// Delay before a new keeper starts after three consecutive early deaths. Doubles with each further early death,
-/// up to sixteen times the initial delay.
+/// Delay before a new keeper is started if three keepers in a row have died early. Doubles with each further early
+/// death, up to sixteen times this value.
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
@@ -31,7 +31,7 @@ pub(super) struct KeeperLink {
     pinged_at: Option<Time>,
     /// Reports from the keeper that have been received but not handled yet.
     deferred_reports: VecDeque<Report>,
-    /// Worker start orders that have not been sent to the keeper yet.
+    /// Orders to start workers that have not been sent to the keeper yet.
     worker_orders: VecDeque<WorkerOrder>,
 }
 
@@ -40,11 +40,11 @@ enum State {
     Running(Box<Keeper>),
     /// The background thread is starting another keeper.
     Replacing,
-    /// No keeper could be started. The supervisor stops.
+    /// No new keeper could be started, so the supervisor stops.
     Failed,
 }
 
-/// A worker to start. The order is sent once a keeper is running and the limit on orders per iteration allows it.
+/// An order to start a worker. It is sent once a keeper is running and the limit on orders per iteration allows it.
 pub(super) struct WorkerOrder {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
@@ -93,8 +93,8 @@ impl KeeperLink {
 
     // Orders.
 
-    /// Reaps orphans that have exited (see [`Keeper::reap_orphans`]). Does nothing while the keeper is being
-    /// replaced, because the replacement procedure reaps all orphans.
+    /// Reaps orphans that have exited (see [`Keeper::reap_orphans`]). Does nothing while the keeper is being replaced,
+    /// because the background thread then reaps all orphans.
     pub(super) fn reap_orphans(&mut self) -> bool {
         self.serving().is_ok_and(|keeper| keeper.reap_orphans())
     }
@@ -109,7 +109,7 @@ impl KeeperLink {
         if self.is_running() { self.worker_orders.pop_front() } else { None }
     }
 
-    /// Returns true if a worker can be started now.
+    /// Returns true if a keeper is running and there are workers to start.
     pub(super) fn has_worker_orders(&self) -> bool {
         !self.worker_orders.is_empty() && self.is_running()
     }
@@ -121,7 +121,7 @@ impl KeeperLink {
         found.map(|at| self.worker_orders.remove(at)).is_some()
     }
 
-    /// Kills a worker, and pings the keeper to check that the keeper still responds.
+    /// Orders the keeper to kill a worker. Also pings the keeper, to check that the keeper still responds.
     pub(super) fn kill(&mut self, spawn: u64, now: Time) {
         if let Ok(keeper) = self.serving() {
             // An error means that the keeper is gone, which the socket also reports.
@@ -130,8 +130,8 @@ impl KeeperLink {
         }
     }
 
-    /// Pings the keeper after an important order. Starts the timeout for the reply, unless the reply to an
-    /// earlier ping is still outstanding.
+    /// Pings the keeper after an important order and starts the timeout for the reply. Does nothing if an earlier ping
+    /// has not been answered yet.
     pub(super) fn ping(&mut self, now: Time) {
         if self.pinged_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
             self.pinged_at = Some(now);

@@ -58,7 +58,7 @@ pub(super) enum Effect {
         bytes: u64,
     },
     FreeFiles(Files),
-    /// Rejects a client's lease request.
+    /// Rejects a client's request for a lease.
     RejectRequest {
         client: SessionId,
         request: u64,
@@ -68,7 +68,7 @@ pub(super) enum Effect {
         client: SessionId,
         lease: u64,
     },
-    /// Counts a frame that a well-behaved client would never send.
+    /// Increments the counter of frames that a well-behaved client would never send.
     CountMisuse {
         client: SessionId,
     },
@@ -94,13 +94,13 @@ pub(super) struct Loan {
     pub(super) files: Arc<Files>,
 }
 
-/// Result of an attempt to send files to a client or worker.
+/// Result of trying to send memory files to a client or worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sent {
     Yes,
     /// The files were not sent because the socket was full or too many descriptors were in transit.
     NotNow,
-    /// This client or worker can never receive files.
+    /// The files were not sent, because this client or worker can never receive files.
     Never,
 }
 
@@ -109,7 +109,7 @@ pub(super) enum Sent {
 pub(super) struct Budget {
     /// Maximum total size of all files, in bytes (`max_pooled`).
     pub(super) pooled_bytes_max: u64,
-    /// Maximum total size of waiting data and files together, in bytes (`max_buffered`).
+    /// Maximum total size of all files and waiting data, in bytes (`max_buffered`).
     pub(super) buffered_bytes_max: u64,
     /// Total size of the waiting data in bytes, not including data in memory files.
     pub(super) waiting_bytes: u64,
@@ -127,7 +127,7 @@ struct Lease {
     request: u64,
     bulkhead: Arc<str>,
     tenant: Box<str>,
-    /// Size in bytes of each of the lease's two files.
+    /// Size of each of the two files that belong to the lease, in bytes.
     bytes: u64,
     state: State,
     is_busy: bool,
@@ -138,7 +138,8 @@ struct Lease {
 
 enum State {
     Creating,
-    /// The files exist. The lease has not been offered yet, because the client has not confirmed the previous offer.
+    /// The files have been created but not offered to the client, because the client has not confirmed the previous
+    /// offer.
     Created(Arc<Files>),
     Offered(Arc<Files>),
     Held(Arc<Files>),
@@ -190,9 +191,9 @@ struct Borrower {
 #[derive(PartialEq, Eq)]
 enum BorrowerState {
     CanBorrow,
-    /// The worker has not confirmed the latest loan yet.
+    /// The worker has not confirmed the most recent loan. Until then, no other files are lent to the worker.
     Unconfirmed,
-    /// Sending files to the worker failed.
+    /// No files are lent to this worker, because sending files to it failed.
     Unreachable,
 }
 
@@ -201,7 +202,7 @@ pub(super) struct LeasedPayload {
     lease: u64,
     files: Arc<Files>,
     bytes: usize,
-    /// Worker that received the payload, either as a reference to the file or as bytes.
+    /// Worker that received the payload. The worker received either a reference to the file or the payload's bytes.
     worker: Option<u64>,
     /// True if the worker received a reference to the file. False if the worker received the payload's bytes.
     is_by_name: bool,
@@ -242,7 +243,7 @@ impl LeasedPayload {
 pub(super) struct Leases {
     by_number: HashMap<u64, Lease, RandomState>,
     borrowers: HashMap<u64, Borrower, RandomState>,
-    /// Revoked leases that clients might still use because they have not processed the recall.
+    /// Revoked leases of each client. The client might still use them if it has not processed the recall yet.
     revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
     /// Files that a worker might still read although the client has already received the job's outcome, because the
     /// worker has not replied. Each entry starts with the worker's spawn number.
@@ -255,9 +256,10 @@ pub(super) struct Leases {
     last_number: u64,
     /// Highest lease number used by the predecessor. Clients might still use leases with numbers up to this one.
     last_number_before: u64,
-    /// True if leases are granted. False during an upgrade, when clients must return all their leases.
+    /// True if lease requests can be granted. False during an upgrade, when all leases are recalled from clients.
     is_lending: bool,
-    /// Total size of all live files, in bytes. Includes files of ended leases that a job still uses.
+    /// Total size of all files that have not been freed, in bytes. Includes the files of ended leases as long as a job
+    /// uses them.
     bytes: u64,
     /// Number of leases that are included in `bytes`.
     live: u64,
@@ -285,7 +287,7 @@ impl Leases {
         self.bytes
     }
 
-    /// Returns true if memory files might be in use by a client or a worker.
+    /// Returns true if there are memory files that have not been freed.
     pub(super) fn any_live(&self) -> bool {
         self.live > 0
     }
@@ -297,7 +299,7 @@ impl Leases {
 
     // Upgrades.
 
-    /// Rejects all further lease requests. The caller must then call [`Leases::recall_all_idle`] regularly.
+    /// Begins to reject all lease requests. The caller must then call [`Leases::recall_all_idle`] regularly.
     pub(super) fn stop_lending(&mut self, now: Time) {
         self.is_lending = false;
         for number in self.matching(|lease| matches!(lease.state, State::Created(_))) {
@@ -353,7 +355,8 @@ impl Leases {
             .map(|(number, lease)| (*number, lease))
     }
 
-    /// Returns the numbers of all leases for which `matches` returns true, oldest first.
+    /// Returns the numbers of the leases for which `matches` returns true, in the order in which the leases were
+    /// created.
     fn matching(&self, matches: impl Fn(&Lease) -> bool) -> Vec<u64> {
         let matching = self.by_number.iter().filter(|(_, lease)| matches(lease));
         let mut numbers: Vec<u64> = matching.map(|(number, _)| *number).collect();
@@ -422,8 +425,7 @@ impl Leases {
         }
     }
 
-    /// Returns a lease that was offered to the client. If the client has no such lease, counts a misuse and returns
-    /// `None`.
+    /// Returns a lease if it has been offered to this client. Otherwise, counts a misuse and returns `None`.
     fn known_to(&mut self, client: SessionId, number: u64) -> Option<&mut Lease> {
         let is_sent = |lease: &&mut Lease| {
             lease.client == client && !matches!(lease.state, State::Creating | State::Created(_))
@@ -474,7 +476,7 @@ impl Leases {
         }
     }
 
-    /// Recalls idle leases if waiting data and files together exceed the memory budget.
+    /// Recalls as many idle leases as necessary if the files and the waiting data exceed the memory budget.
     pub(super) fn enforce_budget(&mut self, now: Time, budget: Budget) {
         if self.bytes <= budget.room() {
             return;
@@ -544,8 +546,8 @@ impl Leases {
         }
     }
 
-    /// Handles the result of sending an offer. If sending failed, rejects the lease request and continues with
-    /// the next lease.
+    /// Handles the result of sending an offer. If the offer could not be sent, rejects the lease request and schedules
+    /// the client's next offer.
     pub(super) fn offer_sent(&mut self, now: Time, offer: Offer, sent: Sent) {
         let Offer { client, request, named, files, .. } = offer;
         match self.by_number.get_mut(&named.lease) {
@@ -554,7 +556,7 @@ impl Leases {
                 lease.used_at = now;
             }
             _ => {
-                // Drops these references, so that the files are freed when the lease ends.
+                // These references are dropped first, so that the files are freed when the lease ends.
                 drop(files);
                 self.end(named.lease);
                 self.effects.push_back(Effect::RejectRequest { client, request });
@@ -565,7 +567,7 @@ impl Leases {
 
     // End of leases.
 
-    /// Recalls a lease from its client. After the recall, the lease's files are not lent to any other worker.
+    /// Asks the client to return a lease. From then on, the files of the lease are not lent to other workers.
     fn recall(&mut self, now: Time, number: u64) {
         let Some(lease) = self.by_number.get_mut(&number) else { return };
         let (State::Held(files) | State::Offered(files)) = &lease.state else { return };
@@ -604,13 +606,13 @@ impl Leases {
         }
     }
 
-    /// Recalls a bulkhead's leases because the bulkhead now needs payload digests.
+    /// Recalls all leases of a bulkhead. Called because the bulkhead now needs digests of payloads.
     pub(super) fn recall_for_bulkhead(&mut self, now: Time, bulkhead: &str) {
         let numbers = self.matching(|lease| *lease.bulkhead == *bulkhead);
         numbers.into_iter().for_each(|number| self.recall(now, number));
     }
 
-    /// Ends a lease that has not been offered, and rejects the client's request for it.
+    /// Ends a lease that has not been offered yet, and rejects the request for this lease.
     fn reject_created(&mut self, number: u64) {
         if let Some(Lease { client, request, state: State::Created(_), .. }) = self.by_number.get(&number) {
             self.effects.push_back(Effect::RejectRequest { client: *client, request: *request });
@@ -618,7 +620,8 @@ impl Leases {
         }
     }
 
-    /// Recalls idle leases and unconfirmed offers, and revokes leases that were not returned in time.
+    /// Recalls leases that have been idle for too long and offers that were not confirmed in time. Revokes recalled
+    /// leases that were not returned in time.
     pub(super) fn check_deadlines(&mut self, now: Time) {
         let is_over = |since: Time, most: Duration| now.since(since) >= most;
         for number in self.matching(|lease| {
@@ -692,8 +695,8 @@ impl Leases {
 
     // Jobs.
 
-    /// Validates a job whose payload is in a memory file. `inline_bytes` is the number of payload bytes in
-    /// the frame itself.
+    /// Validates a job whose payload is in a memory file. `inline_bytes` is the number of payload bytes that the job's
+    /// frame contains.
     pub(super) fn check_job(
         &self,
         now: Time,
@@ -727,8 +730,8 @@ impl Leases {
         Ok(())
     }
 
-    /// Marks a lease as used by a validated job. Returns the payload, and the worker that has borrowed the
-    /// lease's files, if any.
+    /// Marks a lease as in use by a job that has been validated. Returns the job's payload, and the worker to which the
+    /// lease's files are lent, if any.
     pub(super) fn begin_job(&mut self, named: LeaseRef) -> Option<(Box<LeasedPayload>, Option<u64>)> {
         let lease = self.by_number.get_mut(&named.lease)?;
         let files = lease.state.files()?.clone();

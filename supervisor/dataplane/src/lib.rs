@@ -108,8 +108,8 @@ use wiring::samples::SampleSubject;
 /// Maximum number of socket events handled per iteration.
 const EVENTS_PER_ITERATION_MAX: usize = 1024;
 
-/// Interval between periodic checks, such as the check for stalled peers. Checks run only while some part of the
-/// data plane needs them.
+/// Interval between periodic checks, such as the check for stalled peers. The checks run only while there is something
+/// to check.
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 const LISTENER: Token = Token(0);
@@ -118,17 +118,18 @@ const KEEPER: Token = Token(2);
 const TRANSFER: Token = Token(3);
 const FIRST_CONNECTION: usize = 4;
 
-/// Readiness events to poll for. `PRIORITY` reports out-of-band data, which is a protocol violation.
+/// Readiness events for which sockets are registered. `PRIORITY` reports out-of-band data, which is a protocol
+/// violation.
 const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
 
 /// Capabilities that the supervisor announces to each client.
 const CLIENT_CAPABILITIES: u64 =
     capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN;
 
-/// Typical size in bytes of a job frame's header and metadata, not including names.
+/// Typical size of the header and metadata in a job's frame, in bytes. Does not include names.
 const FRAME_BYTES: usize = 128;
 
-/// Error message for a peer that sent out-of-band data.
+/// Error message about a peer that sent out-of-band data.
 const OUT_OF_BAND: &str = "the peer sent out-of-band data, which the protocol does not allow";
 
 /// The data plane's record of a job. Policy stores it boxed and moves the box with every action.
@@ -144,7 +145,7 @@ pub(crate) struct JobData {
     /// Metrics label of the job's tenant.
     label: u32,
     held: HeldPayload,
-    /// Position of the job's frame on the worker's link.
+    /// Position of the job's frame among the bytes sent to the worker.
     position: JobPosition,
     charge: Charge,
     /// Exit status of the program that ran the job, if known.
@@ -168,7 +169,8 @@ impl JobData {
     }
 }
 
-/// Returns the size of a job on a link, in bytes. `own` is the total size of the job's payload and names.
+/// Returns the number of bytes that a job occupies on the link to a worker. `own` is the total size of the job's
+/// payload and names.
 fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
@@ -235,13 +237,13 @@ pub struct DataPlane {
     // The event loop.
     poll: Poll,
     events: Events,
-    /// True if the last poll returned the maximum number of events. More events might then be pending.
+    /// True if the last call to `poll` returned the maximum number of events, so that further events might be pending.
     has_more_events: bool,
     origin: Instant,
     now: Time,
     /// Time of the next periodic checks, or `None` if no part of the data plane needs checks.
     check_at: Option<Time>,
-    /// Next deadline, as computed by the most recent call to [`DataPlane::finish_iteration`].
+    /// Time of the next deadline, computed by the most recent call to [`DataPlane::finish_iteration`].
     due: Option<Time>,
     limits: DataPlaneLimits,
     is_stopping: bool,
@@ -279,7 +281,7 @@ pub struct DataPlane {
     templates: Templates,
 }
 
-/// A connection that the event loop handles.
+/// A connection whose events the event loop handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Endpoint {
     Session(SessionIndex),
@@ -304,7 +306,7 @@ impl Endpoint {
     }
 }
 
-/// Payload that arrived with the event being handled.
+/// Payload of the frame that caused the current event, if any.
 enum Incoming<'p> {
     None,
     Borrowed(&'p [u8]),
@@ -337,7 +339,7 @@ impl<'p> Incoming<'p> {
 pub struct Components {
     /// Initial configuration.
     pub config: Arc<Config>,
-    /// Confinement mechanisms that this machine supports.
+    /// Confinement mechanisms that are available on this machine.
     pub support: Arc<SandboxSupport>,
     /// The bound jobs socket, or `None` in an embedded supervisor, whose clients connect with
     /// [`bulkhead_plane::command::Command::AddInProcessClient`].
@@ -350,7 +352,8 @@ pub struct Components {
     pub spans: Option<SpanSender>,
     /// Counters shared with the control plane.
     pub counters: Arc<SharedCounters>,
-    /// Path of the host program for `exec` and `library`, or `None` if no bulkhead needs the host program.
+    /// Path of the program that `exec` and `library` bulkheads use as their host. `None` if no bulkhead needs this
+    /// program.
     pub host: Option<std::path::PathBuf>,
     /// Sorted names of the tenants with separate metrics.
     pub labels: Arc<[String]>,
@@ -436,8 +439,8 @@ impl DataPlane {
         Ok((plane, command_sender))
     }
 
-    /// Runs until all bulkheads have stopped. Returns any error from [`DataPlane::run_iteration`] or
-    /// [`DataPlane::end`].
+    /// Runs the data plane until all bulkheads have stopped. Returns an error if [`DataPlane::run_iteration`] or
+    /// [`DataPlane::end`] fails.
     pub fn run(mut self) -> io::Result<()> {
         self.start();
         while self.is_running() {
@@ -457,7 +460,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns true until all bulkheads have stopped or an essential thread has exited.
+    /// Returns false once all bulkheads have stopped or an essential thread has exited.
     pub fn is_running(&self) -> bool {
         !self.is_over() && self.threads.lost().is_none()
     }
@@ -494,8 +497,8 @@ impl DataPlane {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits up to `wait_time` for events and handles them. Returns an error if `epoll_wait(2)` fails, or if the
-    /// keeper can be neither reached nor replaced.
+    /// Waits for events for at most `wait_time`, and handles them. Returns an error if `epoll_wait(2)` fails, or if the
+    /// keeper is lost and cannot be replaced.
     pub fn run_iteration(&mut self, wait_time: Option<Duration>) -> io::Result<()> {
         let may_wait = wait_time != Some(Duration::ZERO) && self.in_process_waker.prepare_sleep();
         let wait_time = if may_wait { wait_time } else { Some(Duration::ZERO) };
@@ -522,7 +525,8 @@ impl DataPlane {
         self.in_process_waker.poll_ready(context)
     }
 
-    /// Handles input from in-process clients without blocking. Socket events are left for the next iteration.
+    /// Handles the input of in-process clients without waiting. Does not handle socket events, which are handled in the
+    /// next iteration.
     pub fn handle_in_process_clients(&mut self) -> io::Result<()> {
         self.in_process_waker.unpark();
         self.read_clock();
@@ -530,8 +534,8 @@ impl DataPlane {
         self.handle_events(&Events::with_capacity(0), was_paused)
     }
 
-    /// Shuts down the keeper and all workers. Returns an error if an essential thread had exited before this
-    /// call.
+    /// Shuts down the keeper and all workers. Returns an error if an essential thread exited before this function was
+    /// called.
     pub fn end(self) -> io::Result<()> {
         match self.threads.lost() {
             Some(name) => Err(self.abort(name)),
@@ -620,8 +624,8 @@ impl DataPlane {
         }
     }
 
-    /// Ends a connection on which out-of-band bytes arrived. The kernel reports such bytes only once and does
-    /// not preserve their order relative to other bytes.
+    /// Rejects a peer that has sent out-of-band bytes. Such bytes cannot be handled like other input, because the
+    /// kernel reports them only once and does not preserve their order relative to other bytes.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
@@ -654,7 +658,7 @@ impl DataPlane {
             || self.commands.is_waiting()
             || !self.snapshots.is_empty()
             || !self.job_lists.is_empty();
-        // Reporting a failed spawn can cause further failures, and there may be more workers to start.
+        // A report about a failed spawn can cause further failures, and there may be more workers to start.
         if has_more || self.links.has_failed_spawns() || self.keeper.has_worker_orders() {
             return Some(Duration::ZERO);
         }
@@ -691,7 +695,7 @@ impl DataPlane {
         }
     }
 
-    /// Schedules the next periodic checks if some part needs them.
+    /// Schedules the next periodic checks if any part of the data plane needs checks.
     fn schedule_checks(&mut self) {
         let needs_checks = self.sessions.needs_checks()
             || self.acceptor.needs_checks()
@@ -726,7 +730,7 @@ impl DataPlane {
         true
     }
 
-    /// Once all compartments have started, reports that the supervisor has started.
+    /// Reports that the supervisor has started, if all compartments have started and this has not been reported yet.
     fn check_started(&mut self) {
         if !self.has_started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
             self.has_started = true;
@@ -745,10 +749,10 @@ impl DataPlane {
         mut incoming: Incoming<'_>,
     ) -> Option<JobId> {
         let now = self.now;
-        // A late event can refer to a removed compartment.
+        // An event can arrive after its compartment has been removed.
         let compartment = self.compartments.get_mut(index)?;
-        // Moved out of `self`, because performing an action can apply another event, which also needs a list of
-        // actions.
+        // The list is moved out of `self`, because performing an action can apply another event, which also needs a
+        // list.
         let mut actions = std::mem::take(&mut self.buffers.actions);
         let job = compartment.policy.apply(now, event, &mut actions);
         for action in actions.drain(..) {
@@ -1027,7 +1031,7 @@ impl DataPlane {
         let _ = reply.send(result);
     }
 
-    /// Counts the jobs rejected by the HTTP server, so that the next statistics include them.
+    /// Adds the jobs that the HTTP server has rejected to the statistics.
     fn count_http_rejections(&mut self) {
         for (job, count) in self.counters.rejected_jobs.take() {
             let Some(bulkhead) = self.bulkheads.find(&job.bulkhead) else { continue };

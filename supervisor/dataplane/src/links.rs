@@ -38,7 +38,8 @@ const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 /// remembered until the worker reports that the program has died.
 const VIOLATIONS_MAX: usize = 64;
 
-/// Maximum number of replies that a worker can send for jobs that it does not have. A worker that sends more is killed.
+/// Maximum number of replies from a worker about jobs that the worker does not have. A worker that sends more is
+/// killed.
 const UNKNOWN_REPLIES_MAX: u32 = 100_000;
 
 pub(super) struct Link {
@@ -46,19 +47,20 @@ pub(super) struct Link {
     pub(super) socket: UnixStream,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
-    /// Tracks how many bytes the worker has read. Evaluated after the worker's death.
+    /// Determines how many bytes the worker had read when it died.
     pub(super) read_position: ReadPosition,
-    /// Loans of memory files that the worker might not have received yet.
+    /// Number of memory-file loans that the worker might not have read from its socket yet.
     pub(super) unread: ReceiverLoans,
-    /// Journal shared with the worker. After the worker's death, unsent replies are read from the journal.
+    /// Journal shared with the worker. After the worker's death, replies that the worker did not send are read from the
+    /// journal.
     pub(super) journal: Option<Journal>,
-    /// Stacks recorded because the worker did not respond. Included in the worker's crash report.
+    /// Stacks of a worker that did not respond. Included in the crash report about the worker.
     hang: Option<Hang>,
     process: Process,
     end: EndCause,
     reads: ReadState,
     is_dirty: bool,
-    /// Size of the outbox in bytes, as last counted.
+    /// Size of the outbox in bytes when it was last counted towards the memory limit.
     counted_waiting: usize,
     /// True if the worker writes heartbeats to the journal instead of sending heartbeat frames.
     beats_in_journal: bool,
@@ -83,18 +85,19 @@ pub(super) type Output = (OwnedFd, OwnedFd);
 struct Running {
     pid: u32,
     pidfd: OwnedFd,
-    /// Confinement of the process, as reported by the kernel.
+    /// Confinement of the process, as observed in the kernel.
     observed: Observed,
-    /// Observation of a silent worker's processor time, or `None` if the worker is not being observed.
+    /// Measurement that shows whether a silent worker gets enough processor time. `None` if the worker is not being
+    /// measured.
     watch: Option<Arc<Watch>>,
-    /// Read ends of the worker's output, or `None` if they were passed to the control plane.
+    /// Read ends of the pipes for the worker's output. `None` once they have been passed to the control plane.
     output: Option<Output>,
     /// Forbidden system calls made by programs that the worker started. Each entry contains a PID and a system
     /// call number.
     violations: VecDeque<(u32, u32)>,
 }
 
-/// State of the reading side of a link.
+/// State of receiving on a link, from open to completely read.
 enum ReadState {
     Open,
     /// The worker has closed its end. The remaining bytes in the socket must still be read.
@@ -105,13 +108,14 @@ enum ReadState {
     },
 }
 
-/// Cause of a worker's death that was not decided by policy.
+/// Reason for the end of a worker, if policy did not decide to end the worker.
 enum EndCause {
     /// No cause is known.
     None,
     /// The worker is being killed because its temporary folder is too large.
     TmpFull,
-    /// The process has exited. The death is reported to policy once all of the worker's programs have exited.
+    /// The process has exited. Policy receives a report about the death once all programs that the worker started have
+    /// exited.
     Dead { death: Death, usage: Usage },
 }
 
@@ -171,7 +175,7 @@ impl Link {
 
     // The order.
 
-    /// Returns the worker's compartment and ID, which together identify the worker.
+    /// Returns the pair of compartment and worker ID that identifies the worker.
     pub(super) fn key(&self) -> (CompartmentIndex, WorkerId) {
         (self.compartment(), self.worker())
     }
@@ -259,7 +263,7 @@ impl Link {
         Some((running.pid, running.output.take()?))
     }
 
-    /// Puts the output back after it could not be passed to the control plane.
+    /// Stores the worker's output pipes again, because they could not be passed to the control plane.
     pub(super) fn keep_output(&mut self, output: Output) {
         if let Some(running) = self.running_mut() {
             running.output = Some(output);
@@ -301,8 +305,8 @@ impl Link {
 
     // The end of the worker.
 
-    /// Records that the worker is being killed because its temporary folder is too large. Returns false if
-    /// another cause is already known.
+    /// Records that the worker is being killed because its temporary folder is too large. Returns false if another
+    /// reason for the worker's end is already known.
     pub(super) fn end_as_overfull(&mut self) -> bool {
         let is_first = matches!(self.end, EndCause::None);
         if is_first {
@@ -316,8 +320,7 @@ impl Link {
         matches!(self.end, EndCause::TmpFull)
     }
 
-    /// Stores the cause of the worker's death and the worker's resource usage. They are reported to policy
-    /// later.
+    /// Stores the cause of the worker's death and the worker's resource usage, to be reported to policy later.
     pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
         self.end = EndCause::Dead { death, usage };
     }
@@ -339,7 +342,7 @@ impl Link {
         }
     }
 
-    /// Returns true if the worker has closed its end of the link but not all bytes have been read.
+    /// Returns true if the worker has closed its end of the link but some of its bytes have not been read yet.
     pub(super) fn is_closing(&self) -> bool {
         matches!(self.reads, ReadState::Closing)
     }
@@ -395,7 +398,7 @@ impl Link {
         self.journal.take().and_then(Journal::into_crash_record)
     }
 
-    /// Sets whether the worker writes heartbeats to the journal.
+    /// Sets whether the worker writes its heartbeats to the journal instead of sending frames.
     pub(super) fn set_beats_in_journal(&mut self, beats_in_journal: bool) {
         self.beats_in_journal = beats_in_journal && self.journal.is_some();
     }
@@ -427,7 +430,7 @@ impl Link {
         }
     }
 
-    /// Records that an oversized result has started to arrive.
+    /// Records that the worker has begun to send an oversized result.
     pub(super) fn begin_oversized(&mut self, begun: Oversized) {
         if let Phase::Welcomed { oversized, .. } = &mut self.phase {
             *oversized = Some(begun);
@@ -438,7 +441,7 @@ impl Link {
         matches!(self.phase, Phase::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Removes and returns the oversized result. Called after the complete result has arrived.
+    /// Removes and returns the record of an oversized result. Called once the complete result has arrived.
     pub(super) fn take_oversized(&mut self) -> Option<Oversized> {
         match &mut self.phase {
             Phase::Welcomed { oversized, .. } => oversized.take(),
@@ -447,7 +450,7 @@ impl Link {
     }
 }
 
-/// All links by index and by spawn number, together with work that is deferred to the end of the iteration.
+/// All links to workers, and the work on links that is deferred to the end of the iteration.
 #[derive(Default)]
 pub(super) struct Links {
     slab: Slab<LinkIndex, Link>,
@@ -457,15 +460,15 @@ pub(super) struct Links {
     spawned: u64,
     /// Pool of UIDs, or `None` if workers have no separate UIDs.
     ids: Option<Arc<IdAllocator>>,
-    /// Dead workers whose descendants are being reaped, by spawn number. The last field is the worker's separate
-    /// UID, if any.
+    /// Dead workers whose descendants are still being reaped, by spawn number. Each entry ends with the worker's
+    /// separate UID, if any.
     reaping: HashMap<u64, (CompartmentIndex, WorkerId, Option<u32>)>,
-    /// Links of dead workers. A link's descriptors are closed only after the clients have received the outcomes of the
-    /// worker's jobs.
+    /// Links of dead workers whose descriptors must still be closed. They are closed after the clients have received
+    /// the outcomes of the workers' jobs.
     closed: Vec<Link>,
-    /// Links with more input than the data plane reads in one iteration.
+    /// Links with input left to read, because the data plane reads only a limited number of bytes per iteration.
     unfinished_reads: Vec<LinkIndex>,
-    /// Earliest time at which a paused link must be read again.
+    /// Earliest time at which the pause of a paused link ends.
     resume_at: Option<Time>,
     /// Workers that could not be started, because the request to the keeper could not be sent. The failures are
     /// reported to policy at the end of the iteration.
@@ -473,11 +476,11 @@ pub(super) struct Links {
     /// Silent workers whose processor time could not be checked. At the end of the iteration, they are reported to
     /// policy as lacking processor time.
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
-    /// Links with output to write.
+    /// Links whose outboxes contain data to write.
     dirty: VecDeque<LinkIndex>,
-    /// True if a link might have been closed by a worker whose death has not been reported.
+    /// True if there might be a worker that has closed its link and whose death has not been reported.
     has_closed: bool,
-    /// True if a worker's output could not be passed to the control plane because the channel was full.
+    /// True if the output pipes of a worker could not be passed to the control plane because the channel was full.
     has_outputs: bool,
 }
 
@@ -532,7 +535,7 @@ impl Links {
         index
     }
 
-    /// Removes a dead worker's link. Does not return the worker's UID to the pool.
+    /// Removes the link of a dead worker. The caller must return the worker's UID to the pool separately.
     pub(super) fn remove(&mut self, spawn: u64) -> Option<(LinkIndex, Link)> {
         let index = self.by_spawn.remove(&spawn)?;
         let Some(link) = self.slab.retire(index) else {
@@ -552,14 +555,14 @@ impl Links {
         self.closed.clear();
     }
 
-    /// Returns the spawn numbers of all workers. Workers for which `is_first` returns true come first.
+    /// Returns the spawn numbers of all workers. The workers for which `is_first` returns true are at the beginning.
     pub(super) fn spawns(&self, is_first: impl Fn(&Link) -> bool) -> Vec<u64> {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable_by_key(|spawn| (!self.of_spawn(*spawn).is_some_and(&is_first), *spawn));
         spawns
     }
 
-    /// Takes a UID for a new worker from the pool. Returns `None` if workers have no separate UIDs.
+    /// Takes a UID from the pool for a new worker. Returns `None` if workers do not have separate UIDs.
     pub(super) fn take_id(&self) -> io::Result<Option<u32>> {
         self.ids.as_ref().map(|ids| ids.allocate()).transpose()
     }
@@ -583,7 +586,7 @@ impl Links {
         Some((compartment, worker))
     }
 
-    /// Returns the spawn numbers of workers whose descendants are being reaped.
+    /// Returns the spawn numbers of dead workers whose descendants are still being reaped.
     pub(super) fn reaping_spawns(&self) -> Vec<u64> {
         let mut spawns: Vec<u64> = self.reaping.keys().copied().collect();
         spawns.sort_unstable();
@@ -622,12 +625,12 @@ impl Links {
 
     // Output of workers.
 
-    /// Records that a worker's output could not be passed to the control plane.
+    /// Records that the output pipes of a worker could not be passed to the control plane.
     pub(super) fn output_waits(&mut self) {
         self.has_outputs = true;
     }
 
-    /// Returns the links of workers whose output might not have been passed to the control plane yet.
+    /// Returns the links whose output pipes might still have to be passed to the control plane.
     pub(super) fn take_waiting_outputs(&mut self) -> impl Iterator<Item = LinkIndex> + use<> {
         let count = if std::mem::take(&mut self.has_outputs) { usize::MAX } else { 0 };
         self.slab.indices().take(count)
@@ -646,7 +649,7 @@ impl Links {
         !self.unfinished_reads.is_empty()
     }
 
-    /// Returns the links to read now, including paused links whose pause is over.
+    /// Returns the links that must be read now. Includes links whose pause has ended.
     pub(super) fn take_unfinished_reads(&mut self, now: Time) -> Vec<LinkIndex> {
         if self.resume_at.is_some_and(|at| at <= now) {
             self.resume_at = None;
@@ -695,13 +698,13 @@ impl Links {
         self.has_closed = true;
     }
 
-    /// Returns true if closed links or waiting worker outputs must be checked.
+    /// Returns true if there might be closed links, or output pipes that still have to be passed to the control plane.
     pub(super) fn needs_checks(&self) -> bool {
         self.has_closed || self.has_outputs
     }
 
-    /// Returns the closed links of workers that have not been reported dead. The flag is true if the worker has taken
-    /// too long to exit.
+    /// Returns the links that were closed by workers whose deaths have not been reported. The flag is true if the
+    /// worker has not exited in time.
     pub(super) fn check_closed(&mut self, now: Time) -> Vec<(LinkIndex, bool)> {
         let closed = self.slab.iter().filter_map(|(index, link)| match link.reads {
             ReadState::Closed { at } => Some((index, now.since(at) >= EXIT_AFTER_CLOSE)),
@@ -729,7 +732,7 @@ impl Links {
         }
     }
 
-    /// Returns the next link that has output to write. The caller must then call [`Self::flushed`].
+    /// Returns the next link whose outbox contains data to write. The caller must then call [`Self::flushed`].
     pub(super) fn next_dirty(&mut self) -> Option<LinkIndex> {
         self.dirty.pop_front()
     }
@@ -766,7 +769,7 @@ impl Links {
     }
 }
 
-/// Returns the cause of a worker's death. `link` is the worker's link.
+/// Determines the cause of a worker's death from the exit of its process. `link` is the worker's link.
 pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
     let is_filtered = || link.is_some_and(Link::filters_calls);
     match exit {
@@ -780,7 +783,7 @@ pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
 }
 
 impl Link {
-    /// Returns the size of the outbox in bytes, as last counted.
+    /// Returns the size of the outbox in bytes when it was last counted.
     pub(super) fn counted_waiting(&self) -> usize {
         self.counted_waiting
     }

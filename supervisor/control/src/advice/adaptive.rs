@@ -1,4 +1,4 @@
-//! Writes the sentences of advice that describe the adaptive limit.
+//! Generates the sentences about the adaptive limit that appear in advice.
 
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
@@ -8,8 +8,8 @@ pub(super) fn enforced_max(adaptive: &Adaptive) -> Option<u64> {
     (adaptive.mode == AdaptiveMode::Enforce).then_some(adaptive.max.into())
 }
 
-/// Returns a sentence that explains why more permits would not help. Returns `None` unless the adaptive limit holds
-/// jobs back and is below its maximum.
+/// Returns a sentence which explains that more permits would not help because the adaptive limit is the bottleneck.
+/// Returns `None` if the adaptive limit has no effect or has reached its maximum.
 pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {
@@ -32,7 +32,7 @@ fn is_below_max(adaptive: &Adaptive) -> bool {
     adaptive.limit < total(adaptive, adaptive.max)
 }
 
-/// Returns a description of the current adaptive limit and of the latency that led to it.
+/// Returns a description of the current adaptive limit and of the measured latency.
 pub(super) fn describe(adaptive: &Adaptive) -> String {
     let Adaptive { limit, target_ms, .. } = adaptive;
     let [min, max] = [adaptive.min, adaptive.max].map(|each| total(adaptive, each));

@@ -18,11 +18,12 @@ const CAPACITY_REJECTIONS: [RejectReason; 4] =
 /// Resource usage of a bulkhead's workers, sampled by the control plane.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ResourceUsage {
-    /// Total processor time of all workers between their samples, in milliseconds.
+    /// Total processor time that all workers used between consecutive samples, in milliseconds.
     pub(crate) cpu_ms: u64,
     /// Number of samples of workers that had jobs since the previous sample.
     pub(crate) samples: u64,
-    /// Number of samples in `samples` that were not the first sample of a worker. Only these contribute to `cpu_ms`.
+    /// Number of samples, out of `samples`, that were preceded by another sample of the same worker. Only these
+    /// contribute to `cpu_ms`.
     pub(crate) repeated_samples: u64,
     /// Largest resident size of any worker in bytes. `None` if no worker was measured, or if jobs do not run
     /// in the worker process itself.

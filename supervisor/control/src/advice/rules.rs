@@ -19,7 +19,7 @@ const AT_LIMIT_MAX: f64 = 0.01;
 /// If there were too few workers for more than this share of the time, the rules do not recommend a number of workers.
 const MISSING_WORKERS_MAX: f64 = 0.05;
 
-/// Fraction of all jobs above which the number of rejected or late jobs counts as significant.
+/// If more than this share of all jobs was rejected or late, the number of rejected or late jobs counts as significant.
 const MANY_JOBS_SHARE: f64 = 0.01;
 
 /// If jobs were in flight for less than this share of the time, the bulkhead counts as idle.
@@ -104,7 +104,7 @@ impl RecordVerdict for Verdicts {
 
 // Rules for the number of permits (`processes` × `max_in_flight`).
 
-/// Configuration key whose value the advice adjusts to change the number of permits.
+/// Configuration key that determines the number of permits. Advice recommends a new value for this key.
 struct SizingKey {
     key: &'static str,
     now: u64,
@@ -205,14 +205,14 @@ fn is_capped(seen: &Observations) -> bool {
     seen.time_at_limit > AT_LIMIT_MAX
 }
 
-/// Returns the required number of permits, with an explanation. `limit` is the current limit on the number of jobs in
-/// flight.
+/// Returns the number of permits that the load requires, with an explanation. `limit` is the current maximum number of
+/// jobs in flight.
 fn wanted_permits(seen: &Observations, limit: u64) -> (u64, String) {
     if is_capped(seen) { wanted_at_limit(seen, limit) } else { wanted_below_limit(seen) }
 }
 
-/// Returns the required number of permits, with an explanation. Used if the number of jobs in flight stayed below the
-/// limit.
+/// Returns the number of permits that the load requires, with an explanation. Applies if the number of jobs in flight
+/// stayed below the limit.
 fn wanted_below_limit(seen: &Observations) -> (u64, String) {
     let p99 = seen.concurrency.p99.max(1);
     let wanted = with_headroom(p99);
@@ -270,7 +270,7 @@ fn memory_permits(seen: &Observations, settings: &Settings, machine: &Machine) -
     let (each, all) = (seen.rss_max_bytes.filter(|each| *each > 0)?, machine.memory_bytes?);
     let sets = u64::from(settings.worker_sets.max(1));
     let processes = (all as f64 * MEMORY_SHARE) as u64 / each / sets;
-    // If the key is `max_in_flight`, memory sets no maximum, because a process does not necessarily need more memory to
+    // The machine's memory does not bound `max_in_flight`, because a process does not necessarily need more memory to
     // run more jobs at once.
     (SizingKey::of(settings).key == "processes")
         .then(|| (processes * u64::from(settings.max_in_flight)).max(1))
@@ -343,7 +343,7 @@ fn total_memory(seen: &Observations, processes: u64, machine: &Machine) -> Strin
 
 // Rules for the queue.
 
-/// Applies the rule for the length of the queue. `adds_permits` is true if the advice is to allow more running jobs.
+/// Applies the rule for the length of the queue. `adds_permits` is true if the advice already recommends more permits.
 fn advise_queue(
     seen: &Observations,
     settings: &Settings,
@@ -475,7 +475,7 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     }
     let wait = seen.queue_ms.max.max(settings.queue_timeout.map_or(0.0, millis));
     let longest = seen.run_ms.max + wait;
-    // If `deadline_max` is not set, it decreases along with the deadline.
+    // Without a separate `deadline_max`, lowering the deadline also lowers `deadline_max`.
     let least = if settings.has_deadline_max { Duration::ZERO } else { settings.deadline_max_least };
     let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN).max(least);
     if can_lower(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= settings.deadline {

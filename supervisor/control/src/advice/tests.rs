@@ -88,8 +88,8 @@ fn advice_keeps_suitable_values_and_gives_reasons() {
     assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (peak: 4)"), "{advice:?}");
 }
 
-/// The adaptive limit is the bottleneck in `enforce` mode. In `monitor` mode, the limit does not hold jobs back,
-/// so the advice is to add processes.
+/// Checks that the advice does not add processes if an enforced adaptive limit is the bottleneck. If the adaptive limit
+/// is only monitored, it does not hold jobs back, so the advice is to add processes.
 #[test]
 fn adaptive_limit_prevents_advice_for_more_processes() {
     let adaptive = bulkhead_api::Adaptive {
@@ -141,7 +141,7 @@ fn advice_raises_adaptive_maximum_together_with_processes() {
     assert_eq!(proposed_of(&second), [count("adaptive.max", 4)]);
     assert!(kept(overloaded(), &of(4, 2), "max_queue").contains("but first add permits"));
     assert!(kept(overloaded(), &of(4, 2), "processes").contains("at most 2: first raise `adaptive.max`"));
-    // The configuration rejects a maximum that exceeds the number of permits of any tenant.
+    // The configuration rejects an `adaptive.max` that exceeds the number of permits of an isolated tenant.
     let bound = Settings { adaptive_ceiling: 2, ..of(4, 2) };
     assert_eq!(proposed(overloaded(), &bound, "processes"), None);
     assert_eq!(proposed(overloaded(), &bound, "adaptive.max"), None);
@@ -369,7 +369,7 @@ fn proposed_queue_holds_only_jobs_that_can_finish_in_time() {
     // `max_queue = 0` is the default, so a queue is still proposed.
     let (places, _) = proposed(bound, &Settings { max_queue: 0, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));
-    // More permits take precedence over a longer queue.
+    // Advice recommends more permits before it recommends a longer queue.
     assert!(kept(overloaded(), &settings, "max_queue").contains("but first add permits"));
 }
 

@@ -54,7 +54,7 @@ impl UsageSamples {
         Time::ZERO + self.origin.elapsed()
     }
 
-    /// Samples at most `SAMPLED_WORKERS_MAX` workers. Skips workers that have been idle since their last sample.
+    /// Samples up to `SAMPLED_WORKERS_MAX` workers. Skips workers that have been idle since they were last sampled.
     fn sample(&mut self, processes: &[WorkerProcess]) {
         let present: HashSet<u32> = processes.iter().map(|process| process.pid).collect();
         self.last_samples.retain(|pid, _| present.contains(pid));
@@ -135,8 +135,8 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
         for process in own {
             let is_new = !samples.last_samples.contains_key(&process.pid);
             samples.sample_process(process);
-            // The entry is removed, because otherwise the next periodic sample would count as a repeated sample,
-            // although it covers only a moment.
+            // The entry is removed. Otherwise, the next periodic sample would count as a repeated sample, although only
+            // a moment has passed since the first sample.
             if is_new {
                 samples.last_samples.remove(&process.pid);
             }
@@ -224,7 +224,7 @@ mod tests {
             is_busy,
         };
         samples.sample(&[process(0, false)]);
-        // Returns true if the process is sampled, which overwrites the marker value `u64::MAX`.
+        // Returns true if the process is sampled. A sample overwrites the marker value `u64::MAX`.
         let mut is_sampled = |process| {
             samples.last_samples.get_mut(&pid).unwrap().cpu_ms = u64::MAX;
             samples.sample(&[process]);

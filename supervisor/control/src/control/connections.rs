@@ -38,7 +38,8 @@ const LAST_PEEK_TIMEOUT: Duration = Duration::from_millis(100);
 /// Number of bytes at the beginning of a request that are inspected to find the requested path.
 pub(super) const HEAD_BYTES: usize = 512;
 
-/// Returns true if a connection is waiting to be accepted. Only such connections delay shutdown.
+/// Returns true if the listener's backlog contains a connection. Shutdown is delayed only if there are such
+/// connections.
 pub(super) fn has_waiting(listener: impl AsFd) -> bool {
     let mut polled = [PollFd::new(&listener, PollFlags::IN)];
     !matches!(poll(&mut polled, Some(&Timespec::default())), Ok(0))
@@ -130,8 +131,8 @@ impl<S: Socket> Dispatcher<S> {
         });
     }
 
-    /// Waits for the beginning of a request. Returns the number of bytes that were peeked, or `None` if the client sent
-    /// nothing.
+    /// Waits for the beginning of a request and peeks at it. Returns the number of bytes peeked, or `None` if the
+    /// client sent nothing.
     pub(super) async fn peek_head(
         &mut self,
         socket: &S,
@@ -155,7 +156,8 @@ impl<S: Socket> Dispatcher<S> {
         if has_begun { last.await.ok()?.ok() } else { None }
     }
 
-    /// Passes a connection to the thread that serves the requested path. `head` is the beginning of the request.
+    /// Passes a connection to the thread that serves the requested path. `head` contains the first bytes of the
+    /// request.
     pub(super) fn dispatch_to(&self, connection: NewConnection<S>, head: &[u8]) {
         let NewConnection { socket, admission, accepted, permit } = connection;
         let readers = self.readers.as_ref().filter(|_| paths::is_for_readers(head));

@@ -49,7 +49,8 @@ fn comes_from_another_site(headers: &HeaderMap) -> bool {
     })
 }
 
-/// Returns true if the user is navigating to a page of the supervisor. The page with the link cannot read the response.
+/// Returns true if the request loads a page that the user opens, for example by following a link. Such requests are
+/// safe, because the page that contains the link cannot read the response.
 fn is_navigation(headers: &HeaderMap) -> bool {
     let is = |name, value| headers.get(name).is_some_and(|found| found == value);
     is("sec-fetch-mode", "navigate") && is("sec-fetch-dest", "document")

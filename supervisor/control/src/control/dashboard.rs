@@ -15,8 +15,8 @@ macro_rules! file {
     };
 }
 
-/// JavaScript modules of the dashboard, in dependency order. They are concatenated into one script, so a test checks
-/// that names are unique.
+/// JavaScript modules of the dashboard, in dependency order. They are concatenated into one script, so no two modules
+/// can define the same name. A test checks this.
 const MODULES: [&str; 14] = [
     file!("format.js"),
     file!("worst.js"),
@@ -112,8 +112,8 @@ mod tests {
         }
     }
 
-    /// All modules share one scope once they are concatenated, so names must be unique. Also checks that a module
-    /// imports only from earlier modules.
+    /// Checks that no two modules define the same name, because all modules share one scope after concatenation. Also
+    /// checks that modules import only from earlier modules.
     #[test]
     fn dashboard_modules_have_unique_names() {
         let mut names = BTreeSet::new();

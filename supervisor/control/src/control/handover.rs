@@ -20,10 +20,11 @@ use bulkhead_shared::codec::Message;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 
-/// Maximum time, in addition to `drain_timeout`, to wait until the other supervisor exits at the end of an upgrade.
+/// Maximum time, in addition to `drain_timeout`, that a supervisor waits at the end of an upgrade for its predecessor
+/// or successor to exit.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
-/// Maximum time to wait until the link to the other supervisor accepts a message.
+/// Maximum time to wait for space in the socket that links two supervisors during an upgrade.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Options for upgrades, including the program to start as a successor, and the predecessor if this supervisor is
@@ -33,9 +34,9 @@ pub struct HandoverOptions {
     pub program: Result<SuccessorProgram, String>,
     /// Predecessor from which this supervisor takes over. `None` if this supervisor was not started by an upgrade.
     pub predecessor: Option<Predecessor>,
-    /// Soft resource limits that were in effect before this supervisor raised them, by resource number.
+    /// Soft resource limits of this process before the supervisor raised them, by resource number.
     pub soft_limits: Vec<(u32, u64)>,
-    /// Ensures that the main process of the service exits last.
+    /// State that makes the main process of the service exit last.
     pub end: Arc<ProcessEnd>,
 }
 
@@ -50,11 +51,11 @@ pub struct SuccessorProgram {
 
 /// The predecessor, from which this supervisor takes over in an upgrade.
 pub struct Predecessor {
-    /// Descriptor of the link over which the two supervisors exchange messages.
+    /// Descriptor of the link over which the predecessor and the successor exchange messages.
     pub link: OwnedFd,
     /// Process ID of the predecessor.
     pub pid: u32,
-    /// True if the upgrade continues even if a bulkhead has failed.
+    /// True if the upgrade must not be aborted when a bulkhead fails to start.
     pub is_forced: bool,
     /// Operators' decisions about bulkheads.
     pub bulkheads: Vec<BulkheadState>,
@@ -68,11 +69,12 @@ pub struct Predecessor {
     pub jobs: UnixListener,
 }
 
-/// During an upgrade, delays the exit of the service's main process until the other supervisor has exited.
+/// Delays the exit of the service's main process at the end of an upgrade until the predecessor or successor has
+/// exited.
 #[derive(Debug, Default)]
 pub struct ProcessEnd {
-    /// Descriptor that becomes readable when the other supervisor has exited. `None` if this process
-    /// can exit first.
+    /// Descriptor that becomes readable when the predecessor or successor has exited. `None` if this process does not
+    /// have to wait before it exits.
     awaited: Mutex<Option<OwnedFd>>,
     has_failed: AtomicBool,
 }
@@ -86,13 +88,13 @@ impl ProcessEnd {
         *self.lock() = other;
     }
 
-    /// Records that this process must report an error when it exits.
+    /// Records a failure that this process must report through its exit status.
     pub(super) fn fail(&self) {
         self.has_failed.store(true, Ordering::SeqCst);
     }
 
-    /// If this process must exit last in an upgrade, waits until the other supervisor has exited. Returns false if this
-    /// process must report a failure to the service manager.
+    /// If this process must exit last in an upgrade, waits until the predecessor or successor has exited. Returns false
+    /// if this process must report a failure to the service manager.
     pub fn wait(&self, drain_timeout: Duration) -> bool {
         if let Some(other) = self.lock().take()
             && !wait_until_readable(&other, drain_timeout + END_TIMEOUT).unwrap_or(false)
@@ -113,8 +115,8 @@ struct StopRequests {
 }
 
 impl StopRequests {
-    /// Returns true if the stop request that has just arrived has an effect. If a signal and a STOP message from
-    /// the other supervisor both arrive, the supervisor ignores the later one.
+    /// Returns true if the stop request that has just arrived has an effect. If a signal and a STOP message both arrive
+    /// during an upgrade, the supervisor ignores the later one.
     fn has_effect(&self) -> bool {
         (self.signals, self.messages) != (1, 1)
     }
@@ -141,7 +143,7 @@ pub(super) struct Handover {
     has_predecessor: AtomicBool,
     /// Notified when every bulkhead has started.
     pub(super) started: Notify,
-    /// Link to the other supervisor during an upgrade. Set once both supervisors are serving.
+    /// Link to the predecessor or successor. Set during an upgrade once both supervisors are running.
     other: Mutex<Option<Arc<Link>>>,
     /// Numbers of stop signals and STOP messages received so far.
     stops: Mutex<StopRequests>,
@@ -175,8 +177,8 @@ impl Handover {
 
     // Listeners.
 
-    /// Returns true if this supervisor accepts connections. If it does not, the other supervisor owns the listeners
-    /// because of an upgrade.
+    /// Returns true if this supervisor accepts connections. Returns false while its predecessor or successor accepts
+    /// them during an upgrade.
     pub(super) fn is_listening(&self) -> bool {
         *self.listening.borrow()
     }
@@ -218,8 +220,8 @@ impl Handover {
         can_fail || self.is_upgrading.load(Ordering::SeqCst)
     }
 
-    /// Returns true if the predecessor resumes serving when this supervisor exits. If this supervisor was asked to
-    /// stop, both programs stop.
+    /// Returns true if the predecessor would resume serving after this supervisor exits. Returns false if this
+    /// supervisor was asked to stop, because the predecessor then stops too.
     pub(super) fn is_on_probation(&self) -> bool {
         self.has_predecessor.load(Ordering::SeqCst) && !self.is_main() && !self.is_stopping()
     }
@@ -230,8 +232,8 @@ impl Handover {
 
     // Stopping.
 
-    /// Sets the link used during an upgrade to notify the other supervisor when this one stops. Also notifies the other
-    /// supervisor of the stop signals that have already arrived.
+    /// Sets the link over which the predecessor or successor is notified when this supervisor stops. Also sends a
+    /// notification of each stop signal that has already arrived.
     pub(super) fn set_other(&self, link: Option<Arc<Link>>) {
         let mut other = self.other.lock().unwrap_or_else(PoisonError::into_inner);
         let before = std::mem::replace(&mut *other, link);
@@ -248,8 +250,8 @@ impl Handover {
         stops.has_effect()
     }
 
-    /// Records a stop signal and, during an upgrade, notifies the other supervisor. Returns false if the signal must be
-    /// ignored because it duplicates a STOP message.
+    /// Records a stop signal and, during an upgrade, forwards it to the predecessor or successor. Returns false if the
+    /// signal must be ignored because a STOP message has already requested the same stop.
     pub(super) fn signalled(&self) -> bool {
         // Locked first, so that `set_other` does not send a second message about this signal.
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner);
@@ -258,8 +260,8 @@ impl Handover {
         has_effect
     }
 
-    /// Records a STOP message that the other supervisor sent during an upgrade. Returns false if the message must be
-    /// ignored because it duplicates a signal.
+    /// Records a STOP message from the predecessor or successor. Returns false if the message must be ignored because a
+    /// signal has already requested the same stop.
     pub(super) fn stop_received(&self) -> bool {
         self.stop_requested(|stops| stops.messages += 1)
     }
@@ -281,11 +283,11 @@ fn send_stop(link: &Link) {
     }
 }
 
-/// Link to the other supervisor during an upgrade.
+/// Link between the predecessor and the successor during an upgrade.
 #[derive(Debug)]
 pub(super) struct Link(AsyncFd<OwnedFd>);
 
-/// A message from the other supervisor during an upgrade.
+/// Message received from the predecessor or successor during an upgrade.
 pub(super) struct Incoming {
     bytes: Vec<u8>,
     pub(super) kind: u8,
@@ -354,7 +356,7 @@ impl Link {
     }
 
     /// Receives the next message, ignoring messages of kinds that this version does not know. Returns `None` if the
-    /// other supervisor has exited. The future can be dropped without losing a message.
+    /// sender has exited. The future can be dropped without losing a message.
     pub(super) async fn receive(&self) -> io::Result<Option<Incoming>> {
         let mut bytes = vec![0; MESSAGE_BYTES_MAX];
         loop {

@@ -54,7 +54,7 @@ pub(super) async fn limit_time(
     match tokio::time::timeout(REQUEST_TIMEOUT, &mut response).await {
         Ok(response) => response,
         Err(_) if admission.progress.has_no_time_limit() => response.await,
-        // For a client that was sent `100 Continue`, this is the only time limit.
+        // This is the only time limit for a client that was sent `100 Continue`.
         Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the complete request was not received in time"),
     }
 }
@@ -94,7 +94,8 @@ pub(super) async fn complete_with(
     if is_retryable(status) {
         headers.entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
-    // Responses with an outcome already have these headers. No job has begun for any other response.
+    // A response that contains an outcome already has these headers. Any other response to a job request means that the
+    // job never started.
     if is_job || is_retryable(status) {
         let retryable = if is_retryable(status) { "true" } else { "false" };
         headers.entry(EXECUTED).or_insert(HeaderValue::from_static("no"));

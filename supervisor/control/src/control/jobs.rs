@@ -41,7 +41,8 @@ pub(super) const JOBS_MAX: usize = 128;
 /// Maximum time to receive a payload over HTTP. The same time limit applies to frames that the data plane receives.
 const UPLOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time to wait for the data plane to close an earlier session and release its permit.
+/// Maximum time to wait until the data plane has closed the connection's earlier session and released the session's
+/// permit.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -138,8 +139,8 @@ impl Submitter {
         Self { client, slot: admission.session }
     }
 
-    /// Returns the deadline of a job, or `None` if it is unknown. A client without access to the bulkhead must not
-    /// learn whether the bulkhead exists.
+    /// Returns the deadline of a job, or `None` if it is unknown. For a client without access to the bulkhead, ignores
+    /// the configured deadline, which would reveal that the bulkhead exists.
     fn deadline_of(&self, config: &Config, name: &str, options: &JobOptions<&str>) -> Option<Duration> {
         let bulkhead = config.bulkheads.iter().find(|bulkhead| bulkhead.name == name);
         let is_permitted = self.client.allows((name, bulkhead.is_some()), options.tenant);
@@ -158,7 +159,7 @@ impl Submitter {
         };
         let config = control.config();
         let configured = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
-        // After the switch of an upgrade, the successor checks the size according to its own configuration.
+        // Once a successor has taken over, it checks the size according to its own configuration.
         let max_bytes =
             if control.handover.is_listening() { configured } else { Some(PAYLOAD_BYTES_CEILING) };
         Upload::new(&config, (control.counters.clone(), spool), max_bytes, headers, body)
@@ -253,7 +254,7 @@ async fn run(
     Ok(response)
 }
 
-/// Returns the outcome, including the fields that are encoded as extensions.
+/// Converts the data plane's message to an outcome. Adds the fields that the message encodes as extensions.
 fn outcome_of(
     message: OutcomeMessage<'_>,
     extensions: &Extensions<'_>,

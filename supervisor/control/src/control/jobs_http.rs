@@ -42,7 +42,7 @@ pub(super) struct JobsHttpCounters {
     active: OnceLock<Arc<Active>>,
     /// Number of connections that were refused because all connections were in use.
     refused: Arc<AtomicU64>,
-    /// Number of jobs that were rejected because the request contained no valid token.
+    /// Number of jobs rejected because their requests contained no valid token.
     unauthenticated: AtomicU64,
 }
 

@@ -24,7 +24,7 @@ pub(super) struct Route {
     /// Request headers that the handler of this route reads.
     pub(super) headers: &'static [Parameter],
     pub(super) body: Option<Content>,
-    /// Status code of the successful response, and the possible contents of its body.
+    /// Status code of a successful response, and the types of content that its body can have.
     pub(super) response: Success,
     /// Status codes with which this route can return a problem document, in addition to those in `PROBLEMS`.
     pub(super) problems: &'static [u16],

@@ -1,4 +1,4 @@
-//! Paths that are recognized before a request is parsed. All of them are in the route table.
+//! Paths that receive special treatment before the router parses a request. Each path is also in the route table.
 
 /// Paths that can be requested over TCP without a token.
 pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];

@@ -38,8 +38,8 @@ const EVENT_PROBLEMS_MAX: usize = 10;
 /// The active configuration, and the data needed to read a new version of the configuration file.
 #[derive(Clone)]
 pub struct ActiveConfig {
-    /// The most recently applied configuration. Keys whose changes require a restart still have the values that they
-    /// had when the supervisor started.
+    /// The most recently applied configuration. A key that can only be changed by a restart keeps the value that it had
+    /// when the supervisor started.
     pub config: Arc<Config>,
     /// Confinement layers and user IDs that are available on this machine.
     pub support: Arc<SandboxSupport>,
@@ -57,20 +57,20 @@ pub(super) struct Reloads {
     active_config: tokio::sync::Mutex<ActiveConfig>,
     /// Semaphore that allows only one thread at a time to read the configuration file.
     reader: Arc<Semaphore>,
-    /// Notified on SIGHUP. Signals that arrive before the reload starts count as a single request.
+    /// Notified on SIGHUP. Several signals that arrive before the next reload starts cause only one reload.
     requested: Notify,
     cached: Mutex<CachedValues>,
     counts: Mutex<ReloadCounts>,
 }
 
-/// Frequently needed values from the active configuration.
+/// Values from the active configuration that are needed often.
 #[derive(Default)]
 struct CachedValues {
     bulkheads: Vec<String>,
     /// Value of `recycle.rss` in bytes for each bulkhead that sets this key.
     recycle_rss: Arc<HashMap<String, u64>>,
-    /// Lowest and highest limit, in bytes, that any bulkhead sets on the size of a worker's temporary folder. `None` if
-    /// no bulkhead sets such a limit.
+    /// Lowest and highest limit that any bulkhead sets for the size of a worker's temporary folder, in bytes. `None` if
+    /// no bulkhead limits this size.
     temporary_bytes: Option<(u64, u64)>,
 }
 
@@ -132,13 +132,14 @@ impl Reloads {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the shared user ID of each bulkhead whose workers all run under the same ID.
+    /// Returns the user ID under which the workers of each bulkhead run. Contains only bulkheads whose workers share a
+    /// single user ID.
     pub(super) async fn permanent_ids(&self) -> BTreeMap<String, u32> {
         let support = self.active_config.lock().await.support.clone();
         support.ids().map(|ids| ids.permanent()).unwrap_or_default()
     }
 
-    /// After an upgrade, locks the user IDs that the predecessor kept locked until it exited.
+    /// Locks the user IDs that the predecessor had locked. Called in the successor after the predecessor has exited.
     pub(super) async fn lock_inherited_ids(&self) {
         if let Some(ids) = self.active_config.lock().await.support.ids() {
             ids.lock_inherited();
@@ -332,7 +333,8 @@ fn read(active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
     Ok(Prepared { after, changes, reload })
 }
 
-/// Notifies systemd that a reload has begun. For services with `Type=notify-reload`, systemd then waits for READY=1.
+/// Notifies systemd that a reload has begun. If the service has `Type=notify-reload`, systemd considers the reload to
+/// be in progress until it receives READY=1.
 fn notify_reloading(control: &Control) {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => control.notify_systemd(&[NotifyState::Reloading, now]),

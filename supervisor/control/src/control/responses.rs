@@ -58,12 +58,12 @@ pub(super) fn raw(status: StatusCode, detail: &str) -> Vec<u8> {
     [head.into_bytes(), body.into_bytes()].concat()
 }
 
-/// Returns true if a request with this status was not processed and can be sent again later.
+/// Returns true if this status tells the client that its request was not processed and can be sent again later.
 pub(super) fn is_retryable(status: StatusCode) -> bool {
     matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)
 }
 
-/// Response if the data plane does not answer in time.
+/// Returns the response for a data plane that does not reply in time.
 pub(super) fn stuck() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, "the data plane is not responding")
 }

@@ -181,8 +181,7 @@ pub(super) fn router() -> Router<Shared> {
     router_of(|_| true)
 }
 
-/// Builds the router for `jobs_http`. The route for jobs is wrapped by `protect`, but the routes for health checks are
-/// not.
+/// Builds the router for `jobs_http`. Applies `protect` to the route for jobs, but not to the routes for health checks.
 pub(super) fn jobs_router(
     protect: impl FnOnce(MethodRouter<Shared>) -> MethodRouter<Shared>,
 ) -> Router<Shared> {

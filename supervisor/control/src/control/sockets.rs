@@ -18,14 +18,15 @@ use bulkhead_plane::handover::inherited;
 /// Interval between checks that the socket files still exist.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Sockets whose files are checked, and a channel that delivers the new listener when the admin socket is recreated.
+/// Sockets whose files are checked, and a channel that delivers the new listener when the admin socket has been
+/// recreated.
 pub(super) struct SocketFiles {
     /// The sockets to check. `None` in an embedded supervisor, which has no sockets.
     sockets: Option<Arc<Sockets>>,
     next_admin: watch::Sender<Option<Arc<std::os::unix::net::UnixListener>>>,
     /// True for each socket whose file was missing at the last check.
     missing: Mutex<[bool; 2]>,
-    /// Duplicate of the admin socket's listener, to be handed to a successor.
+    /// Duplicate of the admin socket's listener, which is passed to a successor.
     admin: Mutex<Option<OwnedFd>>,
 }
 
@@ -53,7 +54,8 @@ impl SocketFiles {
         Self { sockets, next_admin: watch::Sender::new(None), missing: Mutex::default(), admin }
     }
 
-    /// Records whether this supervisor serves the sockets or, during an upgrade, the other supervisor does.
+    /// Records whether this supervisor owns the socket files. During an upgrade, the predecessor or successor can own
+    /// them instead.
     pub(super) fn set_owner(&self, is_owner: bool) {
         for (_, bound) in self.each() {
             bound.lock().unwrap_or_else(PoisonError::into_inner).set_owner(is_owner);
@@ -107,7 +109,7 @@ impl Control {
         }
     }
 
-    /// Recreates each socket whose file was removed.
+    /// Recreates each socket whose file is missing.
     pub(super) fn recreate_sockets(&self) {
         for (socket, bound) in self.sockets.each() {
             let mut bound = bound.lock().unwrap_or_else(PoisonError::into_inner);

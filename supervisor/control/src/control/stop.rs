@@ -28,7 +28,7 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
                 Ok(())
             }
             _ if control.handover.signalled() => stop(&control),
-            // The other supervisor in the upgrade received the same signal, and its STOP message arrived first.
+            // The predecessor or successor received the same signal, and its STOP message arrived first.
             _ => Ok(()),
         };
         if let Err(error) = sent {
@@ -37,8 +37,8 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
     }
 }
 
-/// Stops the supervisor. The first call begins the drain after `drain_notice`. The second call stops the supervisor
-/// immediately.
+/// Stops the supervisor. The first call waits for `drain_notice` and then begins the drain. The second call stops the
+/// supervisor immediately.
 fn stop(control: &Arc<Control>) -> Result<(), CommandSendError> {
     let duration = control.config().supervisor.drain_notice;
     let mut notice = control.drain_notice.lock().unwrap_or_else(PoisonError::into_inner);
@@ -69,8 +69,8 @@ async fn drain_after(control: Arc<Control>, notice: Duration) {
 }
 
 impl Control {
-    /// Stops this supervisor because the other supervisor is stopping during an upgrade. The first call begins an
-    /// orderly stop, and the second call stops the supervisor immediately.
+    /// Stops this supervisor because the predecessor or successor is stopping during an upgrade. The first call begins
+    /// an orderly stop, and the second call stops the supervisor immediately.
     pub(super) fn stop_with_other(self: &Arc<Self>) {
         if !self.handover.stop_received() {
             return;

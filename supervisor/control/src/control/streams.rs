@@ -147,7 +147,7 @@ pub(super) async fn events(
     }))
 }
 
-/// Concatenates `head` and the frames of a group of events, and inserts `before` in front of each frame.
+/// Returns `head` followed by the frames of a group of events, with `before` in front of each frame.
 pub(super) fn concatenate(head: impl Into<Vec<u8>>, before: &str, piece: &Piece) -> Bytes {
     let mut bytes: Vec<u8> = head.into();
     for event in &piece.events {

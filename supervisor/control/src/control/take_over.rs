@@ -89,13 +89,13 @@ fn give_up(control: &Shared, why: &str) {
     }
 }
 
-/// Waits until the predecessor has closed the link. No message can be lost, because the predecessor sends none before
-/// the successor is ready.
+/// Waits until the predecessor has closed the link. Does not discard any messages, because the predecessor sends none
+/// until the successor is ready.
 async fn ended(link: &Link) {
     while let Ok(Some(_)) = link.receive().await {}
 }
 
-/// Returns an error if a bulkhead was ready in the predecessor but has no worker in this supervisor.
+/// Returns an error if a bulkhead that was ready in the predecessor has failed to start in this supervisor.
 async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), String> {
     let snapshots = control.snapshots(None).await.ok_or("the data plane is not responding")?;
     let has_failed = |state: &Word<BulkheadState>| {
@@ -165,8 +165,8 @@ async fn serve_beside(control: &Shared, link: &Arc<Link>, lifeline: &AsyncFd<Own
                         control.handover.set_main(true);
                         let awaited = lifeline.as_fd().try_clone_to_owned().ok();
                         control.handover.end.wait_for(awaited);
-                        // Sent now, because the predecessor's last watchdog message may be nearly as old as the
-                        // watchdog's time limit allows.
+                        // Sent immediately, because the predecessor may have sent its last watchdog message so long ago
+                        // that the time limit is about to expire.
                         control.notify_systemd(&[NotifyState::Watchdog]);
                     }
                     kind::STOP => control.stop_with_other(),

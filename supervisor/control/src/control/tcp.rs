@@ -31,7 +31,7 @@ use bulkhead_linux::listener::{has_handshakes, stop_new_connections};
 /// Maximum number of connections to accept from the backlog of a listener that is closing.
 const BACKLOG_MAX: usize = 4096;
 
-/// Interval between checks for unfinished handshakes on a closing listener.
+/// Interval between checks for unfinished TCP handshakes while a listener is closing.
 const HANDSHAKE_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Authentication challenges in the response to a request without a token. The second challenge makes a browser ask the
@@ -48,7 +48,8 @@ pub(super) struct RequestCheck {
     own: Option<IpAddr>,
 }
 
-/// Registers the listening socket with the current runtime, and creates the checks for its requests.
+/// Registers the listening socket with the current runtime. Also returns the checks to apply to requests on this
+/// socket.
 pub(super) fn register(
     socket: std::net::TcpListener,
     token: Token,

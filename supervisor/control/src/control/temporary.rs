@@ -20,8 +20,7 @@ use bulkhead_plane::command::Command;
 /// Minimum pause between two measurements of the temporary folders.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Minimum pause between two measurements of the size of the temporary folders, as a multiple of the first one's
-/// duration.
+/// Minimum pause after measuring the temporary folders, as a multiple of the time that the measurement took.
 const PAUSE_FACTOR: u32 = 10;
 
 /// Maximum number of entries to visit when measuring one temporary folder.
@@ -31,8 +30,8 @@ const ENTRIES_MAX: u64 = 1 << 20;
 /// with many small or empty files.
 const ENTRY_BYTES: u64 = 4096;
 
-/// Maximum number of forked workers per template whose temporary folders are measured separately. If there are more,
-/// all of their folders count towards the template's folder.
+/// Maximum number of forked workers per template whose temporary folders are measured individually. If a template has
+/// more workers, their folders count as part of the template's folder.
 const WORKERS_MAX: usize = 4096;
 
 /// Maximum nesting depth of folders. A temporary folder with deeper nesting counts as too large.
@@ -40,8 +39,8 @@ const DEPTH_MAX: usize = 128;
 
 const BLOCK_BYTES: u64 = 512;
 
-/// Permissions needed to measure a folder. Without execute permission, entries can be listed, but their sizes cannot be
-/// read.
+/// Permissions that the supervisor needs on a folder to measure it. Without execute permission, entries can be listed,
+/// but their sizes cannot be read.
 const FOLDER_ACCESS: Mode = Mode::RUSR.union(Mode::XUSR);
 
 /// Measures the temporary folders periodically until the control plane shuts down.

@@ -1,4 +1,4 @@
-//! Tokens from `[[access]]`: their current permissions, and the secrets in requests.
+//! Tokens from `[[access]]`. Finds the secret in a request and looks up the current permissions of the token.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -23,7 +23,8 @@ impl TokenTable {
         Self { tokens: RwLock::new(Tokens::new(config)), spools: Mutex::default() }
     }
 
-    /// Replaces the tokens with those of a new configuration. Jobs that have already been submitted are not affected.
+    /// Replaces all tokens with the tokens of a new configuration. Does not affect jobs that have already been
+    /// submitted.
     pub(super) fn update(&self, config: &Config) {
         let tokens = Tokens::new(config);
         let mut spools = self.spools.lock().unwrap_or_else(PoisonError::into_inner);
@@ -41,8 +42,8 @@ impl TokenTable {
         self.tokens.read().unwrap_or_else(PoisonError::into_inner).find(secret).cloned()
     }
 
-    /// Returns the counters for payloads of unknown length that are sent with a token. Registers new counters with the
-    /// data plane.
+    /// Returns the counters for payloads of unknown length that are sent with a token. If there are none yet, creates
+    /// them and registers them with the data plane.
     pub(super) fn spool(&self, token: u32, commands: &CommandSender) -> Arc<SpoolCounters> {
         let mut spools = self.spools.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(spool) = spools.get(&token) {

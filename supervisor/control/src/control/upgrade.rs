@@ -1,11 +1,11 @@
-//! The predecessor's side of an upgrade: starts the new program, hands over to it, and resumes serving if a step fails.
+//! The predecessor's side of an upgrade. Starts the successor, hands over to it, and resumes serving if a step fails.
 //!
 //! | process that exits | when | result |
 //! | --- | --- | --- |
-//! | the new program | before SWITCH | this supervisor has kept serving |
-//! | the new program (or it hangs) | until the main process changes | it is killed; this supervisor resumes serving |
-//! | the new program | afterwards | this supervisor exits with an error, so that the service manager restarts the service |
-//! | this supervisor | any | the new program continues to serve, unless the service manager stops it |
+//! | the successor | before SWITCH | this supervisor has kept serving |
+//! | the successor (or it hangs) | until the main process changes | it is killed; this supervisor resumes serving |
+//! | the successor | afterwards | this supervisor exits with an error, so that the service manager restarts the service |
+//! | this supervisor | any | the successor continues to serve, unless the service manager stops it |
 
 use std::ffi::OsStr;
 use std::io;
@@ -45,46 +45,47 @@ use super::handover::{Incoming, Link, register, wait_for_end};
 use super::responses::{parse_bool, problem};
 use super::{Control, Shared};
 
-/// Option with which a program is started as a successor. The value of the option is a descriptor number.
+/// Command-line option that makes a program start as a successor. The value is the number of an inherited descriptor.
 pub const TAKE_OVER_ARGUMENT: &str = "--take-over";
 
-/// Maximum time to wait for the first message from the new program.
+/// Maximum time to wait for the first message from a successor that has just been started.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time allowed for the new program to start, in addition to the largest value of `start.ready` in its configuration.
+/// Maximum time that a successor can take to start, in addition to the largest value of `start.ready` in its
+/// configuration.
 const READY_MARGIN: Duration = Duration::from_secs(10);
 
-/// Time limit for the new program to confirm that it is serving.
+/// Maximum time that the successor can take to confirm that it is serving clients.
 const ACTIVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Time for which both programs run before the new program becomes the main process. A failure during this time does
-/// not require a restart of the service.
+/// Time for which the predecessor and the successor both run before the successor becomes the main process. A failure
+/// during this time does not require a restart of the service.
 const PROBATION: Duration = Duration::from_secs(10);
 
-/// Interval at which PINGs are sent to the new program until it becomes the main process.
+/// Interval at which the predecessor sends PINGs to the successor until the successor becomes the main process.
 const PING_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Number of PINGs that the new program can leave unanswered before it counts as hung.
+/// Number of consecutive PINGs without a reply after which a successor counts as hung.
 const UNANSWERED_PINGS_MAX: u32 = 3;
 
 /// Maximum time to wait for a killed successor's workers to exit. No client data is read in the meantime, so the sum of
 /// this time and `ACTIVE_TIMEOUT` must be below the time limit for a client's hello.
 const WORKERS_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Maximum time to wait until the service manager confirms that it has processed all messages.
+/// Maximum time to wait until the service manager confirms that all messages from this process have been processed.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time to wait for space in the command queue.
+/// Maximum time to wait for space in the queue of commands to the data plane.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for clients to read the last responses to jobs over HTTP, in addition to the longest deadline that a
-/// job can have.
+/// Maximum time to wait until clients have read the last responses to jobs over HTTP. Begins when the longest deadline
+/// that a job can have has passed.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Interval between checks for unfinished HTTP requests.
 const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Maximum number of upgrade steps waiting to be sent to the client.
+/// Maximum number of progress reports about an upgrade that wait to be sent to the client.
 const STEPS_MAX: usize = 16;
 
 #[derive(Default, Deserialize)]
@@ -104,7 +105,7 @@ enum Refusal {
     Impossible(String),
 }
 
-/// Handles `POST /v1/upgrade`. The response contains a line for each step.
+/// Handles `POST /v1/upgrade`. The response contains a line for each step of the upgrade.
 pub(super) async fn over_http(
     State(control): State<Shared>,
     ConnectInfo(admission): ConnectInfo<Admission>,
@@ -132,7 +133,7 @@ pub(super) fn on_signal(control: &Shared) {
     }
 }
 
-/// Begins an upgrade in a separate task. Returns a receiver for the steps of the upgrade.
+/// Starts a task that performs the upgrade. Returns a receiver for reports about the steps of the upgrade.
 fn begin(control: &Shared, query: UpgradeQuery) -> Result<mpsc::Receiver<UpgradeStep>, Refusal> {
     use std::sync::atomic::Ordering::SeqCst;
     let impossible = |why: &str| Err(Refusal::Impossible(why.to_owned()));
@@ -181,21 +182,23 @@ struct Upgrade {
     control: Shared,
     program: super::handover::SuccessorProgram,
     is_forced: bool,
-    /// Channel for reporting steps to the client. Set to `None` after the last step to complete the response.
+    /// Channel for reporting the steps of the upgrade to the client. Set to `None` after the last step, which completes
+    /// the response.
     steps: Mutex<Option<mpsc::Sender<UpgradeStep>>>,
 }
 
-/// The new program.
+/// The successor that this supervisor has started.
 struct Successor {
     pid: u32,
     pidfd: AsyncFd<OwnedFd>,
     link: Arc<Link>,
-    /// Descriptor that becomes readable when the new program and its keepers have exited.
+    /// Descriptor that becomes readable when the successor and its keepers have exited.
     lifeline: Option<AsyncFd<OwnedFd>>,
     version: String,
 }
 
-/// Result of the probation period, during which both programs run and the new one is not yet the main process.
+/// Result of the probation period, during which the predecessor and the successor both run and the predecessor is still
+/// the main process.
 enum Probation {
     Passed,
     /// Both supervisors are stopping.
@@ -208,7 +211,7 @@ impl Upgrade {
         let mut listener = None;
         match self.hand_over(&mut successor, &mut listener).await {
             Ok((successor, Probation::Passed)) => self.leave(successor).await,
-            // The signal has already stopped this supervisor.
+            // This supervisor is already stopping because of the signal.
             Ok((successor, Probation::Stopping)) => {
                 self.report(UpgradeStep::new("stopped"));
                 self.watch_stop(successor).await;
@@ -244,7 +247,7 @@ impl Upgrade {
         self.report(UpgradeStep { message: Some(message), ..last });
     }
 
-    /// Reports a step of the upgrade to the client. Does nothing if the client has disconnected.
+    /// Reports a step of the upgrade to the client, unless the client has disconnected.
     fn report(&self, step: UpgradeStep) {
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
         let is_last = matches!(&*step.step, "finished" | "failed" | "stopped");
@@ -262,7 +265,7 @@ impl Upgrade {
         }
     }
 
-    /// Hands over to a new program. If this fails, the caller must kill the new program and resume serving.
+    /// Hands over to a successor. If this fails, the caller must kill the successor and resume serving.
     async fn hand_over<'s>(
         &self,
         started: &'s mut Option<Successor>,
@@ -270,7 +273,8 @@ impl Upgrade {
     ) -> Result<(&'s Successor, Probation), StepFailure> {
         let control = &self.control;
         let handover = &control.handover;
-        // Only the data plane and its keepers hold the write end, so that the read end shows when they have exited.
+        // Only the data plane and its keepers hold the write end. The read end therefore becomes readable when they
+        // have exited.
         let (lifeline, (bulkheads, tenants, jobs)) = {
             let (reader, writer) = io::pipe().map_err(failed("start"))?;
             let lifeline = Arc::new(OwnedFd::from(writer));
@@ -302,7 +306,7 @@ impl Upgrade {
         let state = self.switch(transfer).await?;
         // Until the successor accepts connections, clients wait in the backlog.
         handover.set_listening(false);
-        // From here on, this process exits after the successor.
+        // From here on, this process waits for the successor to exit before it exits itself.
         handover.end.wait_for(successor.pidfd.get_ref().try_clone().ok());
         self.send_switch(successor, state).await.map_err(failed("switch"))?;
         successor.expect(control, kind::ACTIVE, ACTIVE_TIMEOUT, "active").await?;
@@ -318,7 +322,7 @@ impl Upgrade {
         });
         let probation = self.probation(successor).await?;
         if matches!(probation, Probation::Passed) {
-            // The service manager must know the new main process. Otherwise, it would kill the new program when this
+            // The service manager must know the new main process. Otherwise, it would kill the successor when this
             // process exits.
             name_main_process(successor.pid).await.map_err(failed("main"))?;
         }
@@ -389,8 +393,8 @@ impl Upgrade {
         })
     }
 
-    /// Receives HELLO from the successor. Returns the version of the new program, and the maximum time that its
-    /// bulkheads may need to start.
+    /// Receives the successor's HELLO message. Returns the version of the successor's program, and the maximum time
+    /// that the successor's bulkheads may need to start.
     async fn greet(&self, successor: &Successor) -> Result<(String, Duration), StepFailure> {
         let hello = successor.expect(&self.control, kind::HELLO, HELLO_TIMEOUT, "hello").await?;
         let Hello { oldest, newest, program, start_limit_ms } = hello.message().map_err(failed("hello"))?;
@@ -461,7 +465,7 @@ impl Upgrade {
     async fn switch(&self, transfer: OwnedFd) -> Result<SwitchState, StepFailure> {
         let (reply, receiver) = oneshot::channel();
         self.send(HandoverCommand::Switch { transfer, reply }).await;
-        // This can take a few seconds, because the data plane waits for leases.
+        // The reply can take a few seconds, because the data plane waits for clients to return their leases.
         receiver.await.map_err(|_| StepFailure("switch", "the supervisor is stopping".to_owned()))
     }
 
@@ -477,14 +481,14 @@ impl Upgrade {
         successor.link.send(kind::SWITCH, &switch, None).await
     }
 
-    /// Waits for the end of the probation period, during which both programs run. Returns an error if the new program
+    /// Waits for the end of the probation period, during which both programs run. Returns an error if the successor
     /// exits or its data plane stops responding.
     async fn probation(&self, successor: &Successor) -> Result<Probation, StepFailure> {
         let control = &self.control;
         let end = Instant::now() + PROBATION;
         let ended = || StepFailure("serve", "the new program has exited".to_owned());
         let mut pings = tokio::time::interval(PING_INTERVAL);
-        // If this supervisor was paused, the new program still gets time to respond.
+        // If this supervisor was paused, the successor still gets time to respond.
         pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut unanswered = 0;
         loop {
@@ -516,7 +520,8 @@ impl Upgrade {
         }
     }
 
-    /// Makes the new program the main process. This process then exits after its last job.
+    /// Makes the successor the main process. From then on, this process only completes its remaining jobs and then
+    /// exits.
     async fn leave(&self, successor: &Successor) {
         let control = &self.control;
         let handover = &control.handover;
@@ -549,15 +554,15 @@ impl Upgrade {
         tokio::join!(requests, watched);
     }
 
-    /// Waits until the new program has exited. If the new program was the main process, stops this supervisor with an
+    /// Waits until the successor has exited. If the successor was the main process, stops this supervisor with an
     /// error.
     async fn watch_stop(&self, successor: &Successor) {
         let control = &self.control;
-        // The new program closes the link when all workers of this supervisor have exited.
+        // The successor closes the link when all workers of this supervisor have exited.
         let mut is_linked = true;
         loop {
             tokio::select! {
-                // The new program's last messages are read even if it has already exited.
+                // The successor's last messages are read even if it has already exited.
                 biased;
                 message = successor.link.receive(), if is_linked => match message {
                     Ok(Some(message)) if message.kind == kind::STOP => control.stop_with_other(),
@@ -567,7 +572,8 @@ impl Upgrade {
                 () = successor.ended() => break,
             }
         }
-        // If this is still the main process, the service manager told both supervisors to stop.
+        // If this is still the main process, both supervisors are stopping because the service manager stopped the
+        // service.
         if !control.handover.is_main() {
             tracing::error!(
                 "the new program has exited: stopping, so that the service manager restarts the service"
@@ -581,12 +587,12 @@ impl Upgrade {
 }
 
 impl Successor {
-    /// Waits until the new program has exited.
+    /// Waits until the successor's process has exited.
     async fn ended(&self) {
         wait_for_end(&self.pidfd).await;
     }
 
-    /// Kills the new program and waits for its workers to exit.
+    /// Kills the successor and waits for its workers to exit.
     async fn kill(&self) {
         // Fails only if the process has already exited.
         let _ = pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL);
@@ -598,8 +604,8 @@ impl Successor {
         }
     }
 
-    /// Waits for a message of the kind `wanted`. Returns an error if the new program reports a failure. Ignores all
-    /// other messages.
+    /// Waits for a message of the kind `kind` and ignores other messages. Returns an error if the successor reports a
+    /// failure.
     async fn expect(
         &self,
         control: &Control,
@@ -672,5 +678,5 @@ async fn await_notification(path: &OsStr) -> io::Result<()> {
     }
 }
 
-/// Version of the protocol that two supervisors use during an upgrade.
+/// Version of the protocol between predecessor and successor in an upgrade.
 pub const HANDOVER_VERSION: u16 = handover::VERSION;

@@ -21,8 +21,8 @@ pub(crate) const WAITING_MAX: usize = 128;
 /// Maximum number of health checks served at the same time.
 pub(crate) const HEALTH_MAX: usize = 16;
 
-/// Maximum number of refused clients to respond to at the same time. Further refused connections are closed without a
-/// response.
+/// Maximum number of refused clients to which a response is being sent at the same time. Further refused connections
+/// are closed without a response.
 pub(crate) const REFUSED_MAX: usize = 256;
 
 /// Maximum time to wait for an idle connection to close so that another client can be served.
@@ -43,11 +43,11 @@ pub(super) struct ListenerRules {
     /// Kept-alive connections. If all connections are in use, an idle one is closed to make room for another client.
     /// `None` if each connection is closed after one response.
     pub(super) kept_alive: Option<Arc<Active>>,
-    /// Explanation sent to clients that are refused.
+    /// Explanation that is sent to refused clients.
     pub(super) refusal: &'static str,
 }
 
-/// A listener's waiting connections, and the permits that they are waiting for.
+/// Connections of a listener that are waiting, and the permits for which they wait.
 pub(super) struct WaitingConnections<S: Socket> {
     listener: Arc<Listener<S>>,
     last_number: u64,
@@ -60,8 +60,8 @@ struct Listener<S: Socket> {
     health_permits: Arc<Semaphore>,
     refused_permits: Arc<Semaphore>,
     refused: Arc<AtomicU64>,
-    /// Numbers of the waiting connections, oldest first. A connection is notified when a newer connection displaces
-    /// it.
+    /// Numbers of the waiting connections, oldest first. If a newer connection displaces a waiting connection, the
+    /// displaced connection is notified.
     waiting: Mutex<VecDeque<(u64, Arc<Notify>)>>,
 }
 
@@ -94,7 +94,7 @@ impl<S: Socket> Listener<S> {
 
     fn dispatch(&self, socket: S, admitted: Admitted) {
         let Admitted { head, count, is_health, permit } = admitted;
-        // A health check must not hold its permit for long.
+        // The connection of a health check is not kept alive, so that it does not hold its permit for long.
         let admission = match self.rules.kept_alive {
             Some(_) if !is_health => Admission::kept_alive(),
             _ => Admission::new(),

@@ -30,7 +30,7 @@ pub(super) struct Watch {
     states: watch::Sender<Option<Bytes>>,
     /// Notified when a watcher joins.
     joined: Notify,
-    /// Start time of the supervisor. A change tells watchers that the supervisor has been restarted and that event
+    /// Start time of the supervisor. Watchers use it to detect that the supervisor was restarted, in which case event
     /// numbers begin at 1 again.
     started: SystemTime,
 }
@@ -104,7 +104,7 @@ pub(super) async fn show(
     server_sent(stream::once(std::future::ready(hello(&control))).chain(coming))
 }
 
-/// Returns the first event of a stream, which tells the watcher which supervisor it is connected to.
+/// Returns the first event of a stream. The event contains the version, the host and the process ID of this supervisor.
 fn hello(control: &Control) -> Bytes {
     let hello = json!({
         "version": env!("CARGO_PKG_VERSION"),

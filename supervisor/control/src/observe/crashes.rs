@@ -33,7 +33,7 @@ const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
 /// reports are dropped.
 const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// Maximum number of directory entries to read when the folder for crash reports is opened.
+/// Maximum number of entries that are read when the folder for crash reports is opened.
 const FOLDER_ENTRIES_MAX: usize = 100_000;
 
 /// Maximum time to wait for a reply from the thread that stores crash reports. If no reply arrives in time, the
@@ -43,8 +43,7 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time, at shutdown, to wait for the remaining crash reports to be written.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Error for a folder that cannot be used for crash reports. The text continues a sentence that begins with "failed
-/// to".
+/// Error for a folder in which crash reports cannot be kept. The message is worded to follow "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("keep crash reports in {}: {problem}", folder.display())]
 pub struct OpenError {
@@ -52,13 +51,13 @@ pub struct OpenError {
     problem: String,
 }
 
-/// Reason why a crash report cannot be returned.
+/// Reason why a requested crash report cannot be returned.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
-    /// No report with this ID is stored. It may have been dropped.
+    /// No report with this ID is stored. A report that existed earlier may have been dropped.
     #[error("there is no crash report with this ID")]
     NotFound,
-    /// The report's file cannot be read or is not a valid report.
+    /// The file that should contain the report cannot be read, or its contents are invalid.
     #[error("the crash report file cannot be read: {0}")]
     Unreadable(String),
 }
@@ -101,7 +100,7 @@ impl Group {
         }
     }
 
-    /// Returns the maximum number of crash reports in this group. `keep` is the value of `crash_keep`.
+    /// Returns the maximum number of crash reports in this group. `keep` is the configured maximum (`crash_keep`).
     fn limit(self, keep: usize) -> usize {
         if self == Self::Late { keep.min(LATE_REPORTS_MAX) } else { keep }
     }
@@ -113,9 +112,9 @@ const LATE_REPORTS_MAX: usize = 20;
 #[derive(Debug)]
 struct StoredReport {
     summary: Summary,
-    /// The report and its approximate size in bytes. `None` if the report is in a file.
+    /// The report and its approximate size in bytes. `None` if the report is stored only in a file.
     in_memory: Option<(Box<CrashReport>, usize)>,
-    /// True if a file contains this report, or an earlier version of a report that is now in memory.
+    /// True if there is a file for this report. If the report is also in memory, the file contains an earlier version.
     has_file: bool,
 }
 
@@ -158,7 +157,8 @@ impl Store {
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
     }
 
-    /// Loads the reports that the other supervisor wrote before it exited at the end of an upgrade.
+    /// Ends the shared use of the folder at the end of an upgrade. Loads the last reports written by the predecessor or
+    /// by a failed successor.
     fn take_over(&mut self) {
         if let Some(folder) = &mut self.folder {
             folder.is_shared = false;
@@ -167,7 +167,7 @@ impl Store {
         self.load();
     }
 
-    /// Loads the reports that other supervisors left in the folder.
+    /// Loads all reports in the folder that were written by other supervisors.
     fn load(&mut self) {
         let loaded = self.load_new();
         let Some(folder) = &self.folder else { return };
@@ -185,7 +185,8 @@ impl Store {
         }
     }
 
-    /// During an upgrade, loads the reports that the previous supervisor has written in the meantime.
+    /// Loads the reports that the predecessor has written since the last call. Does nothing unless an upgrade is in
+    /// progress.
     fn load_shared(&mut self) {
         if self.folder.as_ref().is_some_and(|folder| folder.is_shared) {
             // Errors and skipped files are not logged, because that would happen at each request.
@@ -252,7 +253,7 @@ impl Store {
         }
     }
 
-    /// Adds registers and a backtrace to a report, unless the report has been dropped.
+    /// Adds registers and a backtrace to a stored report. Does nothing if the report has been dropped.
     fn set_native(&mut self, id: CrashId, native: NativeCrash) {
         let Ok(mut report) = self.get(id) else { return };
         report.native = Some(native);
@@ -267,7 +268,7 @@ impl Store {
         }
     }
 
-    /// Writes a report to a file. Returns false if there is no folder or the write fails.
+    /// Writes a report to a file. Returns false if reports are not kept in a folder, or if the write fails.
     fn write(&mut self, report: &CrashReport, is_new: bool) -> bool {
         let Some(folder) = &mut self.folder else { return false };
         let written = folder.write(report, is_new).or_else(|error| {
@@ -378,7 +379,7 @@ fn report_size(report: &CrashReport) -> usize {
 struct CrashFolder {
     path: PathBuf,
     lock: File,
-    /// True during an upgrade, while the previous supervisor may still write to the folder.
+    /// True in a successor until the predecessor has exited. Until then, the predecessor may still write to the folder.
     is_shared: bool,
     is_embedded: bool,
 }
@@ -438,8 +439,8 @@ impl CrashFolder {
         Ok(())
     }
 
-    /// Locks the folder again if the predecessor has recreated it, because the inherited lock then belongs to a removed
-    /// file.
+    /// Locks the folder again if the predecessor has recreated the folder. The lock inherited from the predecessor then
+    /// belongs to a removed file.
     fn renew_lock(&mut self) {
         let identity = |found: std::fs::Metadata| (found.dev(), found.ino());
         let current = std::fs::symlink_metadata(self.path.join(LOCK_FILE)).map(identity).ok();
@@ -469,8 +470,8 @@ impl CrashFolder {
         self.path.join(format!("{id}.json"))
     }
 
-    /// Returns the IDs of all reports in the folder, and the names of other files. Removes files left by interrupted
-    /// writes.
+    /// Returns the IDs of all reports in the folder, and the names of all other files. Removes the files of writes that
+    /// were interrupted.
     fn list(&self) -> io::Result<(Vec<CrashId>, Vec<String>)> {
         let (mut ids, mut others) = (Vec::new(), Vec::new());
         for entry in std::fs::read_dir(&self.path)?.take(FOLDER_ENTRIES_MAX) {
@@ -569,7 +570,7 @@ enum StoreRequest {
     SetNative(CrashId, NativeCrash),
     List(oneshot::Sender<Vec<Summary>>),
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
-    /// Loads the last reports of the other supervisor, which has exited at the end of an upgrade.
+    /// Loads the last reports of a predecessor or failed successor, which has exited at the end of an upgrade.
     TakeOver,
 }
 
@@ -589,7 +590,8 @@ impl NativeSender {
     }
 }
 
-/// Handle to the thread that stores the reports. The thread exits when all senders have been dropped.
+/// Handle to the thread that stores crash reports. The thread exits when all handles for sending requests have been
+/// dropped.
 #[derive(Debug)]
 pub struct CrashThread(blocking::Receiver<()>);
 
@@ -653,7 +655,7 @@ impl Crashes {
         self.request(|reply| StoreRequest::Get(id, reply)).await
     }
 
-    /// Loads the reports that the other supervisor wrote before it exited at the end of an upgrade.
+    /// Loads the reports that a predecessor or failed successor wrote before it exited at the end of an upgrade.
     pub fn take_over(&self) {
         // If the thread is too busy, the supervisor loads the reports at its next start.
         let _ = self.0.try_send(StoreRequest::TakeOver);
@@ -720,7 +722,7 @@ mod tests {
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 1).unwrap();
         store.add(boxed(1));
-        // A folder at the path of the unfinished file prevents the write.
+        // The write fails, because there is a folder at the path of the unfinished file.
         let id = boxed(1).id;
         let obstacle = path.join(format!("{id}{UNFINISHED_SUFFIX}"));
         std::fs::create_dir(&obstacle).unwrap();

@@ -17,8 +17,8 @@ use bulkhead_plane::command::Event;
 /// Maximum number of events kept in memory.
 pub const EVENTS_MAX: usize = 4096;
 
-/// Maximum number of log lines per second for each kind of event in each bulkhead. Further events are stored but not
-/// logged.
+/// Maximum number of log lines per second for each kind of event in each bulkhead. Events above this rate are stored
+/// but not logged.
 const LOG_LINES_PER_SECOND: u32 = 20;
 
 /// Rate limit for frequent kinds of events, applied to each kind in each bulkhead: the burst size, and the
@@ -30,7 +30,7 @@ const FREQUENT_PER_SECOND: u64 = 10;
 /// kind occurs earlier, the number is reported in that event instead.
 const UNREPORTED_SECONDS_MAX: u64 = 2;
 
-/// Delay before followers are woken, so that events in quick succession are delivered together.
+/// Delay between a new event and the wake-up of its readers, so that events in quick succession are delivered together.
 const WAKE_DELAY: Duration = Duration::from_millis(50);
 
 /// Maximum number of events in a [`Piece`].
@@ -45,7 +45,7 @@ pub struct Rendered {
     bulkhead: Option<Arc<str>>,
     /// The event in the format of server-sent events, with the sequence number as its ID.
     frame: Bytes,
-    /// Offset of the event's JSON object in `frame`.
+    /// Offset in `frame` at which the event's JSON object begins, in bytes.
     json: usize,
 }
 
@@ -62,7 +62,7 @@ impl Rendered {
 
     fn renumbered(&self, increment: u64) -> Self {
         let seq = self.seq + increment;
-        // No text in the event matches, because quotation marks in texts are escaped.
+        // The pattern matches only the field itself, because quotation marks inside texts are escaped.
         let (old, new) = (format!("\"seq\":{}", self.seq), format!("\"seq\":{seq}"));
         let json = String::from_utf8_lossy(self.json()).replacen(&old, &new, 1);
         Self::from_json(&json, seq, self.bulkhead.clone())
@@ -87,9 +87,9 @@ impl Rendered {
 #[derive(Debug)]
 pub struct Events {
     ring: Mutex<EventRing>,
-    /// Notified when there are events for which readers have not been woken up yet.
+    /// Notified when an event has been added and its readers must be woken.
     new_events: Notify,
-    /// Sequence number of the newest event for which readers have been woken up.
+    /// Sequence number of the newest event about which readers have been notified.
     announced: watch::Sender<u64>,
 }
 
@@ -99,8 +99,8 @@ pub struct Reader {
     bulkhead: Option<String>,
     /// Sequence number of the last event that the reader has received or skipped.
     last_seq: u64,
-    /// Sequence number of the newest event when the reader was created. Older events that were evicted do not count as
-    /// missed.
+    /// Sequence number of the newest event at the time when the reader was created. Events up to this number do not
+    /// count as missed if they have been evicted.
     joined: u64,
     announced: watch::Receiver<u64>,
 }
@@ -114,7 +114,7 @@ pub struct Piece {
     pub events: Vec<Arc<Rendered>>,
 }
 
-/// Key of a flow: the name of an event kind and the name of a bulkhead.
+/// Name of an event kind and name of a bulkhead. Each pair identifies a flow of events.
 type FlowKey = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
@@ -124,16 +124,16 @@ struct EventRing {
     flows: HashMap<FlowKey, EventFlow>,
 }
 
-/// A flow: all events of one kind in one bulkhead.
+/// A flow of events, which consists of all events of one kind in one bulkhead. Each flow has a separate rate limit.
 #[derive(Debug)]
 struct EventFlow {
     /// Sequence numbers of the events that are still in memory.
     kept: VecDeque<u64>,
-    /// Number of events that can still be stored before the rate limit takes effect.
+    /// Number of events that the rate limit still allows to be stored.
     allowance: u64,
     /// Number of events suppressed since an event was last stored.
     suppressed: u64,
-    /// Second in which the last event occurred, and the number of events stored in that second.
+    /// Time of the last event, in seconds since 1970, and the number of events stored in that second.
     second: u64,
     lines: u32,
 }
@@ -181,7 +181,8 @@ impl Events {
         self.lock().add_to_numbers(number);
     }
 
-    /// Reports how many events of each kind were suppressed. Skips kinds that had an event recently.
+    /// Adds an event for each kind and bulkhead whose suppressed events have not been reported yet. The event contains
+    /// their number. Skips kinds of events that occurred recently.
     pub fn report_suppressed(&self) {
         let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
@@ -190,8 +191,8 @@ impl Events {
         }
     }
 
-    /// Removes the flows of all bulkheads that are not in `bulkheads`, except for flows with events that are still in
-    /// memory.
+    /// Removes the records of flows in bulkheads that are not in `bulkheads`. Keeps the record of a flow if any of the
+    /// flow's events are still in memory.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         let is_kept = |name: &str| bulkheads.contains(name);
         self.lock()
@@ -273,7 +274,8 @@ impl Reader {
         piece
     }
 
-    /// Skips evicted events up to `seq`. Returns the number of events that this reader missed.
+    /// Advances the reader past evicted events, up to and including event `seq`. Returns the number of events that this
+    /// reader missed.
     fn skip_to(&mut self, seq: u64) -> u64 {
         let missed = seq.saturating_sub(self.last_seq.max(self.joined));
         self.last_seq = self.last_seq.max(seq);
@@ -336,7 +338,8 @@ impl EventRing {
         self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))
     }
 
-    /// Evicts the oldest event of the flow with the most events in memory.
+    /// Evicts an event from memory. Selects the flow with the most events in memory, and evicts the oldest event of
+    /// this flow.
     fn evict_one(&mut self) {
         let weight =
             |flow: &&mut EventFlow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));
@@ -363,7 +366,8 @@ impl EventRing {
 }
 
 impl EventFlow {
-    /// Advances the flow to the given second and replenishes its allowance.
+    /// Advances a flow to the given second. For each second that has passed, increases the number of events that can be
+    /// stored.
     fn advance_to(&mut self, second: u64, key: (&'static str, Option<&str>)) {
         if second == self.second {
             return;
@@ -503,8 +507,8 @@ mod tests {
         serde_json::from_slice(event.json()).unwrap()
     }
 
-    /// Returns the sequence numbers of all events that a reader can receive without waiting, and the number of missed
-    /// events.
+    /// Reads all events that are immediately available to a reader. Returns their sequence numbers, and the number of
+    /// events that the reader missed.
     fn read(reader: &mut Reader, events: &Events) -> (Vec<u64>, u64) {
         events.wake_readers();
         let mut context = Context::from_waker(Waker::noop());
@@ -611,7 +615,7 @@ mod tests {
         counts
     }
 
-    /// Simulates ten minutes in which the workers of one bulkhead die at a rate of 600 per second.
+    /// Simulates a bulkhead in which 600 workers die per second for ten minutes.
     #[test]
     fn event_storm_evicts_only_its_own_events() {
         let events = Events::default();
@@ -635,8 +639,8 @@ mod tests {
         let all = events.kept(0, None, usize::MAX);
         assert_eq!(all.len(), EVENTS_MAX);
         assert!(all.is_sorted_by_key(|event| event.seq));
-        // Every event is either delivered or counted. At the end, a separate event reports any suppressed events that
-        // are still unreported.
+        // Every event is either delivered or counted as suppressed. Suppressed events that no later event has reported
+        // are reported by a separate event.
         let numbers = all.last().unwrap().seq;
         assert!(numbers < 4 * (FREQUENT_BURST + 600 * FREQUENT_PER_SECOND) + 200, "{numbers}");
         events.report_suppressed();

@@ -31,11 +31,11 @@ static UNWRITTEN: AtomicU64 = AtomicU64::new(0);
 pub enum LogFormat {
     /// Human-readable text.
     Text,
-    /// One JSON object per line.
+    /// Each log line is a JSON object.
     Json,
 }
 
-/// Channel for log lines that this module itself formats as JSON. Unset if the log format is text.
+/// Channel for lines that are formatted by this module and not by `tracing`. Unset unless the log format is JSON.
 static JSON_LINES: OnceLock<SyncSender<Vec<u8>>> = OnceLock::new();
 
 /// `tracing` target of log lines that contain workers' output.
@@ -44,7 +44,7 @@ pub(crate) const WORKER_TARGET: &str = "worker";
 /// Filter that determines which lines are logged.
 #[derive(Clone, Copy, Debug)]
 pub struct LogFilter<'a> {
-    /// A log level, or a filter with targets and levels.
+    /// A single log level, or a filter that sets levels for individual targets.
     pub level: &'a str,
     /// True if the workers' output is logged.
     pub has_output: bool,

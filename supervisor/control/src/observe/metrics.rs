@@ -19,7 +19,7 @@ use own_process::OwnProcess;
 pub(crate) use text::Format;
 use text::Page;
 
-/// Counts of the `jobs_http` listener's connections and jobs.
+/// Numbers of connections and jobs on the `jobs_http` listener.
 pub(crate) struct JobsHttpNumbers {
     pub(crate) connections: u64,
     pub(crate) refused: u64,
@@ -116,7 +116,7 @@ fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// Returns the name and the count, or `None` if the count can never become nonzero.
+/// Returns a metric's label value together with its count. Returns `None` if the count is zero and can never increase.
 fn named_if_possible(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
     number_if_possible(is_possible, count).map(|count| (name, count))
 }
@@ -203,7 +203,7 @@ fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
     page.samples(&[&of.name], counts);
 }
 
-/// Returns the number, or `None` if it can never become nonzero.
+/// Returns the number. Returns `None` if the number is zero and can never increase.
 fn number_if_possible(is_possible: bool, number: u64) -> Option<u64> {
     (is_possible || number > 0).then_some(number)
 }

@@ -22,20 +22,20 @@ const LINE_BYTES_MAX: usize = 8 * 1024;
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Maximum number of lines, and maximum number of bytes, logged immediately for each bulkhead in one second.
+/// Maximum number of lines and maximum number of bytes that are logged immediately, for each bulkhead and second.
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
-/// Maximum number of lines, and maximum number of bytes, logged with a delay for each bulkhead in one second. If more
-/// lines arrive than can be logged immediately, the last ones are kept and logged when the second ends or the process
-/// exits. All other lines are dropped and counted.
+/// Maximum number of lines and maximum number of bytes that are logged with a delay, for each bulkhead and second. If
+/// more lines arrive than can be logged immediately, the last ones are kept and logged when the second ends or the
+/// process exits. All other lines are dropped and counted.
 const DELAYED_LINES_PER_SECOND: usize = 100;
 const DELAYED_BYTES_PER_SECOND: usize = 64 * 1024;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Maximum number of bytes of standard error to keep per process, and maximum number of processes for which
-/// standard error is kept.
+/// Maximum number of bytes of standard error output kept for a process, and maximum number of processes whose standard
+/// error output is kept.
 const TAIL_BYTES: usize = 8 * 1024;
 const TAILS_MAX: usize = 256;
 
@@ -45,8 +45,8 @@ const READ_BYTES: usize = 64 * 1024;
 /// Maximum number of reads from a pipe after its process has exited. Enough to empty a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// Minimum number of process starts between two searches for exited processes. If many processes are running, the
-/// minimum is one start per `PROCESSES_FOR_EACH_START` processes.
+/// Minimum number of processes that must start before the supervisor checks again which processes have exited. If many
+/// processes are running, the minimum is one start per `PROCESSES_FOR_EACH_START` processes.
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
@@ -71,13 +71,13 @@ struct State {
 /// such as the template that forked it, keeps the pipes open.
 #[derive(Debug)]
 struct ProcessReader {
-    /// Stops the tasks that read the process's pipes when dropped. Each task has a receiver.
+    /// Sender that, when dropped, stops the tasks that read the process's pipes. Each task holds a receiver.
     stop: watch::Sender<()>,
-    /// True if the process is a template. A template's pipes stay in use after it exits, because its forked workers
-    /// write to the same pipes.
+    /// True if the process is a template. The pipes of a template are read even after it has exited, because its forked
+    /// workers write to the same pipes.
     is_template: bool,
     is_stderr_closed: bool,
-    /// True if the process had exited at the time of the last check.
+    /// True if the last check found that the process had exited.
     has_ended: bool,
 }
 
@@ -94,11 +94,11 @@ struct Lines {
     lines_this_second: u32,
     bytes_this_second: usize,
     delayed: DelayedLines,
-    /// Number of delayed lines already logged in the current second.
+    /// Number of lines that have been logged with a delay in the current second.
     delayed_logged: usize,
 }
 
-/// The most recent lines that exceeded the limit for immediate logging. They are logged with a delay.
+/// The most recent of the lines that could not be logged immediately because of the rate limit. They are logged later.
 #[derive(Debug, Default)]
 struct DelayedLines {
     lines: VecDeque<(LineSource, Box<[u8]>)>,
@@ -273,7 +273,7 @@ impl Output {
     ) -> (Vec<Arc<str>>, broadcast::Receiver<Arc<str>>) {
         let mut state = self.lock();
         let lines = state.bulkheads.entry(bulkhead.into()).or_default();
-        // A `since` above the newest number comes from an earlier supervisor.
+        // If `since` is above the newest number, the client received it from an earlier supervisor.
         let since = if since > lines.seq { 0 } else { since };
         // Sequence numbers have no gaps.
         let new = usize::try_from(lines.seq.saturating_sub(since)).unwrap_or(usize::MAX);
@@ -307,8 +307,8 @@ impl State {
         until
     }
 
-    /// Stops reading from processes that had already exited at the previous check. The delay gives an exited
-    /// process's descendants time to write their last output.
+    /// Stops reading the output of each process that has exited and had already exited at the previous check. The delay
+    /// gives the process's descendants time to write their last output.
     fn stop_reading_ended_processes(&mut self) {
         self.readers.retain(|pid, readers| {
             let number = Pid::from_raw(*pid as i32);
@@ -348,7 +348,8 @@ impl State {
 }
 
 impl Lines {
-    /// If the current second is over, begins a new second and returns the lines that were delayed in the old second.
+    /// Begins a new second if the current second is over. Returns the delayed lines of the previous second, which must
+    /// now be logged.
     fn begin_second(&mut self) -> DelayedLines {
         let now = Instant::now();
         if self.second.is_some_and(|began| now.duration_since(began) < SECOND) {
@@ -368,7 +369,7 @@ impl Lines {
 
     /// Adds a line to the delayed lines. Drops the oldest delayed lines if there are too many.
     fn delay(&mut self, source: &LineSource, bytes: &[u8]) {
-        // One byte more than the maximum is kept, to mark the line as too long.
+        // One byte more than the maximum is kept, to show that the line is too long.
         let bytes = &bytes[..bytes.len().min(LINE_BYTES_MAX + 1)];
         let DelayedLines { lines, bytes: held_bytes, dropped } = &mut self.delayed;
         lines.push_back((source.clone(), bytes.into()));

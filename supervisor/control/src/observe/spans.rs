@@ -25,8 +25,8 @@ const SPANS_MAX: usize = 4096;
 /// Minimum interval between warnings about lost spans.
 const LOSS_REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum time to wait at shutdown for the thread that processes spans. The thread usually gives up earlier,
-/// after `EXPORT_FINISH_TIMEOUT`.
+/// Maximum time to wait at shutdown for the thread that processes spans. The thread usually exits earlier, because it
+/// stops sending spans after `EXPORT_FINISH_TIMEOUT`.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Handle to the thread that processes spans.
@@ -105,7 +105,7 @@ fn handle_span(span: Box<JobSpan>, is_logged: bool, export: Option<&mut Export>)
     }
 }
 
-/// Performs the next step of the export. Never completes if there is no collector.
+/// Waits for the next step of the export and performs it. If no collector is configured, waits forever.
 async fn step(export: Option<&mut Export>) {
     match export {
         Some(export) => export.step().await,
@@ -113,7 +113,7 @@ async fn step(export: Option<&mut Export>) {
     }
 }
 
-/// Number of lost spans that have been reported, and the time of the last report.
+/// Number of lost spans that a warning has already reported, and the time of the last warning.
 #[derive(Default)]
 struct LossReports {
     reported: u64,

@@ -1,4 +1,5 @@
-//! Backtraces for crash reports. A separate thread starts a symbolizer for each crash record, one at a time.
+//! Creates the backtraces for crash reports. A separate thread processes one crash record at a time and starts a new
+//! symbolizer process for each record.
 //!
 //! Each symbolizer has a separate keeper, so neither the data plane nor the workers' keeper knows about symbolizers. A
 //! symbolizer's answer must not be trusted more than the crash record.
@@ -33,11 +34,11 @@ const RECORDS_WAITING_MAX: usize = 16;
 /// Maximum time to spend on one record.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time to wait for all processes of a symbolizer to exit. The user ID can be reused only after they
+/// Maximum time to wait for all processes of a symbolizer to exit. Their user ID can only be reused once all of them
 /// have exited.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Spawn number of the symbolizer. The keeper starts no other process.
+/// Spawn number of the symbolizer's process. It is the only process that this keeper starts.
 const SPAWN_NUMBER: u64 = 1;
 
 /// Handle for sending crash records to the thread that starts symbolizers.
@@ -48,7 +49,7 @@ pub(crate) struct Symbolizer {
 }
 
 impl Symbolizer {
-    /// Requests a backtrace, which is added to the crash report once it is available. Does not block.
+    /// Requests a backtrace for a crash report and returns immediately. The backtrace is added to the report later.
     pub(crate) fn submit(&self, id: CrashId, record: CrashRecord) {
         if self.requests.try_send((id, record)).is_err() {
             self.results
@@ -84,13 +85,13 @@ fn serve(options: &SymbolizerOptions, requests: &Receiver<(CrashId, CrashRecord)
         let began = Instant::now();
         let native = options.symbolize(&record).unwrap_or_else(|reason| NativeCrash::unavailable(&reason));
         results.set(id, native);
-        // The pause limits symbolizers to about half of one processor's time, however frequent crashes are.
+        // The pause limits symbolizers to about half of one processor's time, even if crashes are frequent.
         std::thread::sleep(began.elapsed());
     }
 }
 
 impl SymbolizerOptions {
-    /// Returns the symbolizer's backtraces, or the reason why there are none.
+    /// Runs a symbolizer on a record. Returns the backtraces, or the reason why there are none.
     fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         let taken = match record.kind {
@@ -179,7 +180,7 @@ impl SymbolizerOptions {
         }
     }
 
-    /// Returns the path of the keeper's program, which also serves as the symbolizer.
+    /// Returns the path of the program that is started as the symbolizer, which is the keeper's program.
     fn program(&self) -> io::Result<PathBuf> {
         match self.keeper.program() {
             own if own == Path::new("/proc/self/exe") => own_program(),
@@ -198,7 +199,7 @@ fn own_program() -> io::Result<PathBuf> {
     Ok(replaced.filter(|path| path.is_file()).unwrap_or(path))
 }
 
-/// Explanations for a missing backtrace.
+/// Explanations that crash reports contain in place of a backtrace.
 const NO_RECORD: &str = "the worker wrote no record of its crash; its code may have handled the signal itself, or a \
                          thread without an alternate signal stack may have overflowed its stack";
 const NO_SAMPLE: &str = "the threads of the process could not be stopped within 15 ms";
@@ -212,8 +213,8 @@ fn take_crash_record(file: &OwnedFd, signal: i32) -> io::Result<Option<Vec<u8>>>
     // Errors are ignored, because the file will soon be freed in any case.
     let _ = rustix::fs::fallocate(file, erased, RECORD_OFFSET as u64, RECORD_BYTES as u64);
     let header = bytes.first_chunk::<HEADER_BYTES>().and_then(Header::decode);
-    // The previous handler of a recorded signal may abort the process, as the handler in Rust's standard library does
-    // after a stack overflow.
+    // The previous signal handler may abort the process after the record has been written. The handler in Rust's
+    // standard library does so after a stack overflow.
     let is_cause = |header: &Header| header.signal == signal || signal == libc::SIGABRT;
     let Some(header) = header.filter(is_cause) else { return Ok(None) };
     let (maps, stack) = (header.maps_bytes as usize, header.stack_bytes as usize);
@@ -224,7 +225,7 @@ fn take_crash_record(file: &OwnedFd, signal: i32) -> io::Result<Option<Vec<u8>>>
     Ok(Some(bytes))
 }
 
-/// Copies the stacks sampled by the keeper. Returns `None` if the file contains no stacks.
+/// Reads the thread stacks that the keeper recorded in a file. Returns `None` if the file contains no stacks.
 fn take_sample(file: &OwnedFd) -> io::Result<Option<Vec<u8>>> {
     let mut count = [0; size_of::<u64>()];
     fill(file, &mut count, 0)?;

@@ -13,9 +13,9 @@ pub(crate) struct Compartments {
     touched: Vec<CompartmentIndex>,
     /// Random seed for this run of the supervisor.
     seed: u64,
-    /// Number of compartment seeds already derived from `seed`.
+    /// Number of seeds that have been derived from `seed` for compartments.
     seeds: u64,
-    /// Number of jobs submitted to any compartment so far, including compartments that were removed.
+    /// Number of jobs submitted so far to all compartments, including compartments that were removed.
     jobs: u64,
 }
 
@@ -44,7 +44,7 @@ impl Compartments {
         self.jobs
     }
 
-    /// Continues the numbering of jobs after the predecessor's last number.
+    /// Continues the numbering of jobs after the last number that the predecessor used.
     pub(crate) fn continue_after(&mut self, number: u64) {
         self.jobs = self.jobs.max(number);
     }

@@ -36,7 +36,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts a job's outcome for the bulkhead that handled the job, which can be a fallback.
+    /// Counts the outcome of a job in the bulkhead that handled the job. This bulkhead can be a fallback.
     pub(crate) fn count_answer(&mut self, compartment: &Compartment, answer: &JobOutcome<Box<JobData>>) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         if answer.job.is_some() {
@@ -48,7 +48,7 @@ impl Bulkheads {
         }
     }
 
-    /// Records how long a job waited in the queue and how long a worker ran it.
+    /// Records the time that a job waited in the queue, and the time for which a worker ran the job.
     pub(crate) fn record_run(
         &mut self,
         compartment: &mut Compartment,
@@ -69,7 +69,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the outcome of a job for the bulkhead to which the client submitted it.
+    /// Counts the outcome of a job in the bulkhead to which the client submitted the job.
     pub(crate) fn count_end(
         &mut self,
         compartment: &Compartment,
@@ -107,8 +107,8 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the outcome of a job in the fallback `target`. The outcome is counted for `origin`, the bulkhead to which
-    /// the client submitted the job.
+    /// Counts the outcome of a job that `origin` passed on to the fallback `target`. The outcome is added to the
+    /// statistics of `origin`.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,
@@ -120,8 +120,8 @@ impl Bulkheads {
         self.slab[origin].counters.count_fallback(target, verdict);
     }
 
-    /// Counts a job that `origin` passes on to a fallback. If an event is due, returns the number of jobs passed on
-    /// since the last event.
+    /// Counts a job that `origin` passes on to the fallback `target`. If an event about this fallback is due, returns
+    /// the number of jobs passed on since the last such event.
     pub(crate) fn count_fallback(
         &mut self,
         now: Time,
@@ -138,13 +138,13 @@ impl Bulkheads {
         Some(std::mem::take(jobs))
     }
 
-    /// Returns true if an event must still report jobs that were sent to a fallback.
+    /// Returns true if jobs have been sent to a fallback and no event has reported them yet.
     pub(crate) fn needs_checks(&self) -> bool {
         self.has_unreported_fallbacks
     }
 
-    /// Returns the fallbacks for which an event is due, each with the number of jobs passed on since the last event
-    /// about this fallback.
+    /// Returns the fallbacks about which an event is due, each with the number of jobs passed on since the last event
+    /// about the same fallback.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();
@@ -171,7 +171,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts an event from policy if events of this kind are not counted elsewhere.
+    /// Updates the counters for an event from policy. Ignores events that are counted elsewhere.
     pub(crate) fn count_note(&mut self, compartment: &Compartment, note: &OperatorEvent) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         match note {
@@ -184,7 +184,7 @@ impl Bulkheads {
 
     // Demand.
 
-    /// Records a compartment's load since the previous call for this compartment, and stores the current load. Called
+    /// Records the load that a compartment has had since the previous call, and then measures the current load. Called
     /// at most once per iteration for each compartment.
     pub(crate) fn record_load(
         &mut self,

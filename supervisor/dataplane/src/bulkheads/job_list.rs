@@ -15,7 +15,8 @@ use tokio::sync::oneshot;
 use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentIndex, Compartments, JobData};
 use crate::slab::SessionId;
 
-/// Maximum number of job and compartment table entries visited per iteration, including empty ones.
+/// Maximum number of table entries visited per iteration, in the tables of jobs and of compartments. Includes empty
+/// entries.
 const VISITS_PER_ITERATION_MAX: usize = 8192;
 
 /// Parts of the data plane from which a job list is built.
@@ -35,13 +36,13 @@ pub(crate) struct JobListQueue(VecDeque<PartialList>);
 struct PartialList {
     request: JobsRequest,
     reply: oneshot::Sender<Jobs>,
-    /// Compartments that have not been fully visited. The last compartment in the list is visited next.
+    /// Compartments that have not been visited completely. The last one in the list is visited next.
     left: Vec<CompartmentIndex>,
     /// Next position to visit in the last compartment of `left`.
     position: usize,
     /// Number of matching jobs found so far.
     total: u64,
-    /// Heap of the oldest matching jobs found so far, with the newest of these jobs at the top.
+    /// Heap that contains the oldest matching jobs found so far. The newest of these jobs is at the top.
     oldest: BinaryHeap<(Time, CompartmentIndex, JobId)>,
 }
 

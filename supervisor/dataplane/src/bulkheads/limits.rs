@@ -17,8 +17,8 @@ use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartment
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
-    /// Returns the live changes that a reload would discard because they conflict with the new configuration, or
-    /// because their bulkhead is rebuilt.
+    /// Returns the live changes that would be lost if a reload were applied. A change is lost if it conflicts with the
+    /// new configuration or if its bulkhead is rebuilt.
     pub(crate) fn dropped_changes(&self, compartments: &Compartments, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &ChangedBulkhead| {
             let bulkhead = self.find(&reconfigured.spec.name)?;
@@ -35,7 +35,7 @@ impl Bulkheads {
 }
 
 impl BulkheadEntry {
-    /// Returns the current limits that apply to all tenants of a bulkhead.
+    /// Returns the current limits of the bulkhead, not including limits that are set for individual tenants.
     pub(crate) fn limits<'a>(&'a self, compartments: &'a Compartments) -> &'a Limits {
         match &self.layout {
             Layout::Shared(compartment) => compartments[*compartment].policy.limits(),
@@ -61,7 +61,7 @@ impl BulkheadEntry {
 
     // The configuration.
 
-    /// Applies a configuration to this entry, except for the worker program and the compartments' limits.
+    /// Applies a new configuration to this bulkhead. Changes neither the worker program nor the limits of compartments.
     pub(super) fn configure(
         &mut self,
         spec: &BulkheadSpec,
@@ -113,7 +113,7 @@ impl BulkheadEntry {
         self.compartments().into_iter().map(event).collect()
     }
 
-    /// Returns the keys whose values an operator has changed live.
+    /// Returns the keys of all limits that an operator has changed while the supervisor was running.
     fn live_changes(&self, compartments: &Compartments, before: &LimitsBefore) -> Vec<String> {
         let live = self.limits(compartments);
         let is_changed = |(_, take): &&LiveLimit| {
@@ -296,7 +296,7 @@ impl Isolated {
     }
 }
 
-/// Result of merging a configuration with live changes.
+/// Limits that result from merging a new configuration with live changes.
 pub(crate) struct MergedLimits {
     limits: Limits,
     own: BTreeMap<String, TenantConfig>,
@@ -304,7 +304,8 @@ pub(crate) struct MergedLimits {
     dropped: Vec<String>,
 }
 
-/// Key of a limit that can be changed live, and a function that copies the limit from its second argument to its first.
+/// Key of a limit that can be changed live, and a function that copies this limit. The function copies from its second
+/// argument to its first argument.
 type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
 
 const LIVE_LIMITS: &[LiveLimit] = &[
@@ -352,7 +353,8 @@ fn own_with_live(
     merged.filter(|(_, numbers)| *numbers != TenantConfig::default()).collect()
 }
 
-/// Returns an error if one worker would run several programs at once that are not isolated from each other.
+/// Returns an error if a worker could run several programs concurrently although the sandbox would not isolate them
+/// from each other.
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.why_single_program() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Conflict(format!(
@@ -363,7 +365,7 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// Checks the permits and the queue of a bulkhead or of an isolated tenant.
+/// Checks that the permits and the queue length of a bulkhead or isolated tenant are valid and consistent.
 fn check_permits(limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
     if limits.max_in_flight == 0 && limits.max_queue > 0 {
         let message = "max_in_flight is 0, so queued jobs would never run: set max_queue to 0, or max_in_flight to at \
@@ -379,7 +381,8 @@ fn check_permits(limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
     check_adaptive(limits, most)
 }
 
-/// Checks the permits and the queue of an isolated tenant.
+/// Checks that the permits and the queue length of an isolated tenant are valid and consistent. Error messages contain
+/// the tenant's name.
 fn check_tenant_permits(tenant: &str, limits: &Limits, sandbox: &Sandbox) -> Result<(), SteerError> {
     check_permits(limits, sandbox).map_err(|error| match error {
         SteerError::Conflict(why) => {
@@ -439,7 +442,7 @@ struct FixedSettings<'s> {
     has_own_pressure: bool,
 }
 
-/// Returns an error if a setting requires a queue but the bulkhead does not have a queue.
+/// Returns an error if the bulkhead has no queue but a setting requires one.
 fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
     let unfit = |(what, help): (String, String)| Err(SteerError::Conflict(format!("{what}: {help}")));
     match limits.max_queue {
@@ -452,7 +455,7 @@ fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError
     }
 }
 
-/// Checks that the limits are consistent with each other. The same checks apply to a configuration file.
+/// Checks that limits do not contradict each other. Limits in a configuration file must pass the same checks.
 fn check_limits(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,

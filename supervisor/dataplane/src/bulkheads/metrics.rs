@@ -11,7 +11,7 @@ use bulkhead_policy::{Activity, BreakerState, BulkheadState, Time, WorkerSummary
 use super::snapshots::{CombinedState, worst};
 use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, Compartments, Layout, Presence};
 
-/// Maximum number of workers per bulkhead that the metrics can show. No machine can run this many workers.
+/// Maximum number of workers of a bulkhead for which metrics are exported. No machine can run this many workers.
 const WORKERS_SHOWN_MAX: usize = 4096;
 
 impl Bulkheads {
@@ -81,7 +81,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the metric series that can occur under the current configuration.
+    /// Returns the metric series whose values can become nonzero under the current configuration.
     fn possible_now(
         &self,
         compartments: &Compartments,
@@ -133,7 +133,7 @@ impl BulkheadEntry {
     }
 }
 
-/// Returns the workers of all compartments, with slots numbered consecutively across compartments.
+/// Returns the workers of all given compartments. Their slots are numbered consecutively across compartments.
 fn worker_views(compartments: &[&Compartment]) -> Vec<WorkerSummary> {
     let mut all = Vec::new();
     let mut first = 0;

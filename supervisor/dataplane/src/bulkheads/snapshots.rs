@@ -28,7 +28,7 @@ const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 /// Maximum number of tenants in a snapshot.
 const TENANTS_SHOWN: usize = 10;
 
-/// Number of collected tenants at which all but the busiest are discarded.
+/// Number of tenants to collect before all except the busiest ones are discarded.
 const TENANTS_SORTED_MAX: usize = 256;
 
 /// Worker details that policy does not store.
@@ -40,7 +40,7 @@ pub(crate) struct WorkerDetails {
 
 /// Source of [`WorkerDetails`].
 pub(crate) trait DescribeWorker {
-    /// Returns a worker's details. `link` is `None` if the worker has no link.
+    /// Returns a worker's details. `link` is the worker's link, or `None` if the worker does not have one.
     fn describe(&self, link: Option<LinkIndex>, worker: WorkerId) -> WorkerDetails;
 }
 
@@ -232,7 +232,7 @@ impl SnapshotQueue {
         self.0.push_front(snapshot);
     }
 
-    /// Adds a removed compartment's values to each snapshot in progress that does not include them yet.
+    /// Adds the values of a removed compartment to all unfinished snapshots that have not visited the compartment yet.
     pub(crate) fn add_forgotten(
         &mut self,
         source: &SnapshotSource<'_>,
@@ -400,7 +400,8 @@ impl Sum {
     }
 }
 
-/// Combined adaptive limits of several compartments: the sum of the limits, and the highest latency.
+/// Combination of the adaptive limits of several compartments. Consists of the sum of the limits and the highest
+/// latency.
 #[derive(Default)]
 struct AdaptiveSeen {
     limit: u64,
@@ -438,7 +439,7 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// Combined state of several compartments. Tenants that currently need no workers are left out.
+/// Combination of the states of several compartments. Does not include tenants that currently need no workers.
 #[derive(Default)]
 pub(super) struct CombinedState {
     first: Option<BulkheadState>,

@@ -19,26 +19,27 @@ use crate::slab::{BulkheadIndex, CompartmentIndex};
 /// workers at the same time.
 const REMEMBERED_MAX: usize = 4096;
 
-/// An action for the caller to perform. Actions must be performed in order, immediately after the call that produced
+/// An action that the caller must perform. Actions must be performed in order, immediately after the call that produced
 /// them.
 pub(crate) enum Effect {
     Apply(CompartmentIndex, Event<Box<JobData>>),
-    /// Applies an event without reporting it. A single report already covers the whole bulkhead.
+    /// Applies an event to a compartment without reporting the event, because a single report covers all compartments
+    /// of the bulkhead.
     ApplyQuietly(CompartmentIndex, Event<Box<JobData>>),
-    /// Adds the values of a removed compartment to each snapshot in progress that does not include them yet.
+    /// Adds the values of a removed compartment to all unfinished snapshots that have not visited the compartment yet.
     Forgotten(BulkheadIndex, CompartmentIndex, Box<Compartment>),
 }
 
-/// State of a tenant's compartment, as recorded in [`Isolated`].
+/// State of a tenant's compartment. The state determines in which lists of [`Isolated`] the compartment appears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TenantState {
     /// The compartment has had no workers and no jobs since the given time. Jobs that were passed on to other bulkheads
     /// count as jobs of the compartment.
     Unused(Time),
-    /// The compartment has no workers, but must still count the outcomes of jobs that were passed on to other
-    /// bulkheads.
+    /// The compartment has no workers, but some of its jobs were passed on to other bulkheads. The compartment must
+    /// still count the outcomes of these jobs.
     AwaitingFallback,
-    /// The compartment has no workers and is waiting to get some.
+    /// The compartment has no workers yet and is waiting for some.
     StartAnnounced,
     /// The compartment has workers but has had no jobs since the given time.
     Idle(Time),
@@ -55,7 +56,8 @@ impl TenantState {
 }
 
 impl Compartment {
-    /// Returns the current state of a compartment. The state contains `now` if the compartment has just become unused.
+    /// Returns the current state of a compartment. `now` becomes part of the state if the compartment has just become
+    /// unused.
     fn current_tenant_state(&self, now: Time) -> TenantState {
         match (self.policy.activity(), self.policy.idle_since()) {
             (Activity::Started, Some(since)) => TenantState::Idle(since),
@@ -81,13 +83,13 @@ impl Isolated {
         self.waiting.remove(at)
     }
 
-    /// Returns true if there is room for another waiting tenant once all idle tenants have released their workers.
+    /// Returns true if one more waiting tenant could get workers after all idle tenants have released theirs.
     fn has_room(&self) -> bool {
         let busy = self.running - self.ending - self.idle.len();
         self.waiting.len() + busy < self.max_active
     }
 
-    /// Returns the next event needed to assign workers. The event either gives workers to a waiting tenant or
+    /// Returns the next event that changes the assignment of workers. The event gives workers to a waiting tenant or
     /// makes an idle tenant release its workers.
     fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
         // A waiting compartment might have been stopped in the meantime.
@@ -223,7 +225,7 @@ impl Bulkheads {
         self.schedule_update(bulkhead);
     }
 
-    /// Updates the bulkhead's lists after an event was applied to a tenant's compartment.
+    /// Updates the lists of compartments after an event was applied to a tenant's compartment.
     pub(crate) fn update_tenant(
         &mut self,
         compartments: &mut Compartments,
@@ -311,8 +313,8 @@ impl Bulkheads {
         true
     }
 
-    /// Sets whether the breakers of future compartments are forced open. Returns the previous setting, or `None`
-    /// if tenants are not isolated.
+    /// Sets whether compartments created later start with a forced-open breaker. Returns the previous setting, or
+    /// `None` if tenants are not isolated.
     pub(crate) fn force_breaker(&mut self, bulkhead: BulkheadIndex, open: bool) -> Option<bool> {
         let isolated = self.slab[bulkhead].isolated_mut()?;
         Some(std::mem::replace(&mut isolated.is_forced_open, open))

@@ -14,7 +14,7 @@ const CAUSES_MAX: usize = 8;
 pub(super) struct StartFailures {
     /// Rate limit for crash reports about start failures.
     pub(super) limit: ReportLimit,
-    /// Reported causes, ordered by their last occurrence.
+    /// Causes for which a crash report exists, ordered by their most recent occurrence.
     seen: Vec<Seen>,
 }
 
@@ -26,8 +26,7 @@ struct Seen {
 }
 
 impl StartFailures {
-    /// Counts another start failure with a known cause. Returns the ID of the cause's crash report and the new
-    /// count.
+    /// Counts a start failure whose cause already has a crash report. Returns the ID of this report and the new count.
     pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
         let place = self.seen.iter().position(|seen| seen.cause.has_same_cause(cause))?;
         let mut seen = self.seen.remove(place);

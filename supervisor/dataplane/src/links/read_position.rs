@@ -1,4 +1,5 @@
-//! Determines which jobs a dead worker cannot have started, because it did not read any byte of their frames.
+//! Determines which jobs a dead worker cannot have started. The worker cannot have started a job if it did not read any
+//! byte of the job's frame.
 //!
 //! The supervisor keeps a duplicate of the worker's end of the link. When the worker is gone, the supervisor reads the
 //! remaining bytes from the duplicate. Their number shows how far the worker had read, and the worker's descendants can
@@ -18,13 +19,13 @@ const TAKEN_BYTES: usize = 16 * 1024;
 pub(crate) struct ReadPosition {
     /// Duplicate of the worker's end of the link. Closed once the worker is gone.
     theirs: Option<OwnedFd>,
-    /// Total number of bytes written to the link.
+    /// Total number of bytes that the supervisor has written to the link.
     written: u64,
     /// Number of jobs queued on the link so far.
     jobs: u64,
 }
 
-/// Position of a job on the worker's link.
+/// Position of a job among the bytes and jobs sent over a link.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct JobPosition {
     /// Number of bytes written to the link before the job's frame.
@@ -41,12 +42,13 @@ impl JobPosition {
         self.has_started = true;
     }
 
-    /// Returns true if a worker that has read only `read` bytes cannot have started the job.
+    /// Returns true if a worker cannot have started the job after reading only `read` bytes.
     pub(crate) fn is_unread(&self, read: u64) -> bool {
         !self.has_started && self.offset >= read
     }
 
-    /// Returns true if a worker that has started only the first `begun` jobs cannot have started this job.
+    /// Returns true if the job is not among the first `begun` jobs, which are the only jobs that the worker has
+    /// started.
     pub(crate) fn is_unbegun(&self, begun: Option<u64>) -> bool {
         !self.has_started && begun.is_some_and(|begun| self.number > begun)
     }
@@ -62,7 +64,7 @@ impl ReadPosition {
         self.written += bytes as u64;
     }
 
-    /// Returns the position of a job whose frame follows `waiting` unsent bytes.
+    /// Returns the position of a job that is queued after `waiting` bytes that have not been sent yet.
     pub(crate) fn position_behind(&mut self, waiting: usize) -> JobPosition {
         self.jobs += 1;
         JobPosition { offset: self.written + waiting as u64, number: self.jobs, has_started: false }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bulkhead_policy::Time;
 
-/// Number of notices per second that a worker can send without being paused. A notice of `n` bytes counts as `1 + n /
+/// Number of notices that a worker can send per second without being paused. A notice of `n` bytes counts as `1 + n /
 /// 8192` notices.
 const PER_SECOND: i64 = 1000;
 

@@ -1,5 +1,5 @@
-//! A socket with time limits for each phase of a request. Replaces hyper's responses to unparsable requests with
-//! problem documents.
+//! A socket that enforces a time limit for each phase of a request. If hyper cannot parse a request, replaces hyper's
+//! error response with a problem document.
 
 use std::future::Future as _;
 use std::io::{self, ErrorKind, IoSlice};
@@ -29,13 +29,13 @@ const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of bytes that are read and discarded while waiting for the client to close the connection.
 const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// A connection that hyper reads from and writes to.
+/// A connection from which hyper reads requests and to which hyper writes responses.
 pub(super) struct Connection<S> {
     socket: S,
     progress: Arc<Progress>,
     timer: Pin<Box<Sleep>>,
     phase: Phase,
-    /// Response that is sent in place of hyper's own response, and the number of response bytes already written.
+    /// Response that replaces hyper's own response, and the number of its bytes that have already been written.
     replacement: Option<(Vec<u8>, usize)>,
 }
 
@@ -45,9 +45,10 @@ enum Phase {
     Idle,
     /// Part of the request's head has arrived.
     Head,
-    /// The handler is processing the request, or the response is being sent. The handler enforces the time limit.
+    /// The handler is processing the request, or the response is being sent. The connection itself enforces no time
+    /// limit in this phase.
     Serving,
-    /// There is data to send, but the client is not reading.
+    /// The client is not reading, although there is data to send.
     Stalled,
     /// The response has been sent. Further input is discarded for a short time, because closing a socket with unread
     /// bytes would reset the connection, and the client could lose the response.

@@ -1,4 +1,4 @@
-//! Progress of the connections being served, and the choice of the idle connection to close for a new client.
+//! Tracks the progress of open connections, and selects an idle connection to close if another client is waiting.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
 
-/// Value of `waiting_since` while a request is being served.
+/// Special value of `waiting_since` for a connection whose request is still being served.
 const SERVING: u64 = u64::MAX;
 
 /// Progress of one connection. Shared by the socket and the task that serves the requests.
@@ -16,7 +16,7 @@ pub(in crate::control) struct Progress {
     began: Instant,
     /// Time at which the connection started to wait for a request, in milliseconds after `began`.
     waiting_since: AtomicU64,
-    /// True if the general time limit does not apply because the handler enforces its own limits.
+    /// True if the general time limit is disabled for the current request because the handler enforces its own limits.
     has_no_time_limit: AtomicBool,
     /// True if the response's body is complete. Its last bytes may not have been written to the socket yet.
     is_answered: AtomicBool,
@@ -51,7 +51,7 @@ impl Progress {
         self.waiting_since.store(SERVING, Ordering::Relaxed);
     }
 
-    /// Holds a reference to `marker` until the response to the current request is complete.
+    /// Stores `marker` and drops it when the response to the current request is complete.
     pub(in crate::control) fn hold(&self, marker: Arc<()>) {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(marker);
     }

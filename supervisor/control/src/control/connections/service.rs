@@ -40,7 +40,7 @@ const DISCARD_TIMEOUT: Duration = Duration::from_millis(100);
 /// Maximum time to wait for an idle connection to finish a graceful shutdown.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Serves connections until the listener has closed, then waits for the connections that had already been admitted.
+/// Serves connections until the listener has closed, then waits for the remaining connections to finish.
 pub(in crate::control) async fn serve<S: Socket>(mut connections: Queue<S>, router: Router) {
     while let Some(connection) = connections.receiver.recv().await {
         let NewConnection { socket, admission, accepted, permit } = connection;

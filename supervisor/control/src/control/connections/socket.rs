@@ -12,7 +12,7 @@ use tokio::net::{TcpStream, UnixStream};
 pub(in crate::control) trait Socket:
     AsyncRead + AsyncWrite + Unpin + Send + Sync + Sized + 'static
 {
-    /// Corresponding type in the standard library, which is not registered with a runtime.
+    /// The standard library's type for this kind of socket. A socket of that type is not registered with any runtime.
     type Std: Send + 'static;
 
     fn into_std_socket(self) -> io::Result<Self::Std>;

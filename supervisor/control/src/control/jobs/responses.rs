@@ -122,8 +122,8 @@ fn chunks(
     })
 }
 
-/// Returns a problem document with the fields of an outcome. If `status` is `None`, the verdict determines
-/// the HTTP status.
+/// Returns a problem document with the fields of an outcome. The HTTP status is `status` or, if that is `None`, the
+/// status that corresponds to the verdict.
 pub(super) fn outcome_problem(
     status: Option<StatusCode>,
     outcome: &Outcome,
@@ -155,8 +155,8 @@ pub(in crate::control) fn bulkhead_of(request: &Request) -> Option<&str> {
     name.filter(|name| request.method() == Method::POST && !name.contains('/'))
 }
 
-/// Returns the response that rejects a request before any handler runs. For a job request, the response
-/// contains the fields of an outcome.
+/// Returns the response to a request that is rejected before its handler runs. The response to a job request contains
+/// the fields of an outcome.
 pub(in crate::control) fn reject_request(request: &Request, reason: RejectReason, message: &str) -> Response {
     match bulkhead_of(request) {
         Some(name) => rejected(name, None, reason, message.to_owned()),
@@ -177,7 +177,7 @@ pub(in crate::control) fn rejected(
     local_outcome_response(name, deadline, Verdict::Rejected { reason, message }, retry_after)
 }
 
-/// Returns the response for a job whose payload did not arrive in time. The HTTP status is 408.
+/// Returns a response with HTTP status 408 for a job whose payload did not arrive in time.
 pub(super) fn upload_timed_out(name: &str, deadline: Option<Duration>) -> Response {
     let message = format!("the payload did not arrive within {} s", UPLOAD_TIMEOUT.as_secs());
     let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message };

@@ -25,25 +25,26 @@ const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 pub(super) struct Upload {
     body: BodyDataStream,
     pub(super) length: Length,
-    /// Maximum payload size that the bulkhead accepts (`max_payload`), or the highest possible value if the successor
-    /// checks the size. `None` if the bulkhead does not exist.
+    /// Maximum payload size of the bulkhead (`max_payload`). During an upgrade, the highest size that can be encoded,
+    /// because the successor checks the size. `None` if the bulkhead does not exist.
     pub(super) max_bytes: Option<u64>,
     spool: Spool,
 }
 
 pub(super) enum Length {
     Known(u64),
-    /// The payload is sent in chunks, and its length is unknown until the last chunk.
+    /// The client did not announce the payload's length. It is unknown until the last chunk has arrived.
     Unknown,
 }
 
-/// Payload size announced to the data plane, in bytes. The variant determines how the payload is sent.
+/// Payload size that is announced to the data plane, in bytes. Each variant corresponds to one way of sending the
+/// payload.
 pub(super) enum Announced {
     /// The payload is sent to the data plane while it is still being received.
     Streamed(u64),
     /// The complete payload is in memory.
     Spooled(u64),
-    /// The payload is too large and will not be sent. The data plane rejects a job that announces this size.
+    /// The payload is too large and will not be sent. The data plane rejects the job because of the announced size.
     TooLarge(u64),
 }
 
@@ -73,8 +74,8 @@ impl Upload {
     /// Determines the size of the payload. If the client sends the payload in chunks, receives all of them first.
     pub(super) async fn announce(&mut self) -> Result<Announced, Failure> {
         let max = self.max_bytes.unwrap_or(0);
-        // If a reload has raised `max_payload` in the meantime, the data plane accepts this size, but no
-        // bytes will follow.
+        // If a reload has raised `max_payload` in the meantime, the data plane accepts the announced size, but the
+        // payload is not sent.
         let too_large =
             |bytes: u64| Announced::TooLarge(bytes.clamp(ANNOUNCED_BYTES_MIN, PAYLOAD_BYTES_CEILING + 1));
         match self.length {
@@ -117,7 +118,7 @@ impl Upload {
                 frame.extend_from_slice(&self.next_chunk(&mut left).await?);
             }
         }
-        // After a failed write, the data plane's reply gives the reason.
+        // If the write fails, the data plane's reply contains the reason.
         socket.write_all(&frame).await.map_err(|_| Failure::Dropped)?;
         match *announced {
             Announced::TooLarge(_) => std::future::pending().await,
@@ -228,7 +229,7 @@ impl Spool {
         let charged = std::mem::take(&mut self.charged);
         self.counters.spooled.fetch_sub(charged, Ordering::Relaxed);
         if charged > 0 && self.owner.held.fetch_sub(charged, Ordering::Relaxed) == charged {
-            // There is no payload left that could release memory.
+            // This user or token no longer holds any payload that could be freed.
             self.owner.bytes_to_free.store(0, Ordering::Relaxed);
         }
     }

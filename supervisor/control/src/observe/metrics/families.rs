@@ -19,13 +19,13 @@ pub(super) struct Family {
 pub(super) enum SampleSource {
     /// One sample per bulkhead.
     Single(fn(&BulkheadNumbers) -> u64),
-    /// One sample per bulkhead for which the function returns a value.
+    /// A sample for each bulkhead, except for bulkheads for which the function returns `None`.
     Optional(fn(&BulkheadNumbers) -> Option<u64>),
     /// Several samples per bulkhead.
     Several(fn(&mut Page, &BulkheadNumbers)),
-    /// Samples that do not belong to a bulkhead.
+    /// Samples that are not about a particular bulkhead.
     Global(fn(&mut Page, &MetricInputs<'_>)),
-    /// One sample about the supervisor's own process, read from `/proc`. Omitted if the value is not available.
+    /// A sample about the supervisor's own process, read from `/proc`. Omitted if the value is not available.
     Process(fn(&OwnProcess) -> Option<f64>),
 }
 

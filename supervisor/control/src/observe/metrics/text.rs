@@ -58,7 +58,7 @@ impl Format {
 vocabulary! {
     /// Kind of a metric family.
     Kind {
-        /// A number that never decreases. Sample names end in `_total`.
+        /// A counter, which never decreases. The names of its samples end in `_total`.
         Counter = "counter",
         Gauge = "gauge",
         Histogram = "histogram",
@@ -126,12 +126,12 @@ impl Page {
         self.lines(self.suffix(), values, label, lasts);
     }
 
-    /// Writes the buckets of a histogram, each with its upper bound.
+    /// Writes the buckets of a histogram. Each bucket is labelled with its upper bound.
     pub(super) fn buckets<'v>(&mut self, values: &[&str], counts: impl IntoIterator<Item = (&'v str, u64)>) {
         self.lines("_bucket", values, "le", counts);
     }
 
-    /// Returns the suffix of the current family's sample names.
+    /// Returns the suffix to append to the family's name in each of its samples.
     fn suffix(&self) -> &'static str {
         match self.family {
             Some(FamilyInfo { kind: Kind::Counter, .. }) => "_total",
@@ -186,7 +186,8 @@ impl Page {
     }
 }
 
-/// Writes the name of a sample and the labels that have a value in `values`, without the closing brace.
+/// Writes the beginning of a sample: the name, and the labels for which `values` contains a value. Does not write the
+/// closing brace.
 fn begin(text: &mut String, family: &FamilyInfo, suffix: &str, values: &[&str]) {
     text.push_str(family.name);
     text.push_str(suffix);

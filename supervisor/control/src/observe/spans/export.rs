@@ -21,11 +21,11 @@ const QUEUED_SPANS_MAX: usize = 4096;
 /// Maximum time that a span waits in the queue for a batch to fill up.
 const BATCH_DELAY_MAX: Duration = Duration::from_secs(1);
 
-/// Minimum and maximum delay after a failed attempt to send. The delay doubles with each consecutive failure.
+/// Minimum and maximum delay before a failed message is sent again. The delay doubles with each consecutive failure.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
-/// Maximum time to spend on sending the remaining spans at shutdown.
+/// Maximum time, at shutdown, to spend on sending the remaining spans.
 const EXPORT_FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// An encoded message and the number of spans in it.
@@ -42,9 +42,9 @@ pub(super) struct Export {
     /// Message that is being sent or that must be resent after a failure.
     batch: Option<Batch>,
     sending: Option<JoinHandle<Result<(), SendError>>>,
-    /// Earliest time of the next attempt to send after a failure.
+    /// Earliest time at which a message can be sent after a failure.
     retry_at: Instant,
-    /// Length of the delay that will follow the next failure.
+    /// Delay that will be used after the next failure.
     pause: Duration,
     lost: u64,
 }
@@ -213,8 +213,8 @@ mod tests {
         assert_eq!((export.queued_spans.len(), export.lost()), (QUEUED_SPANS_MAX, 10));
     }
 
-    /// The test first checks that an incomplete batch waits for more spans and that a full batch is due
-    /// immediately.
+    /// Checks that a failed message is sent again after a pause. Also checks that a full batch is due immediately,
+    /// whereas an incomplete batch waits for more spans.
     #[test]
     fn failed_span_export_is_retried_after_pause() {
         let mut export = export();

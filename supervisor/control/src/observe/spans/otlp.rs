@@ -28,13 +28,13 @@ const SERVICE_NAME_DEFAULT: &str = "bulkhead";
 /// Maximum time for sending a message, from resolving the address of the collector to receiving the response.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Value of `SPAN_KIND_SERVER` in OTLP.
+/// Number that represents `SPAN_KIND_SERVER` in OTLP messages.
 const KIND_SERVER: u32 = 2;
 
-/// Value of `STATUS_CODE_ERROR` in OTLP.
+/// Number that represents `STATUS_CODE_ERROR` in OTLP messages.
 const STATUS_ERROR: u32 = 2;
 
-/// Flags set on every span. They state that the span is sampled and that its parent is known to be in another process.
+/// Flags of every span. They state that the span is sampled, and that its parent span comes from another process.
 const FLAGS: u32 = 0x01 | 0x100 | 0x200;
 
 /// Address of the collector, and the service name that is sent with the spans.
@@ -60,7 +60,7 @@ impl SendError {
         Self { why: why.to_string(), is_retryable: true }
     }
 
-    /// Returns the error for a message if the task that was sending it did not complete.
+    /// Creates the error for a message whose sending task was interrupted.
     pub(super) fn ended() -> Self {
         Self::retryable("the request was interrupted")
     }
