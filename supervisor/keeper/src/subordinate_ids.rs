@@ -24,7 +24,7 @@ use rustix::process::Pid;
 use crate::probe::DISABLED_LAYERS;
 use crate::wait::exits_within;
 
-/// Name of this layer in the output of `doctor`.
+/// Name of the subordinate IDs in the output of `doctor`, which lists the sandbox layers.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
 
 /// Maximum time that `newuidmap` or `newgidmap` may run. These programs might query a directory service over the
@@ -67,8 +67,8 @@ impl SubordinateIds {
         if std::env::var(DISABLED_LAYERS).is_ok_and(|layers| layers.contains("subordinate_ids")) {
             return Err(format!("{} disables subordinate IDs", DISABLED_LAYERS));
         }
-        // The keeper needs this count, because listing the descriptors of another user's process requires a right that
-        // no namespace grants.
+        // The keeper needs the kernel's descriptor count, because it has no right to list the descriptors of another
+        // user's process.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
             return Err(
                 "the kernel does not count descriptors of other users' processes: run kernel 6.2 or later"
@@ -89,7 +89,7 @@ impl SubordinateIds {
         Ok(Self { first, last, namespace })
     }
 
-    /// Takes over the user namespace that the guard has created, and the range of IDs in it.
+    /// Takes over the user namespace that the guard process has created, and the range of IDs in this namespace.
     pub(crate) fn from_guard((first, last): (u32, u32), namespace: OwnedFd) -> Self {
         Self { first, last, namespace }
     }
@@ -215,7 +215,7 @@ fn hold_namespace(writer: &OwnedFd, parent: Pid) -> ! {
     // SAFETY: only numbers are passed, and this process has one thread. The process ends with its parent.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-        // The signal is never sent if the parent died before the call.
+        // If the parent died before the call above, the kernel never sends the signal.
         if rustix::process::getppid() != Some(parent) {
             libc::_exit(1);
         }

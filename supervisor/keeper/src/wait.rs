@@ -97,7 +97,7 @@ pub(crate) fn kill_child(pid: u32) {
 /// processor time.
 pub(crate) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
-        // Fails if the worker does not lead a process group yet. In that case, there is no other process to
+        // Fails if the worker does not lead a process group yet. In that case, the worker has no other processes to
         // kill.
         let _ = rustix::process::kill_process_group(group, Signal::KILL);
     }

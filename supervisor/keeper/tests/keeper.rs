@@ -14,16 +14,17 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Maximum time to wait for a condition. Conditions normally become true much sooner.
+/// Maximum time that a test waits for a condition. Conditions normally become true much sooner.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Maximum time for a fork bomb to grow. On a busy machine, a fork bomb grows slowly.
+/// Maximum time for a fork bomb to reach the required size, which takes long on a busy machine.
 const BOMB_TIMEOUT: Duration = Duration::from_secs(360);
 
 /// Time in seconds after which a hung test case is killed. This is longer than all timeouts within a case.
 const CASE_SECONDS_MAX: u32 = 3600;
 
-// The kernel's resource numbers, whose types differ between C libraries.
+// Resource numbers of the kernel. They are defined here because the types of the C library's constants differ between C
+// libraries.
 const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
@@ -85,7 +86,7 @@ struct Fixture {
     workers: u64,
 }
 
-/// A worker, together with the test's ends of the link and of the standard output pipe.
+/// A worker, with the test's end of the link and of the pipe for standard output.
 struct Worker {
     number: u64,
     link: UnixStream,
@@ -217,13 +218,13 @@ fn send(pid: u32, signal: Signal) {
 
 fn process_state(pid: u32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The state follows the name in parentheses.
+    // The process state follows the program's name, which is in parentheses.
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
 fn is_alive(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The state follows the name in parentheses.
+    // The process state follows the program's name, which is in parentheses.
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
@@ -235,8 +236,7 @@ fn wait_until(what: &str, limit: Duration, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Script that starts a process in a separate session, prints the PID of the process, and exits when the link is
-/// closed.
+/// Script that starts a process in a separate session, prints that process's PID, and exits when the link is closed.
 const LEAVES_ORPHAN: &str = "(setsid sleep 1000 & echo $!); read -r line <&3";
 
 fn starts_as_ordered() {
@@ -289,7 +289,7 @@ fn failed_steps() {
         let result = fixture.keeper.spawn(&shell(script), theirs.into(), link.into(), dev_null());
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
-    // A large order works, and the failed orders have left nothing behind.
+    // A large order succeeds, and the rejected orders have left no processes behind.
     let variable = format!("A={}", "x".repeat(100_000));
     let order = SpawnOrder { environment: vec![&variable], ..shell("exit ${#A}") };
     let worker = fixture.order(order);
@@ -321,13 +321,13 @@ fn open_files_of(pid: u32) -> HashSet<String> {
 
 fn inherited_descriptors() {
     let mut fixture = Fixture::start();
-    // This descriptor is not close-on-exec, as a careless library might leave it.
+    // A careless library might open a descriptor like this one, without the close-on-exec flag.
     let careless = fs::File::open("/dev/zero").unwrap();
     rustix::io::fcntl_setfd(&careless, rustix::io::FdFlags::empty()).unwrap();
     let mut careless_fixture = Fixture::start();
     for fixture in [&mut fixture, &mut careless_fixture] {
         let (_others, _) = fixture.run("read -r line <&3");
-        // The worker is not a shell, which would have additional descriptors and variables.
+        // The worker is not a shell, because a shell would open additional descriptors and set additional variables.
         let sleep = SpawnOrder { program: "/bin/sleep", arguments: vec!["sleep", "1000"], ..shell("") };
         let worker = fixture.order(sleep);
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
@@ -336,7 +336,7 @@ fn inherited_descriptors() {
         wait_until("only descriptors 0 to 3 are open", TIMEOUT, || open_files_of(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
-        // The kernel reports the exec before the new environment is in place.
+        // The kernel reports the exec shortly before the new environment becomes visible.
         wait_until("the environment is as requested", TIMEOUT, || {
             fs::read_to_string(format!("/proc/{pid}/environ")).unwrap() == "PATH=/usr/bin:/bin\0"
         });
@@ -397,8 +397,8 @@ fn ignored_signals() {
     assert_eq!(fixture.exit_of(&worker), Exit::Code(3));
 }
 
-/// Starts workers, each of which has an orphaned descendant. Returns the workers, the workers' PIDs and the orphans'
-/// PIDs.
+/// Starts workers that each have an orphaned descendant. Returns the workers, and the PIDs of the workers and of the
+/// orphans.
 fn start_workers_with_orphans(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     let mut workers = Vec::new();
     let mut pids = Vec::new();
@@ -428,7 +428,7 @@ fn shutdown() {
     assert_eq!(pids.iter().filter(|&&pid| is_alive(pid)).count(), 0);
 }
 
-/// A forked child of the application holds copies of all the application's descriptors.
+/// If the application forks, its child holds copies of all of the application's descriptors.
 fn copied_socket() {
     for start in [Fixture::start, Fixture::start_detached] {
         let mut fixture = start();
@@ -575,7 +575,7 @@ fn prompt_exit_report_in_namespace() {
     fixture.expect_reaped(&worker);
 }
 
-/// A worker that asks to be traced and then stops does not count as exited.
+/// A worker that asks to be traced and then stops is not reported as exited.
 fn traced_worker() {
     if !rustix::process::geteuid().is_root() {
         return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
@@ -592,7 +592,7 @@ fn traced_worker() {
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
 }
 
-/// Kill orders and ping orders are accepted regardless of the number of pending orders.
+/// Kill and ping orders are accepted no matter how many orders are pending.
 fn unlimited_kills() {
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("read -r line <&3");
@@ -666,7 +666,7 @@ fn run_fork_bomb(bomb: &str, fork: &str, generations: &str, enough: usize) {
 fn unread_reports() {
     let mut fixture = Fixture::start();
     let mut expected = HashSet::new();
-    // Causes more reports than fit into the socket.
+    // Makes the keeper send more reports than fit into the socket's buffer.
     for _ in 0..1000 {
         let worker = fixture.order(SpawnOrder { program: "/no/such/program", ..shell("") });
         expected.insert(worker.number);

@@ -12,7 +12,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 /// Flags for opening a folder. Opening fails if the last component of the path is a symbolic link.
 pub const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// Maximum number of entry names to keep in memory while a folder is being emptied.
+/// Maximum number of entry names held in memory while a folder is being emptied.
 const NAMES_MAX: usize = 16 * 1024;
 
 /// Opens a folder for listing. If the folder's mode lacks `rights`, first changes the mode to 0700.
@@ -44,7 +44,8 @@ fn open_by(
 }
 
 fn make_accessible(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
-    // Uses a descriptor, because another entry may have taken the folder's name in the meantime.
+    // Changes the mode through a descriptor, because another file may have replaced the folder under this name in the
+    // meantime.
     restrict_to_owner(&rustix::fs::openat(parent, path, FOLDER_FLAGS | OFlags::PATH, Mode::empty())?)
 }
 
@@ -107,8 +108,8 @@ fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     let name = format!(".bulkhead-{:032x}", u128::from_ne_bytes(random));
     let rename = || rustix::fs::renameat_with(folder, inner, top, name.as_str(), RenameFlags::NOREPLACE);
     let moved = rename().or_else(|errno| match errno {
-        // Moving a folder to another parent changes its `..` entry, which requires write permission on the folder
-        // itself.
+        // Moving a folder to another parent changes the folder's `..` entry, which requires write permission on the
+        // folder itself.
         Errno::ACCESS => make_accessible(folder.as_fd(), inner).and_then(|()| rename()),
         errno => Err(errno),
     });

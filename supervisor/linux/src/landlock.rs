@@ -1,5 +1,5 @@
-//! Landlock's system calls, with access rights as numbers. No function allocates memory, so all functions can be used
-//! between `fork` and `execve`.
+//! Wrappers for Landlock's system calls. Access rights are plain numbers. No function allocates memory, so all
+//! functions can be used between `fork` and `execve`.
 #![expect(unsafe_code, reason = "no safe wrapper makes these system calls without allocating memory")]
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -17,7 +17,7 @@ pub struct HandledAccess {
     pub files: u64,
     /// Rights for TCP sockets.
     pub network: u64,
-    /// Scopes that deny access to processes and sockets outside the sandbox.
+    /// Scopes, which deny access to processes and sockets outside the sandbox.
     pub scopes: u64,
 }
 

@@ -108,7 +108,7 @@ pub fn read(path: &Path, max: usize) -> Result<Secret, SecretFileError> {
 /// have at most [`VARIABLE_BYTES_MAX`] bytes, and must not contain a NUL byte.
 pub fn read_variable(path: &Path) -> Result<Secret, SecretFileError> {
     const TOO_LARGE: SecretFileError = SecretFileError::TooLarge(VARIABLE_BYTES_MAX);
-    // Allows for a newline, which does not count.
+    // Reads one more byte, because a newline at the end does not count towards the maximum size.
     let mut content = read(path, VARIABLE_BYTES_MAX + 1).map_err(|error| match error {
         SecretFileError::TooLarge(_) => TOO_LARGE,
         error => error,

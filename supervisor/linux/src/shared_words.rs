@@ -72,7 +72,7 @@ impl SharedWords {
     pub fn store_then_load(&self, (at, number): (usize, u64), from: usize) -> u64 {
         self.word(at).store(number.to_le(), Ordering::Release);
         fence(Ordering::SeqCst);
-        // Cannot fail, because `map` has checked for the barrier.
+        // The barrier cannot fail, because `map` has checked that the kernel supports it.
         let _ = membarrier(MembarrierCommand::GlobalExpedited);
         self.load(from)
     }

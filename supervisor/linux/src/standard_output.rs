@@ -35,7 +35,7 @@ pub fn get() -> io::Result<io::Stdout> {
     }
 }
 
-/// Writes bytes to standard output and flushes it. Writing nothing succeeds even if standard output is closed.
+/// Writes bytes to standard output and flushes it. Writing zero bytes succeeds even if standard output is closed.
 ///
 /// # Errors
 ///

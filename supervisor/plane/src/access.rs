@@ -16,7 +16,7 @@ use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 pub struct Access {
     /// The supervisor's UID.
     own_uid: u32,
-    /// True if tokens are configured. A token's rules can reject jobs submitted over HTTP.
+    /// True if tokens are configured. If so, jobs submitted over HTTP can be rejected by a token's rules.
     has_tokens: bool,
     /// Access rules, in the order in which they appear in the file. They also apply to root and the supervisor's user.
     /// If there are no rules, only these two users have access, without any restrictions.
@@ -48,7 +48,7 @@ impl Grant {
     }
 }
 
-/// Client that submits jobs over HTTP.
+/// A client that submits jobs over HTTP.
 #[derive(Clone, Debug)]
 pub enum HttpClient {
     /// User of the admin socket, or holder of the admin token. Both have all permissions.
@@ -139,7 +139,7 @@ impl Access {
         self.unrelated.clone()
     }
 
-    /// Returns true if jobs can be rejected as `forbidden`.
+    /// Returns true if the configuration has rules or tokens, so that jobs can be rejected as `forbidden`.
     pub fn has_rules(&self) -> bool {
         self.has_tokens || !self.rules.is_empty()
     }
@@ -269,7 +269,7 @@ mod tests {
         assert!(may(one, "a", "") && may(one, "b", "t") && !may(one, "b", "other"));
         assert!(may(two, "a", "any") && may(two, "b", ""));
         assert!(Tokens::default().find(b"the-first-of-the-tokens").is_none());
-        // Only the entry for a user applies to the jobs socket.
+        // Entries for tokens do not apply to the jobs socket, so only the entry for a user is left.
         assert_eq!(Access::new(&config, 0).rules.len(), 1);
     }
 }

@@ -11,7 +11,7 @@ use bulkhead_shared::{CrashReason, Priority, RejectReason, Verdict};
 pub const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
 const PRIORITIES: usize = Priority::ALL.len();
-// One entry more than there are reasons, because reason codes start at 1. The codes are contiguous.
+// Reason codes are contiguous and start at 1, so the array has one entry more than there are reasons.
 const REJECT_REASONS: usize = RejectReason::ALL.len() + 1;
 const CRASH_REASONS: usize = CrashReason::ALL.len() + 1;
 const CAUSES: usize = RestartCause::ALL.len();
@@ -42,8 +42,7 @@ pub struct BulkheadCounters {
     pub crashed: [u64; CRASH_REASONS],
     /// Counters for each tenant label. The last entry covers all tenants without a label.
     pub tenants: Vec<TenantCounters>,
-    /// Outcome counts for the jobs passed on to each fallback. A fallback's counts are kept even if a reload
-    /// removes the fallback.
+    /// Outcomes of the jobs passed on to each fallback. The counts are kept even if a reload removes the fallback.
     pub fallback: Vec<FallbackCounters>,
     /// Number of this bulkhead's jobs that are currently in a fallback. Each job's outcome will be counted for
     /// this bulkhead.
@@ -167,8 +166,8 @@ pub const BOUNDS: [(u64, &str); 21] = [
 /// provide percentiles for the last one to two minutes, its counts never decrease.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Histogram {
-    /// Number of values in each bucket, not including lower buckets. The last entry counts the values above the
-    /// last bound in [`BOUNDS`].
+    /// Number of values in each bucket. The counts are not cumulative. The last entry counts the values above the last
+    /// bound in [`BOUNDS`].
     pub buckets: [u64; BOUNDS.len() + 1],
     pub sum_ns: u128,
 }

@@ -42,7 +42,7 @@ pub struct WorkerProcess {
     pub bulkhead: Arc<str>,
     pub pid: u32,
     pub generation: u32,
-    /// Number of jobs sent to the worker.
+    /// Number of jobs that have been sent to the worker since it started.
     pub jobs_given: u64,
     /// True if the worker has unfinished jobs.
     pub is_busy: bool,
@@ -131,8 +131,7 @@ pub enum Command {
         worker: u64,
         /// Disk usage of the folder, in bytes.
         bytes: u64,
-        /// Disk usage of the folder in bytes, excluding the folders of forked workers, which are identified by
-        /// their names.
+        /// Disk usage of the folder in bytes, excluding folders whose names mark them as folders of forked workers.
         bytes_without_forked: u64,
         /// Spawn number of the template whose folder contains this folder, if any. The data plane ignores the report if
         /// the worker was forked from a different template, because any worker can create a folder named like another
@@ -159,7 +158,7 @@ pub enum Command {
         /// HTTP client that submits the jobs.
         client: HttpClient,
     },
-    /// Start tracking the memory used by a token's incoming payloads whose length is not known in advance.
+    /// Start tracking the memory used by a token's incoming payloads of unknown length.
     AddSpool {
         /// The token's number.
         token: u32,
@@ -172,7 +171,7 @@ pub enum Command {
     },
     /// Report a client that the admin socket has rejected.
     ReportRejection {
-        /// The rejected client and the reason for the rejection.
+        /// Contains the rejected client and the reason for the rejection.
         rejection: ClientRejection,
         /// Permit that limits the number of reports waiting for the data plane.
         _permit: OwnedSemaphorePermit,
@@ -209,7 +208,7 @@ impl Command {
             Self::Scrape { reply } => reply.is_closed(),
             Self::Observe { reply, .. } => reply.is_closed(),
             Self::WorkerProcesses { reply } => reply.is_closed(),
-            // The client has already received a response saying that no job was started.
+            // If the sender has stopped waiting, it has already told its client that no job was started.
             Self::Replay { accepted, .. } => accepted.is_closed(),
             _ => false,
         }
@@ -234,7 +233,7 @@ impl Command {
 pub struct JobsRequest {
     /// Name of the bulkhead whose jobs are listed, or `None` for all bulkheads.
     pub bulkhead: Option<String>,
-    /// Restricts the list to jobs with this progress. `None` lists all jobs.
+    /// Progress of the jobs to list. `None` means that all jobs are listed.
     pub progress: Option<JobProgress>,
     /// Maximum number of jobs in the list.
     pub limit: usize,
@@ -253,7 +252,7 @@ pub enum SteerAction {
     Drain,
     /// Accept new jobs again.
     Resume,
-    /// Clear the restart history, so that each failed slot starts a worker immediately.
+    /// Clear the restart history, so that a worker is started immediately in each failed slot.
     Reset,
 }
 
@@ -355,13 +354,13 @@ pub const REPLAYS_MAX: usize = 2;
 
 #[derive(Debug)]
 pub struct ReplayResult {
-    /// PID of the worker that was started for the replay, if any.
+    /// PID of the worker that was started to rerun the job, if any.
     pub pid: Option<u32>,
     /// Verdict on the job, or the reason why the job did not run.
     pub verdict: Result<Verdict, String>,
     /// Cause of death of the worker or program, or `None` if neither crashed.
     pub cause: Option<Cause>,
-    /// Time from the dispatch of the job to its result or the worker's death.
+    /// Time from the dispatch of the job until its result arrived or the worker died.
     pub ran: Duration,
 }
 
@@ -446,7 +445,7 @@ pub enum DroppableNotice {
         report: Box<CrashReport>,
         /// Permit that limits the number of crash reports waiting to be stored.
         permit: OwnedSemaphorePermit,
-        /// Crash record from which the control plane obtains the backtrace.
+        /// Record of the crash, from which the control plane extracts the backtrace.
         record: Option<CrashRecord>,
     },
 }
@@ -463,7 +462,7 @@ pub struct Event {
     pub tenant: Option<Arc<str>>,
     /// ID of the crash report that belongs to the event, if any.
     pub report: Option<CrashId>,
-    /// Last output that the dead process wrote to standard error, if the event reports the death of a process.
+    /// End of the output that the dead process wrote to standard error, if the event reports the death of a process.
     pub stderr_tail: Option<String>,
     /// Number of events of this kind that were suppressed since the last event of this kind was reported.
     pub suppressed: Option<u64>,

@@ -107,7 +107,8 @@ impl SandboxSupport {
         support
     }
 
-    /// Returns the range in `/etc/subuid` that the keeper needs to start workers, or `None` if no range is needed.
+    /// Returns the range in `/etc/subuid` from which the workers' UIDs come, or `None` if the UIDs come from another
+    /// source.
     pub fn subordinate(&self) -> Option<Arc<SubordinateIds>> {
         self.subordinate.clone()
     }
@@ -120,12 +121,12 @@ impl SandboxSupport {
         }
     }
 
-    /// Returns the reason why the layer is not available, or `None` if all parts of the layer are available.
+    /// Returns the reason why a sandbox layer is not available, or `None` if all parts of the layer are available.
     fn why_missing(&self, layer: Layer) -> Option<String> {
         parts(layer).iter().find_map(|part| self.why_not(part))
     }
 
-    /// Returns the reason why this part of a layer is not available, or `None` if it is available.
+    /// Returns the reason why a part of a sandbox layer is not available, or `None` if the part is available.
     fn why_not(&self, part: &str) -> Option<String> {
         match self.abilities.get(part) {
             Some(ability) if ability.is_available => None,
@@ -203,8 +204,8 @@ pub struct Sandbox {
     tcp_ports: Vec<u16>,
     allow: Vec<String>,
     deny: Vec<String>,
-    /// Names of the profile's layers, and of parts of layers, that are not available on this machine. The
-    /// configuration allows workers to start without them.
+    /// Names of layers, and of parts of layers, that the profile includes but this machine lacks. The configuration
+    /// allows workers to start without these layers.
     missing: Vec<&'static str>,
     /// Warnings for operators about weaknesses in the confinement. Each warning is a sentence.
     warnings: Vec<String>,
@@ -395,7 +396,7 @@ fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
-/// Placeholder for the IDs of a worker with a separate UID. No file has this owner or group.
+/// Placeholder identity for a worker with a separate UID. No file has this owner or group.
 const OWNER_OF_NOTHING: Identity = Identity { uid: u32::MAX, gid: u32::MAX };
 
 /// Returns warnings about missing layers, and about valid settings that weaken the sandbox.
@@ -425,8 +426,8 @@ fn warnings(
                 .to_owned(),
         );
     }
-    // Landlock rules can only grant access, so access to a folder in `read` or `write` includes all files in that
-    // folder.
+    // Landlock cannot exclude files from a folder. If `read` or `write` contains a folder, workers can access all files
+    // in that folder.
     let configured = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
     let is_open = |secret: &&String| configured().any(|path| Path::new(secret).starts_with(path));
     if let Some(secret) = support.withheld().iter().find(is_open) {
@@ -507,12 +508,12 @@ struct LayerResolver<'g> {
     missing: Vec<Layer>,
     /// Required layers that are not available, and the reason for each.
     missing_required: Vec<(Layer, String)>,
-    /// Reason why workers must not be started, even with `best_effort`. `None` if there is no such reason.
+    /// Reason why workers must not be started even if `best_effort` is set, or `None` if workers can be started.
     refused: Option<String>,
 }
 
 impl LayerResolver<'_> {
-    /// Returns true if the layer is available. Otherwise records the layer as missing.
+    /// Returns true if the layer is available. Otherwise returns false and records the layer as missing.
     fn require(&mut self, layer: Layer) -> bool {
         match self.support.why_missing(layer) {
             None => true,
@@ -636,7 +637,7 @@ impl LayerResolver<'_> {
         let sandbox = &bulkhead.sandbox;
         let profile = sandbox.profile;
         if profile == Profile::None {
-            // Without a sandbox, only `files` needs a temporary folder.
+            // Workers without a sandbox need a temporary folder only if `files` is configured.
             let has_files = bulkhead.files.is_some();
             let temporary = if has_files { TemporaryFiles::Folder } else { TemporaryFiles::None };
             return Layers { temporary, program_rules: has_files, ..Layers::default() };
@@ -706,7 +707,7 @@ impl LayerResolver<'_> {
         if !self.require(Layer::Cgroup) {
             return None;
         }
-        // A cgroup without some of its controllers is still useful, because it applies the other limits and can be
+        // A cgroup is useful even if some controllers are missing, because it applies the remaining limits and can be
         // killed as a whole.
         let millicores = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
         Some(CgroupLimits {
@@ -738,7 +739,8 @@ impl LayerResolver<'_> {
     }
 
     fn strict_namespaces(&mut self, network: NetworkAccess) -> Namespaces {
-        // Only an unprivileged supervisor needs a user namespace to create the other namespaces.
+        // A privileged supervisor can create the other namespaces without a user namespace. An unprivileged supervisor
+        // cannot.
         let is_root = self.support.has("CAP_SYS_ADMIN");
         let user = if is_root {
             self.support.why_missing(Layer::UserNamespace).is_none()

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bulkhead_shared::limits::BULKHEAD_NAME_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Maximum number of distinct keys counted between two reads of [`RejectedJobs`]. The number is limited because
-/// clients can send any number of unknown bulkhead names.
+/// Maximum number of distinct keys in [`RejectedJobs`] between two reads. The number is limited because clients can
+/// invent any number of bulkhead names.
 const REJECTED_KEYS_MAX: usize = 16 * 1024;
 
 /// Counters shared by the data plane and the control plane.
@@ -17,9 +17,9 @@ const REJECTED_KEYS_MAX: usize = 16 * 1024;
 pub struct SharedCounters {
     /// Number of notices dropped because the control plane did not keep up.
     pub notices_dropped: AtomicU64,
-    /// Number of job spans dropped because the span thread did not keep up.
+    /// Number of job spans dropped because the thread that renders spans did not keep up.
     pub spans_dropped: AtomicU64,
-    /// Counter that is incremented whenever the cached state of bulkheads becomes invalid.
+    /// Revision number. Incremented whenever a cached state of the bulkheads becomes outdated.
     pub revision: AtomicU64,
     pub clients: AtomicU64,
     /// Total size of payloads waiting in the data plane, in bytes.
@@ -48,13 +48,13 @@ pub struct SharedCounters {
 pub struct SpoolCounters {
     /// Memory used by the payloads, in bytes.
     pub held: AtomicUsize,
-    /// Number of bytes that the control plane must free because the data plane needs the memory for other clients.
+    /// Number of bytes that the control plane must free because the data plane needs this memory for other clients.
     pub bytes_to_free: AtomicUsize,
     /// Notified when `bytes_to_free` grows.
     pub free_requested: tokio::sync::Notify,
 }
 
-/// Job that the HTTP interface rejected.
+/// Key under which a job rejected by the HTTP interface is counted.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct RejectedJob {
     pub bulkhead: String,

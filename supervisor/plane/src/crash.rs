@@ -22,10 +22,10 @@ pub struct CrashRecord {
     pub program: Arc<Program>,
 }
 
-/// File format of a [`CrashRecord`].
+/// Format of the file in a [`CrashRecord`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordKind {
-    /// A memory file in which the worker recorded its own crash.
+    /// The worker recorded its own crash in a memory file.
     Crash {
         /// Number of the signal that killed the worker.
         signal: i32,
@@ -66,7 +66,7 @@ pub fn cause_of(ending: &Ending) -> Option<Cause> {
         (Some(KillReason::Protocol(_)), _) => CauseKind::Protocol,
         (Some(KillReason::NoHello), _) => CauseKind::NoHello,
         (Some(KillReason::NotReady), _) => CauseKind::NotReady,
-        // In all other cases, the supervisor killed the process although the process was not at fault.
+        // For all other reasons, the kill was not caused by a fault of the process.
         (Some(_), _) => return None,
     };
     let (exit_code, signal, system_call) = match ending.death {
@@ -79,7 +79,7 @@ pub fn cause_of(ending: &Ending) -> Option<Cause> {
     Some(Cause { kind: kind.into(), exit_code, signal, system_call, message: ending.to_string() })
 }
 
-/// Returns the cause to report for a job that was still running at its deadline.
+/// Returns the cause to report if a job was still running at its deadline.
 pub fn late_job_cause() -> Cause {
     let message = "still running a job at its deadline".to_owned();
     Cause { kind: CauseKind::Deadline.into(), exit_code: None, signal: None, system_call: None, message }

@@ -9,7 +9,7 @@ use bulkhead_policy::{AdaptiveMode, Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
-/// Load of a compartment, which is a bulkhead or an isolated tenant. The load has been constant since `since`.
+/// Load of a compartment, which is a bulkhead or an isolated tenant. The values have not changed since `since`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Load {
     since: Time,
@@ -59,9 +59,10 @@ pub struct LimitedWindow {
     /// Distribution of the number of jobs in flight, weighted by time in nanoseconds. The total weight is the
     /// time during which the bulkhead had jobs.
     pub in_flight: Histogram,
-    /// Total time during which no permit was free, in nanoseconds.
+    /// Total time during which the bulkhead had jobs and no permit was free although all workers were running, in
+    /// nanoseconds.
     pub no_permit_ns: u64,
-    /// Total time during which workers were missing, in nanoseconds.
+    /// Total time during which the bulkhead had jobs but fewer workers than configured were running, in nanoseconds.
     pub workers_missing_ns: u64,
     /// Number of jobs that missed their deadline while running.
     pub deadline_misses: u64,
@@ -93,7 +94,8 @@ impl Demand {
         demand
     }
 
-    /// Returns true if [`Self::update`] must be called because the window is over or the limits have changed.
+    /// Returns true if the caller must call [`Self::update`], either because the window has ended or because the limits
+    /// have changed.
     #[inline]
     pub fn is_due(&self, now: Time, limits: &Limits) -> bool {
         self.windows.is_over(now) || self.sizes != sizes_of(limits)
@@ -105,7 +107,7 @@ impl Demand {
         if self.windows.is_over(now) {
             self.windows.roll(now);
             self.windows.current.under_limits.base = counters.clone();
-            // A window without observations also has no counters to compare with.
+            // If the previous window has no observations, its base counters are outdated too.
             let previous = &mut self.windows.previous;
             if previous.demand.total() == 0 {
                 previous.under_limits.base = counters.clone();
@@ -180,7 +182,7 @@ impl Demand {
     }
 }
 
-/// Returns the values on which [`LimitedWindow`] depends.
+/// Returns the limits on which the observations in a [`LimitedWindow`] depend.
 pub fn sizes_of(limits: &Limits) -> Sizes {
     let enforced = limits.adaptive.as_ref().filter(|adaptive| adaptive.mode == AdaptiveMode::Enforce);
     (limits.processes, limits.max_in_flight, limits.max_queue, enforced.map(|adaptive| adaptive.max))
@@ -203,9 +205,9 @@ pub struct CurrentLimits {
 pub struct Observation {
     /// Length of the observation period, which begins no earlier than the last change to the limits.
     pub duration: Duration,
-    /// True if the observation period began with a change to the limits.
+    /// True if the observation period began when the limits were changed.
     pub starts_with_change: bool,
-    /// Counters at the beginning and at the end of the observation period.
+    /// Counters at the beginning (`base`) and at the end (`counters`) of the observation period.
     pub base: Counters,
     pub counters: Counters,
     pub windows: WindowPair<Window>,
@@ -268,7 +270,7 @@ mod tests {
         let observation = demand.observation(at(7300), &limits, counters(170));
         assert_eq!(concurrency(&observation).max(), 1);
         assert_eq!((observation.base.submitted, observation.duration.as_secs()), (100, 3700));
-        // After a pause of more than two windows, all observations are discarded.
+        // All observations are discarded if no update occurs for more than two windows.
         demand.update(at(40_000), sizes_of(&limits), counters(170));
         let observation = demand.observation(at(40_000), &limits, counters(175));
         assert_eq!(concurrency(&observation).total(), 0);

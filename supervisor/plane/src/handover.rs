@@ -33,7 +33,7 @@ pub const MESSAGE_BYTES_MAX: usize =
 /// is enough for tens of thousands of upgrades.
 pub const NUMBERS_PER_ATTEMPT: u64 = 1 << 24;
 
-/// Numbers that identify the kinds of messages. The meaning of a number never changes.
+/// Numbers that identify the kinds of messages. A number never changes its meaning between versions.
 #[expect(missing_docs, reason = "each kind is documented on the message type of the same name")]
 pub mod kind {
     // The link.
@@ -72,10 +72,10 @@ pub struct Hello<'a> {
     pub start_limit_ms: u64,
 }
 
-/// INHERITED: a descriptor for the successor.
+/// INHERITED: passes a descriptor to the successor.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct InheritedName<'a> {
-    /// One of the names in [`inherited`].
+    /// Name of the descriptor, which is one of the constants in [`inherited`].
     pub name: &'a str,
     /// Path or address of a socket, or path of a locked file or folder. Empty for all other kinds of descriptors.
     pub place: &'a str,
@@ -113,7 +113,7 @@ pub struct Numbers {
     pub rate_limit: Option<(f64, u32, bool)>,
 }
 
-/// Ways in which an operator has closed a bulkhead to new jobs.
+/// Operator actions that keep a bulkhead from accepting new jobs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Encode, BorrowDecode)]
 pub struct ClosedByOperator {
     /// True if the bulkhead rejects new jobs.
@@ -135,7 +135,7 @@ pub struct BulkheadState {
     pub live: Numbers,
 }
 
-/// TENANT: changes that operators made to one tenant's limits.
+/// TENANT: the changes that operators have made to a tenant's limits.
 #[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct TenantState {
     pub bulkhead: String,
@@ -146,14 +146,15 @@ pub struct TenantState {
     pub live: Numbers,
 }
 
-/// WORKER_ID: the permanent UID shared by all workers of a bulkhead. Sent only for bulkheads whose workers write files.
+/// WORKER_ID: the permanent UID that all workers of a bulkhead share. Sent only for bulkheads whose workers write
+/// files.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct WorkerId<'a> {
     pub bulkhead: &'a str,
     pub id: u32,
 }
 
-/// STATE: the last message about the predecessor's state.
+/// STATE: the last of the messages that describe the predecessor's state.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct State {
     /// Message version that both supervisors support.
@@ -165,7 +166,7 @@ pub struct State {
     /// Soft resource limits that applied before the predecessor raised them. Each limit is paired with its resource
     /// number. `u64::MAX` means unlimited.
     pub soft_limits: Vec<(u32, u64)>,
-    /// Names of the descriptors for sockets that the service manager created.
+    /// Names of the passed descriptors whose sockets were created by the service manager.
     pub activated: Vec<String>,
 }
 
@@ -182,7 +183,7 @@ pub struct CompartmentName {
 pub struct Held {
     pub compartment: CompartmentName,
     pub permits: u32,
-    /// Number of jobs that are waiting for one of these permits.
+    /// Number of jobs that are waiting for a permit in the predecessor.
     pub waiting: u32,
 }
 
@@ -204,7 +205,7 @@ impl Quarantined {
     }
 }
 
-/// SWITCH: from now on, the successor serves clients.
+/// SWITCH: tells the successor to serve clients from now on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Switch {
     /// Exclusive lower bound for the successor's job numbers.
@@ -219,7 +220,7 @@ pub struct Switch {
 /// but have not been handled yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SessionState {
-    /// True if the handshake is complete.
+    /// True if the handshake with the client is complete.
     pub is_open: bool,
     /// Capabilities that the predecessor announced in its welcome.
     pub capabilities: u64,
@@ -236,19 +237,19 @@ pub struct SessionState {
 pub enum SessionClient {
     /// The peer of the socket, whose credentials the kernel reports.
     Peer,
-    /// The control plane, on behalf of a user of the admin API.
+    /// The connection was opened by the control plane on behalf of a user of the admin API.
     Operator {
         /// The user's UID.
         uid: u32,
     },
-    /// The control plane, on behalf of a client with a token.
+    /// The connection was opened by the control plane on behalf of a client with a token.
     Token {
         /// The token's number.
         id: u32,
     },
 }
 
-/// FAILED: the reason why the successor exits.
+/// FAILED: tells the predecessor why the successor exits.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct Failed<'a> {
     /// The reason, as a sentence.
@@ -295,8 +296,7 @@ pub enum FrameError {
     /// The metadata does not match the kind of message.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// The descriptor that belongs to the message is missing, because this process had no free descriptor to receive
-    /// it.
+    /// The descriptor that belongs to the message is missing, because this process had reached its limit on open files.
     #[error("the descriptor of a message is missing: raise the limit on open files")]
     NoDescriptor,
     /// The message is critical, but this version does not know its kind.
@@ -355,7 +355,7 @@ pub enum HandoverCommand {
     /// The successor now serves clients. Pass on connections, and handle only frames about jobs that were already
     /// accepted.
     Release,
-    /// The successor has failed. Serve clients again. Contains the listener of the jobs socket.
+    /// The successor has failed. Serve clients again, using the given listener for the jobs socket.
     TakeBack(Option<std::os::unix::net::UnixListener>),
     /// The upgrade can no longer fail. Stop idle workers now, and shut down once the last job has ended.
     Leave,
@@ -373,7 +373,7 @@ pub enum HandoverCommand {
         switch: Switch,
         /// This process's end of the transfer socket.
         transfer: OwnedFd,
-        /// Permissions granted by each token. The data plane uses them to take over HTTP clients' connections.
+        /// Permissions of each token. The data plane needs them to take over the connections of HTTP clients.
         tokens: Vec<TokenGrant>,
         reply: oneshot::Sender<()>,
     },
@@ -388,7 +388,7 @@ pub type Prepared = (Vec<BulkheadState>, Vec<TenantState>, Option<std::os::unix:
 /// State of the data plane when it stops serving clients.
 #[derive(Debug, Default)]
 pub struct SwitchState {
-    /// Permits that the data plane's remaining jobs still need.
+    /// Number of permits that each compartment still needs for its remaining jobs.
     pub held: Vec<Held>,
     /// Payloads in quarantine.
     pub quarantined: Vec<Quarantined>,

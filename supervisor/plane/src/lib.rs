@@ -1,4 +1,4 @@
-//! The interface between the data plane and the control plane. It consists of:
+//! The interface between the data plane and the control plane, with the following parts.
 //!
 //! - commands to the data plane, and notices from it, both over bounded channels
 //! - resolved programs and confinement, translated from the configuration into orders for the keeper

@@ -36,7 +36,7 @@ pub fn lock(path: &Path) -> Result<File, LockError> {
     lock_with_timeout(RELEASE_TIMEOUT, path)
 }
 
-/// Retries `attempt` for up to half a second while it fails with an error for which `is_taken` returns true.
+/// Calls `attempt` until it succeeds. Gives up after half a second, or when `is_taken` returns false for the error.
 pub fn retry_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,

@@ -20,7 +20,7 @@ const DROPPABLE_MAX: usize = 16 * 1024;
 /// open descriptors.
 const OUTPUTS_MAX: usize = 256;
 
-/// Number of milestones, each of which is sent at most once.
+/// Number of different milestones, each of which is sent at most once.
 const MILESTONES_MAX: usize = 2;
 
 /// Read ends of the pipes for a new worker's standard output and standard error.
@@ -51,7 +51,7 @@ pub enum Milestone {
 pub enum Notice {
     /// A milestone was reached.
     Milestone(Milestone),
-    /// Pipes from which a new worker's output can be read.
+    /// Contains the pipes from which a new worker's output can be read.
     Output(WorkerOutput),
     /// An event or a crash report.
     Droppable(DroppableNotice),
@@ -96,11 +96,12 @@ impl NoticeSender {
         debug_assert!(!matches!(sent, Err(TrySendError::Full(_))), "{milestone:?} was already sent");
     }
 
-    /// Sends the pipes for a worker's output. Returns the pipes if the channel is full.
+    /// Sends the read ends of a worker's output pipes to the control plane. If the channel is full, returns the pipes
+    /// to the caller.
     pub fn send_output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         match self.outputs.try_send(output) {
             Err(TrySendError::Full(output)) => Err(output),
-            // If the control plane has exited, the output is not needed.
+            // If the control plane has exited, nothing needs the output any longer.
             Err(TrySendError::Closed(_)) | Ok(()) => Ok(()),
         }
     }

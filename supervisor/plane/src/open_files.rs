@@ -1,4 +1,4 @@
-//! Limit on open files (`RLIMIT_NOFILE`), and its division among clients, workers and operators.
+//! Divides the limit on open files (`RLIMIT_NOFILE`) among clients, workers and operators.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ const LEASE_BYTES_MIN: u64 = 512 * 1024;
 /// Number of descriptors that a lease needs.
 const DESCRIPTORS_PER_LEASE: u64 = 4;
 
-/// Ratio of the limit on open files to the maximum number of leases. The same maximum applies to loans that workers
-/// have not received yet.
+/// Ratio of the limit on open files to the maximum number of leases. Loans that workers have not received yet have the
+/// same maximum.
 const LIMIT_PER_LEASE: u64 = 16;
 
 /// Ratio of the limit on open files to the maximum number of closed connections with an unread loan. As long as the
@@ -39,12 +39,13 @@ pub(crate) fn hard_limit() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum.unwrap_or(u64::MAX)
 }
 
-/// Returns the number of templates in a bulkhead. Each template needs as many descriptors as a worker.
+/// Returns the number of template processes of a bulkhead. A template needs as many descriptors as a worker.
 fn templates(bulkhead: &BulkheadConfig) -> u64 {
     u64::from(bulkhead.start.mode == StartMode::Fork)
 }
 
-/// Limit on open files, and the numbers of descriptors set aside for files received from peers and for HTTP over TCP.
+/// Limit on open files. Also stores the numbers of descriptors reserved for files received from peers and for HTTP over
+/// TCP.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenFiles {
     limit: u64,

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use bulkhead_linux::peer::{Descent, Peer, UnrelatedProcesses};
 
 vocabulary! {
-    /// A socket on which the supervisor accepts clients, as named in events.
+    /// Kind of socket on which the supervisor accepts clients. Events contain these names.
     SocketKind {
         /// The jobs socket.
         Jobs = "jobs",
@@ -40,7 +40,7 @@ impl ClientRejection {
 
     /// Creates a rejection for a client that cannot be identified.
     pub fn unidentified(peer: Option<Peer>, error: &std::io::Error) -> Self {
-        // EMFILE and ENFILE mean that the supervisor is overloaded; the client is not at fault.
+        // EMFILE and ENFILE are not the client's fault. They mean that the supervisor is overloaded.
         let is_full =
             [Errno::MFILE, Errno::NFILE].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()));
         let reason = if is_full { RejectReason::Overloaded } else { RejectReason::Unauthenticated };

@@ -6,7 +6,7 @@ use bulkhead_config::TenantConfig;
 use bulkhead_policy::{BreakerState, Limits, Overflow, RestartCause};
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Features and rejections that are possible in a bulkhead. They determine which metric series exist.
+/// Features and rejection reasons that can occur in a bulkhead. They determine which metric series exist.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PossibleSeries {
     /// True if the configuration contains `[[access]]`, so that jobs can be rejected as `forbidden`.
@@ -16,7 +16,7 @@ pub struct PossibleSeries {
     /// True if another bulkhead uses this bulkhead as a fallback.
     pub has_guests: bool,
     pub has_spares: bool,
-    /// True if an operator has forced the breaker open, which is possible even without a `breaker` table.
+    /// True if an operator has ever forced the breaker open. This is possible even without a `breaker` table.
     pub was_opened: bool,
     has_breaker: bool,
     has_poison: bool,

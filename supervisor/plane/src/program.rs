@@ -28,7 +28,7 @@ const SYMBOLIZER_LINK: &str = "BULKHEAD_LINK_FD=3";
 /// Descriptor number of a worker's link to the supervisor.
 const LINK_DESCRIPTOR: i32 = 3;
 
-/// A bulkhead's resolved program, from which spawn orders are created.
+/// A bulkhead's program with all paths resolved. Creates the spawn orders for the bulkhead's workers.
 pub struct Program {
     path: String,
     arguments: Vec<String>,
@@ -162,7 +162,7 @@ impl Program {
         self.is_forked
     }
 
-    /// Returns the spawn order for a template, which the keeper carries out.
+    /// Returns an order that tells the keeper to start a template.
     pub fn template_order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         let mut order = self.order(worker, id);
         order.environment.push(TEMPLATE);
@@ -189,7 +189,7 @@ impl Program {
         }
     }
 
-    /// Logs warnings about weaknesses in the confinement. Must not be called on the data plane's thread, which
+    /// Logs warnings about weaknesses in the confinement. Must not be called by the data plane, because the data plane
     /// never logs.
     pub fn log_warnings(&self, bulkhead: &str) {
         for warning in self.sandbox.warnings() {

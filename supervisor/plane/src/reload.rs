@@ -57,7 +57,7 @@ pub struct ChangedBulkhead {
     pub replaces_workers: bool,
 }
 
-/// Keys for which a reload discards an operator's live change, grouped by bulkhead.
+/// Keys that an operator has changed live and that a reload resets, grouped by bulkhead.
 pub type LiveDropped = BTreeMap<Arc<str>, Vec<String>>;
 
 /// A prepared reload, to be applied by the data plane.
@@ -65,9 +65,9 @@ pub struct Reload {
     pub removed: Vec<String>,
     pub changed: Vec<ChangedBulkhead>,
     pub added: Vec<BulkheadSpec>,
-    /// Bulkheads in both `removed` and `added`.
+    /// Bulkheads that are in both `removed` and `added`, because the reload replaces them.
     pub rebuilt: Vec<(Arc<str>, LimitsBefore)>,
-    /// Permissions of clients, or `None` if they have not changed.
+    /// New permissions of clients, or `None` if the reload does not change permissions.
     pub access: Option<Access>,
     pub limits: DataPlaneLimits,
 }
@@ -145,11 +145,11 @@ pub fn changes(before: &Config, after: &Config) -> Changes {
         }
     });
     let (old, new) = (fields(&before.supervisor), fields(&after.supervisor));
-    // `folder_mode` is not a key in the file, but is derived from other keys.
+    // `folder_mode` is derived from other keys and does not appear in the file.
     let is_changed = |key: &&String| *key != "folder_mode" && old.get(*key) != new.get(*key);
     let keys = old.keys().filter(is_changed).cloned();
     let (supervisor, mut ignored): (Vec<_>, Vec<_>) = keys.partition(|key| !config::needs_restart(key));
-    // The key's value is the path of the file, but the file's contents matter too.
+    // The key contains only a path. A change in the contents of this file counts as a change of the key.
     if let (Some(old), Some(new)) = (&before.supervisor.http, &after.supervisor.http)
         && old.token != new.token
     {
@@ -253,7 +253,7 @@ pub fn effective_config(before: &SupervisorConfig, mut after: Config) -> Config 
     after
 }
 
-// The fields are taken from the serialized value, so that no key can be forgotten.
+// Configurations are compared in serialized form, so that no key can be overlooked.
 
 fn fields(value: &impl Serialize) -> Map<String, Value> {
     match serde_json::to_value(value) {

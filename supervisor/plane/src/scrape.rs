@@ -1,5 +1,5 @@
-//! A consistent copy of the values shown in the metrics. The data plane makes the copy, and another thread renders the
-//! text.
+//! A consistent copy of the values shown in the metrics. The data plane makes the copy, and another thread converts it
+//! to text.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::possible_series::PossibleSeries;
 pub struct Scrape {
     /// Number of connected clients.
     pub clients: u64,
-    /// Number of bytes that count towards `max_buffered`.
+    /// Memory that counts towards `max_buffered`, in bytes.
     pub buffered_bytes: u64,
     /// Total size of all memory files, in bytes.
     pub memory_file_bytes: u64,
@@ -43,7 +43,7 @@ impl Default for ReloadCounts {
 pub struct BulkheadNumbers {
     pub name: Arc<str>,
     pub counters: BulkheadCounters,
-    /// Metric series that are possible under the configuration.
+    /// Determines which metric series can exist under the configuration.
     pub possible: PossibleSeries,
     pub active: u64,
     pub limit: u64,
@@ -51,7 +51,7 @@ pub struct BulkheadNumbers {
     pub adaptive: Option<Adaptive>,
     pub queued: u64,
     pub queue_capacity: u64,
-    /// State of the breaker. If tenants are isolated, the most severe state of any tenant's breaker.
+    /// State of the breaker. If tenants are isolated, this is the most severe state among the tenants' breakers.
     pub breaker: BreakerState,
     /// State of the bulkhead, derived from the states of all workers.
     pub state: BulkheadState,
@@ -59,7 +59,7 @@ pub struct BulkheadNumbers {
     pub service: Service,
     /// Summaries of all workers. The slots of isolated tenants are numbered consecutively.
     pub workers: Vec<WorkerSummary>,
-    /// Number of slots in the metrics, including slots without a worker.
+    /// Number of slots shown in the metrics, including slots that have no worker.
     pub slots: u32,
     /// Memory usage in bytes at which a worker is replaced or killed, or `None` if there is no limit.
     pub memory_limit: Option<u64>,

@@ -57,11 +57,11 @@ fn outcome_index(verdict: &Verdict) -> Option<usize> {
     }
 }
 
-/// Counts of outcomes in the last minute.
+/// Number of jobs that ended in the last minute, by outcome.
 #[derive(Debug, Default)]
 pub struct Window {
-    /// Counts for each time slice. Allocated when the first job ends, because most bulkheads in a large configuration
-    /// are idle.
+    /// Counts for each time slice. Allocated only when the first job ends, because in a large configuration most
+    /// bulkheads are idle.
     slices: Vec<Slice>,
 }
 
@@ -70,14 +70,15 @@ struct Slice {
     /// Sequence number of the time slice. Slices older than a minute are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
-    /// Number of failed jobs for each of the first [`CODES_MAX`] different error codes from handlers in the slice.
+    /// Number of failed jobs in the slice, by error code of the handler. Only the first [`CODES_MAX`] different codes
+    /// are counted separately.
     codes: Vec<(String, u32)>,
 }
 
 const EMPTY: Slice = Slice { number: 0, counts: [0; OUTCOMES], codes: Vec::new() };
 
 fn number_of(now: Time) -> u64 {
-    // The number is always above 0, because 0 is the number of an empty slice.
+    // The number of a slice in use is always above 0, because 0 marks an empty slice.
     now.since(Time::ZERO).as_secs() / SLICE.as_secs() + SLICES as u64
 }
 
@@ -175,7 +176,7 @@ impl<'a> Totals<'a> {
     }
 }
 
-/// Returns the name of an outcome other than `ok` and `failed`.
+/// Returns the name of an outcome. The outcome must not be `ok` or `failed`.
 fn name(outcome: usize) -> String {
     let code_of = |first: usize| u8::try_from(outcome + 1 - first).unwrap_or_default();
     match outcome {
@@ -284,7 +285,7 @@ mod tests {
             cause(&[(failed_with("exit_3"), 9), (Verdict::DeadlineQueued, 8), (failed_with("exit_7"), 1)]),
             "failed/exit_3: 9 of 18 jobs in the last minute; 18 jobs were not ok"
         );
-        // Codes above the maximum are counted together.
+        // Error codes beyond the maximum number of codes are counted together.
         let many: Vec<_> = (0..20).map(|number| (failed_with(&format!("exit_{number}")), 1)).collect();
         assert!(cause(&many).starts_with("failed/other codes: 12 of 20"), "{}", cause(&many));
         for reason in RejectReason::ALL.iter().filter(|reason| !reason.is_caller_fault()) {

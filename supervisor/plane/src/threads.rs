@@ -9,7 +9,8 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Maximum time for an orderly shutdown. After that, the process exits, and the keeper kills the workers.
+/// Maximum time for an orderly shutdown. If the shutdown takes longer, the process exits, and the keeper kills the
+/// workers.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Exit code if the shutdown hangs: `EX_SOFTWARE` from sysexits.h.
@@ -120,7 +121,7 @@ impl ThreadMonitor {
             std::thread::sleep(SHUTDOWN_TIMEOUT);
             std::process::exit(HUNG_EXIT_CODE);
         };
-        // An error is ignored, because this thread is needed only if the shutdown hangs.
+        // An error is ignored, because the new thread matters only if the shutdown hangs.
         let _ = std::thread::Builder::new().name("end".into()).spawn(hangs);
     }
 }
@@ -152,8 +153,8 @@ pub async fn panic_on_request(name: &'static str) {
 mod tests {
     use super::*;
 
-    /// Returns a monitor that never terminates the process, because other tests might still be running in the
-    /// process at the shutdown timeout.
+    /// Returns a monitor that never terminates the process. An ordinary monitor could end the test process while other
+    /// tests are still running.
     fn monitor() -> ThreadMonitor {
         ThreadMonitor::embedded()
     }

@@ -1,4 +1,4 @@
-//! Allocates UIDs for workers. No other process on this host uses an allocated UID.
+//! Allocates UIDs for workers. An allocated UID is not used by any other process on this host.
 //!
 //! An ID is skipped if a user database, systemd, a process or another supervisor uses it. While a worker or bulkhead
 //! has an ID, the supervisor locks one byte in a file shared by all supervisors. The byte's offset equals the ID. Two
@@ -38,14 +38,14 @@ const SYSTEMD_IDS: &str = "/run/systemd/dynamic-uid";
 /// network.
 const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
 
-/// Files that contain the ID mappings of the current user namespace.
+/// Files with the UID and GID mappings of the current user namespace.
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 
 /// Maximum time to wait for the workers of a killed supervisor to exit. After their exit, each bulkhead can get the
 /// same permanent ID as before. In unit tests, the timeout is longer, because a test's threads can be delayed.
 const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 120 } else { 5 });
 
-/// Interval between checks of whether an ID is still in use.
+/// Interval at which to check whether an ID is still in use.
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Maximum number of IDs to check for one worker. The default range is smaller than this number, and checking all of it
@@ -63,7 +63,7 @@ pub struct IdAllocator {
     state: Mutex<State>,
 }
 
-/// Purpose for which IDs are allocated.
+/// Purpose of the allocated IDs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdUse {
     /// The IDs are for the workers of a running supervisor.
@@ -73,7 +73,7 @@ pub enum IdUse {
     Check,
 }
 
-/// First and last ID of a range.
+/// A range of IDs, as its first and last ID.
 type IdRange = (u64, u64);
 
 #[derive(Debug, Default)]
@@ -91,7 +91,8 @@ struct State {
     database_ids: DatabaseIds,
 }
 
-/// IDs in the local user and group databases, and the modification times of the database files when they were read.
+/// IDs listed in the local user and group databases, and the modification times of the database files when they were
+/// last read.
 #[derive(Debug, Default)]
 struct DatabaseIds {
     ids: BTreeSet<u32>,
@@ -112,8 +113,8 @@ impl IdAllocator {
         Err(format!("none of the user IDs {range} is mapped in this user namespace (/proc/self/uid_map)"))
     }
 
-    /// Creates an allocator for the range that `/etc/subuid` assigns to an unprivileged user. If `worker_uids` is
-    /// set, the allocator uses only this part of the range.
+    /// Creates an allocator for the IDs that `/etc/subuid` assigns to an unprivileged user. If `worker_uids` is set,
+    /// restricts the allocator to that part of the range.
     fn subordinate(
         found: &SubordinateIds,
         worker_uids: Option<UidRange>,
@@ -131,7 +132,7 @@ impl IdAllocator {
         Ok(ids)
     }
 
-    /// Allocates an ID that no other worker uses.
+    /// Allocates an ID that is not in use by any other worker.
     pub fn allocate(&self) -> io::Result<u32> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for _ in 0..self.count().min(CANDIDATES_MAX) {
@@ -195,8 +196,8 @@ impl IdAllocator {
         if self.lock(state, id)? { Ok(id) } else { Err(ErrorKind::WouldBlock.into()) }
     }
 
-    /// Reserves a permanent ID from the upper half of the range. IDs for individual workers are allocated from the
-    /// lower end.
+    /// Reserves a permanent ID in the upper half of the range. IDs of individual workers are allocated from the lower
+    /// end upwards.
     fn derive_permanent_id(&self, state: &mut State, config: &Path, bulkhead: &str) -> io::Result<u32> {
         for id in self.derived(config, bulkhead) {
             let is_taken = state.in_use.contains(&id) || state.is_permanent(id);
@@ -229,7 +230,7 @@ impl IdAllocator {
     pub fn lock_inherited(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for id in std::mem::take(&mut state.inherited) {
-            // If this fails, another supervisor has just locked the ID. The workers keep using the ID.
+            // If the call fails, another supervisor has just locked the ID. The workers keep using the ID.
             let _ = self.lock(&mut state, id);
         }
     }
@@ -266,7 +267,7 @@ impl IdAllocator {
             if is_ours || self.id_use == IdUse::Check || !self.is_assignable(&mut state, id) {
                 return false;
             }
-            // An error is ignored, because the caller then tries to lock the ID and reports the error.
+            // An error is ignored here, because the caller tries to lock the ID again and reports any error.
             self.lock(&mut state, id).is_ok_and(|is_locked| !is_locked || is_used(id))
         };
         let start = Instant::now();
@@ -392,8 +393,8 @@ pub fn find_subordinate(
     resolve().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
 }
 
-/// Returns the path of the current user's lock file. Creates the file and its folder, unless IDs are needed only to
-/// check the configuration.
+/// Returns the path of the current user's lock file. Creates the file and its folder, except during a check of the
+/// configuration.
 fn own_lock_file(id_use: IdUse) -> Result<PathBuf, String> {
     let uid = rustix::process::geteuid();
     let user = nix::unistd::User::from_uid(uid.as_raw().into()).ok().flatten();
@@ -487,7 +488,7 @@ mod tests {
         ids.free(1_900_000_001);
         assert_eq!(ids.allocate().unwrap(), 1_900_000_001);
         taken.into_iter().for_each(|id| ids.free(id));
-        // The most recently freed ID is allocated last.
+        // The ID that was freed last is also allocated last.
         assert_eq!([ids.allocate().unwrap(), ids.allocate().unwrap()], [1_900_000_002, 1_900_000_000]);
     }
 
@@ -524,7 +525,7 @@ mod tests {
     #[test]
     fn allocator_skips_assigned_and_unmapped_ids() {
         let folder = tempfile::tempdir().unwrap();
-        // The range contains only IDs that are assigned on every system (root, daemon, bin) or not mapped.
+        // Each ID in the range is either assigned on every system (root, daemon, bin) or not mapped.
         let mut few = ids(0, 40, folder.path());
         few.maps = vec![vec![(0, 0)], vec![(0, 40)]];
         assert!(
@@ -559,7 +560,7 @@ mod tests {
         assert_eq!(keep(&ids(1_900_000_000, 1_900_000_999, folder.path()), "a"), first);
     }
 
-    /// A forked child of an application holds copies of all descriptors.
+    /// If an application forks, its child holds copies of all descriptors.
     #[test]
     fn dropped_allocator_unlocks_ids_despite_copied_descriptor() {
         let folder = tempfile::tempdir().unwrap();
@@ -583,11 +584,12 @@ mod tests {
         let first = before.permanent_id(Path::new(CONFIG), "a", &[]).unwrap();
         let kept = std::thread::scope(|scope| {
             let kept = scope.spawn(|| after.permanent_id(Path::new(CONFIG), "a", &[]).unwrap());
-            // If the thread has finished, the allocation has failed, and `join` reports the reason.
+            // The loop also ends if the thread has finished. The allocation has then failed, and `join` reports the
+            // reason.
             while after.state.lock().is_ok_and(|state| state.lock_file.is_none()) && !kept.is_finished() {
                 std::thread::yield_now();
             }
-            // By now, `after` has found that the ID is taken and is waiting for it.
+            // At this point, `after` has found that the ID is in use and is waiting until it is free.
             drop(before);
             kept.join().unwrap()
         });

@@ -28,11 +28,11 @@ pub struct AdaptiveLimits {
 }
 
 vocabulary! {
-    /// Effect of an adaptive limit.
+    /// Whether an adaptive limit is enforced or only computed.
     AdaptiveMode {
-        /// Limits the number of running jobs.
+        /// The number of running jobs is limited.
         Enforce = "enforce",
-        /// Only reports the limit that would apply.
+        /// The limit is computed and reported, but not enforced.
         Monitor = "monitor",
     }
 }
@@ -46,18 +46,18 @@ const WINDOW_MAX: Duration = Duration::from_secs(10);
 /// Minimum number of run times that a window must contain before the limit can change.
 const RUNS_MIN: usize = 10;
 
-/// Maximum number of run times stored for one tenant, or for all tenants that share a vote. New run times replace
-/// the oldest run times.
+/// Maximum number of run times stored for one tenant, or for a group of tenants that is treated as one tenant. New run
+/// times replace the oldest run times.
 const RUNS_MAX: usize = 128;
 
-/// Maximum number of tenants whose latency is computed separately in a window. All other tenants are treated as
+/// Maximum number of tenants in a window whose latencies are computed separately. All further tenants are treated as
 /// one tenant.
 const TENANTS_MAX: usize = 64;
 
-/// Maximum number of windows to wait before the limit can grow again.
+/// Maximum number of measurement windows that must pass before the limit can grow again.
 const PAUSE_MAX: u32 = 32;
 
-/// Minimum time between two reports to operators about changes to the limit.
+/// Minimum time between two reports about changes to the limit.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// State of an adaptive limit, used in snapshots.
@@ -79,7 +79,7 @@ pub(crate) struct LimitReport {
     pub(crate) latency: Duration,
 }
 
-/// Most recent run times of one tenant, or of all tenants that share a vote, in nanoseconds.
+/// Most recent run times, in nanoseconds, of one tenant or of a group of tenants that is treated as one tenant.
 #[derive(Debug, Default)]
 struct Runs {
     times: Vec<u64>,
@@ -116,14 +116,13 @@ pub(crate) struct Adaptive {
     was_full: bool,
     /// True if a job has been counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
-    /// Earliest dispatch time of a job that counts. Jobs dispatched earlier are ignored, because they started under a
-    /// higher limit.
+    /// Jobs dispatched before this time are ignored, because they started under a higher limit.
     counts_from: Time,
     /// True if no complete window has been measured since the limit was last raised.
     has_grown: bool,
-    /// Number of windows to wait before the limit can grow again.
+    /// Number of measurement windows that must pass before the limit can grow again.
     pause: u32,
-    /// Value to assign to `pause` the next time the limit is lowered.
+    /// Number of windows for which the limit must not grow after it is next lowered.
     next_pause: u32,
     latency: Option<Duration>,
     reported: u32,
@@ -220,8 +219,8 @@ impl Adaptive {
         self.runs.entry(has_room.then_some(tenant)).or_default().add(ran);
     }
 
-    /// Adjusts the limit based on the run times in the current window, and starts the next window. Returns the
-    /// direction in which the limit changed.
+    /// Ends the current window, adjusts the limit based on the window's run times, and starts the next window. Returns
+    /// the direction of the change.
     pub(crate) fn close_window(&mut self, now: Time) -> Ordering {
         let mut votes: Vec<u64> = self.runs.values_mut().map(Runs::percentile_90).collect();
         let lower_median = votes.len().saturating_sub(1) / 2;
@@ -253,7 +252,7 @@ impl Adaptive {
         Some(LimitReport { from, to: self.limit, latency })
     }
 
-    /// Lowers the limit in proportion to the excess of the latency over `target`, but at most by half.
+    /// Lowers the limit by the same factor by which the latency exceeds `target`, but at most by half.
     fn decrease(&mut self, now: Time, latency: u64, target: u64) {
         let from = match self.limits.mode {
             AdaptiveMode::Enforce => self.limit,

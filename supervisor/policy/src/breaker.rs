@@ -9,11 +9,11 @@ use bulkhead_shared::vocabulary;
 
 use crate::time::Time;
 
-/// Number of buckets in a window. The window moves forward by whole buckets, so it covers between 90 % and 100 % of the
-/// configured length.
+/// Number of buckets in a sliding window. The window advances by whole buckets, so it covers between 90 % and 100 % of
+/// its configured length.
 const BUCKETS: usize = 10;
 
-/// Maximum factor by which `open_for` is multiplied when the breaker opens repeatedly.
+/// Maximum factor by which repeated openings of the breaker extend `open_for`.
 const OPEN_FOR_FACTOR_MAX: u32 = 8;
 
 /// Configuration of a circuit breaker.
@@ -59,27 +59,27 @@ vocabulary! {
     /// State of a circuit breaker.
     #[derive(Default)]
     BreakerState {
-        /// All calls pass, and their results are counted.
+        /// All calls are admitted, and their results are counted.
         #[default]
         Closed = "closed",
-        /// No calls pass until the open time has expired.
+        /// No calls are admitted until the open time has expired.
         Open = "open",
-        /// Only a few calls pass, as probes.
+        /// Only a limited number of calls are admitted, as probes.
         HalfOpen = "half_open",
-        /// No calls pass until an operator releases the breaker.
+        /// No calls are admitted until an operator releases the breaker.
         ForcedOpen = "forced_open",
     }
 }
 
-/// Decision about a newly arrived job.
+/// The breaker's decision about a newly submitted job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Admission {
     /// The job can be dispatched.
     Closed,
     /// The job can be dispatched as a probe.
     Probe,
-    /// The job is rejected because the maximum number of probes is in progress. The breaker does not know when it can
-    /// admit another job.
+    /// The job is rejected because the maximum number of probes is already running. It is not known when the breaker
+    /// can admit another job.
     Probing,
     /// This job and all further jobs are rejected for `retry_after`. The duration is zero if the open time has expired
     /// but no worker is ready for a probe.
@@ -113,13 +113,13 @@ impl Claim {
     }
 }
 
-/// Result of a call, from the breaker's point of view.
+/// Result of a call, as counted by the breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CallResult {
     /// The dependency worked, possibly slowly.
     Success,
-    /// The call counts as a failure of the dependency: the handler blamed the dependency, the worker crashed, or the
-    /// deadline passed while the job was running.
+    /// The call counts as a failure of the dependency. Either the handler blamed the dependency, the worker crashed, or
+    /// the deadline passed while the job was running.
     Failure,
     /// The call says nothing about the dependency, for example because it was cancelled, never ran, or failed because
     /// of the caller.
@@ -133,9 +133,9 @@ pub struct Transition {
     pub from: BreakerState,
     /// New state.
     pub to: BreakerState,
-    /// Ratio of failed calls to all calls that were counted in the previous state.
+    /// Ratio of failed calls to all calls counted in the previous state.
     pub failure_rate: f64,
-    /// Ratio of slow calls to all calls that were counted in the previous state.
+    /// Ratio of slow calls to all calls counted in the previous state.
     pub slow_rate: f64,
     /// Number of calls counted in the previous state.
     pub calls: u32,
@@ -147,10 +147,11 @@ pub(crate) struct Breaker {
     /// Configuration of the breaker. If this is `None`, only an operator can open the breaker.
     limits: Option<BreakerLimits>,
     state: State,
-    /// Number of state changes so far. Results of calls that were claimed before the latest change are ignored.
+    /// Number of state changes so far. The breaker ignores the results of calls that it admitted before the latest
+    /// change.
     epoch: u64,
-    /// Number of consecutive times that the breaker has opened. The count restarts if the breaker was closed for at
-    /// least a full window.
+    /// Number of times that the breaker has opened in a row. Starts again from zero once the breaker has been closed
+    /// for a full window.
     openings: u32,
 }
 
@@ -203,8 +204,8 @@ impl Breaker {
         }
     }
 
-    /// Enters the half-open state if the open time has expired. Must be called at [`Self::next_deadline`] and when a
-    /// worker becomes ready.
+    /// Changes an open breaker to half-open if its open time has expired. Must be called at [`Self::next_deadline`] and
+    /// when a worker becomes ready.
     pub(crate) fn advance(&mut self, now: Time, has_ready_worker: bool) -> Option<Transition> {
         match self.state {
             State::Open { until } if until <= now && has_ready_worker => {
@@ -330,7 +331,7 @@ impl Breaker {
         }
     }
 
-    /// Returns the results counted in the current state.
+    /// Returns the number of calls counted in the current state, by result.
     fn seen(&self, now: Time) -> Tally {
         match &self.state {
             State::Closed { window, .. } => window.sum(now),
@@ -359,7 +360,7 @@ impl Breaker {
 
     // Operator commands.
 
-    /// Blocks all calls until [`Self::release`] or [`Self::reset`].
+    /// Blocks all calls until [`Self::release`] or [`Self::reset`] is called.
     pub(crate) fn force_open(&mut self, now: Time) -> Option<Transition> {
         let seen = self.seen(now);
         (self.state() != BreakerState::ForcedOpen).then(|| self.enter(State::ForcedOpen, seen))
@@ -390,7 +391,7 @@ impl State {
     }
 }
 
-/// Number of counted calls, and how many of these calls failed or were slow.
+/// Number of counted calls, with the numbers of failed and of slow calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct Tally {
     calls: u32,
@@ -416,12 +417,12 @@ impl Add for Tally {
     }
 }
 
-/// Returns `count` ÷ `of`, or 0 if `of` is 0.
+/// Returns the ratio `count` ÷ `of`, or 0 if `of` is 0.
 pub(crate) fn share(count: u32, of: u32) -> f64 {
     if of == 0 { 0.0 } else { f64::from(count) / f64::from(of) }
 }
 
-/// Sliding window of counters that uses a fixed amount of memory. Old counts expire bucket by bucket.
+/// Sliding window of counters that uses a fixed amount of memory. Counts are discarded one bucket at a time.
 #[derive(Debug)]
 pub(crate) struct Window<T> {
     /// Length of a bucket, in nanoseconds.
@@ -464,7 +465,7 @@ mod tests {
     const SLOW: Duration = Duration::from_secs(5);
     const FAST: Duration = Duration::ZERO;
 
-    /// Settings from resilience4j's `CircuitBreakerStateMachineTest`, but with a longer window.
+    /// Returns the settings that resilience4j uses in `CircuitBreakerStateMachineTest`, but with a longer window.
     fn limits() -> BreakerLimits {
         BreakerLimits {
             window: 10 * SECOND,
@@ -501,7 +502,7 @@ mod tests {
         assert!(matches!(transitions[..], [Transition { to: BreakerState::Open, .. }]), "{transitions:?}");
     }
 
-    /// Claims a call and panics if the breaker does not admit the call.
+    /// Claims a call. Panics if the breaker does not admit the call.
     #[expect(clippy::panic, reason = "a test reports failures by panicking")]
     fn claim(breaker: &mut Breaker, now: Time) -> Claim {
         let Some((claim, _)) = breaker.claim(now, true) else {
@@ -523,8 +524,8 @@ mod tests {
         }
     }
 
-    /// Taken from `shouldOpenAfterFailureRateThresholdExceeded` in resilience4j. The breaker opens after the
-    /// fifth call even though this call succeeds.
+    /// This test is adapted from `shouldOpenAfterFailureRateThresholdExceeded` in resilience4j. The breaker opens after
+    /// the fifth call even though that call succeeds.
     #[test]
     fn breaker_opens_at_failure_rate() {
         let mut breaker = breaker();
@@ -544,7 +545,7 @@ mod tests {
         assert_eq!(breaker.claim(at(4), true), None);
     }
 
-    /// Taken from `shouldOpenAfterSlowCallRateThresholdExceeded` in resilience4j.
+    /// This test is adapted from `shouldOpenAfterSlowCallRateThresholdExceeded` in resilience4j.
     #[test]
     fn breaker_opens_at_slow_call_rate() {
         let mut breaker = breaker();
@@ -555,12 +556,12 @@ mod tests {
         assert!(transition.is_some_and(|t| (t.failure_rate, t.slow_rate) == (0.2, 0.6)), "{transition:?}");
     }
 
-    /// Taken from `testLowVolumeDoesNotTripCircuit` in Hystrix.
+    /// This test is adapted from `testLowVolumeDoesNotTripCircuit` in Hystrix.
     #[test]
     fn low_volume_does_not_open_the_breaker() {
         let mut breaker = breaker();
         for second in 0..300 {
-            // No ten-second window contains five calls.
+            // Every third second has a call, so that no ten-second window contains five calls.
             if second % 3 == 0 {
                 assert_eq!(call(&mut breaker, at(second), Failure, SLOW), None);
             }
@@ -568,7 +569,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// Taken from `HealthCountsStream` in Hystrix. Calls are not counted once they have left the window.
+    /// This test is adapted from `HealthCountsStream` in Hystrix. Calls are not counted once they have left the window.
     #[test]
     fn old_failures_leave_the_window() {
         let mut breaker = breaker();
@@ -582,8 +583,8 @@ mod tests {
         assert!(call(&mut breaker, at(19), Failure, FAST).is_some());
     }
 
-    /// Taken from `request_allowed?` in Semian, which returns true for an open circuit whose open time has expired, but
-    /// does not change the state.
+    /// This test is adapted from `request_allowed?` in Semian. The method returns true for an open circuit whose open
+    /// time has expired, but does not change the state.
     #[test]
     fn peek_does_not_change_the_state() {
         let mut breaker = opened(at(0));
@@ -609,8 +610,8 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(105)), None);
     }
 
-    /// Taken from `shouldOnlyPermitFourCallsInHalfOpenState` and `shouldIncreaseCounterOnReleasePermission` in
-    /// resilience4j.
+    /// This test is adapted from `shouldOnlyPermitFourCallsInHalfOpenState` and
+    /// `shouldIncreaseCounterOnReleasePermission` in resilience4j.
     #[test]
     fn half_open_breaker_limits_number_of_probes() {
         let mut breaker = opened(at(0));
@@ -638,8 +639,8 @@ mod tests {
         assert_eq!(breaker.seen(at(6)), Tally::default());
     }
 
-    /// Taken from resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The result of the last
-    /// probe is ignored.
+    /// This test is adapted from resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The result
+    /// of the last probe is ignored.
     #[test]
     fn ignored_probe_is_repeated() {
         let mut breaker = opened(at(0));
@@ -687,8 +688,8 @@ mod tests {
         }
     }
 
-    /// A call claimed before the breaker opened can end while the breaker is half-open. Such a call is not
-    /// counted and does not free a probe.
+    /// A call claimed before the breaker opened can end while the breaker is half-open. This call is not counted and
+    /// does not make room for another probe.
     #[test]
     fn ignores_calls_claimed_before_the_breaker_opened() {
         let mut breaker = breaker();
@@ -759,7 +760,7 @@ mod tests {
         assert!(matches!(breaker.claim(at(9), true), Some((Claim::Probe { .. }, None))));
     }
 
-    /// Taken from `shouldForceOpenCircuitBreaker` in resilience4j.
+    /// This test is adapted from `shouldForceOpenCircuitBreaker` in resilience4j.
     #[test]
     fn forced_open_breaker_closes_only_on_release_or_reset() {
         for mut breaker in [breaker(), opened(at(0)), Breaker::new(None)] {
@@ -778,7 +779,7 @@ mod tests {
         }
     }
 
-    /// Taken from `shouldResetToClosedState` and `shouldResetClosedState` in resilience4j.
+    /// This test is adapted from `shouldResetToClosedState` and `shouldResetClosedState` in resilience4j.
     #[test]
     fn reset_closes_the_breaker_and_discards_all_counts() {
         let mut breaker = opened(at(0));
@@ -795,7 +796,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// The breaker must not open merely because an old success has left the window or because a call was ignored.
+    /// The breaker must not open just because an old success leaves the window or a call is ignored.
     #[test]
     fn only_failed_or_slow_calls_open_the_breaker() {
         let mut breaker = breaker();
@@ -827,7 +828,8 @@ mod tests {
         }
     }
 
-    /// A breaker, the calls in progress, and a list of the calls counted since the last state change.
+    /// Test model that consists of a breaker, the calls in progress, and a list of the calls counted since the last
+    /// state change.
     struct World {
         random: Random,
         limits: BreakerLimits,
@@ -904,7 +906,7 @@ mod tests {
             assert_eq!(transition.map(|t| (t.to, t.calls)), expected);
         }
 
-        /// Returns the transition that the last result must cause, computed from the list of calls.
+        /// Returns the state change that the latest result must cause. Computed from the list of calls.
         fn expected(&self) -> Option<(BreakerState, u32)> {
             let is_half_open = self.breaker.state() == BreakerState::HalfOpen;
             let seen = if is_half_open { self.judged.clone() } else { self.in_window() };
@@ -921,8 +923,8 @@ mod tests {
             }
         }
 
-        /// Returns the calls that the window must contain: those in the current bucket and in the nine buckets before
-        /// it.
+        /// Returns the calls that the window must contain. These are the calls in the current bucket and in the nine
+        /// buckets before it.
         fn in_window(&self) -> Vec<(Time, Tally)> {
             let tenth = (self.limits.window.as_nanos() / 10) as u64;
             let from = (self.now.0 / tenth * tenth).saturating_sub(9 * tenth);
@@ -945,7 +947,7 @@ mod tests {
             }
         }
 
-        /// Checks that the breaker admits calls again once all claims have been returned, enough time has passed and a
+        /// Checks that the breaker admits calls again after all claims are returned, enough time has passed, and a
         /// worker is ready.
         fn never_stuck(&mut self) {
             for claim in std::mem::take(&mut self.under_way) {

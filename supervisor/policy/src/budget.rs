@@ -25,7 +25,7 @@ pub struct RetryLimits {
     pub budget: f64,
 }
 
-/// Counts the calls and retries of one bulkhead.
+/// Budget for the retries of one bulkhead. Counts calls and retries.
 #[derive(Debug)]
 pub(crate) struct RetryBudget {
     /// Configuration of the budget. If this is `None`, no retries are allowed.
@@ -60,8 +60,8 @@ impl RetryBudget {
         self.limits = limits;
     }
 
-    /// Counts the first attempt of a job as a call. Retries are not counted as calls, because each retry would then
-    /// allow further retries.
+    /// Counts the first attempt of a job as a call. Retries do not count as calls, because each retry would then permit
+    /// further retries.
     pub(crate) fn call(&mut self, now: Time) {
         if self.limits.is_none() {
             return;
@@ -103,13 +103,13 @@ mod tests {
         RetryBudget::new(Some(RetryLimits { attempts, budget }))
     }
 
-    /// Uses up the budget and returns the number of retries that it allowed.
+    /// Retries until the budget is used up, and returns the number of retries that were allowed.
     fn spend(budget: &mut RetryBudget, now: Time) -> u32 {
         (0..10_000).take_while(|_| budget.try_retry(now, 1)).count() as u32
     }
 
-    /// Taken from `WithMinConcurrency` in failsafe-go. The minimum number of retries is allowed even if there are no
-    /// calls.
+    /// This test is adapted from `WithMinConcurrency` in failsafe-go. The minimum number of retries is allowed even if
+    /// there are no calls.
     #[test]
     fn low_volume_allows_the_minimum_number_of_retries() {
         let mut budget = budget(2, 0.2);
@@ -124,7 +124,8 @@ mod tests {
         );
     }
 
-    /// Taken from Finagle's `RetryBudget`, which allows retries for about `percentCanRetry` of the requests.
+    /// This test is adapted from Finagle's `RetryBudget`, which allows retries for about `percentCanRetry` of the
+    /// requests.
     #[test]
     fn high_volume_allows_the_configured_share_of_retries() {
         for (share, expected) in [(0.2, 200), (0.29, 290), (0.001, RETRIES_FLOOR), (1.0, 1000)] {
@@ -140,7 +141,8 @@ mod tests {
         }
     }
 
-    /// Taken from Finagle, where calls (deposits) expire after `ttl`. Here, retries (withdrawals) expire as well.
+    /// This test is adapted from Finagle, where calls (deposits) expire after `ttl`. Here, retries (withdrawals) expire
+    /// as well.
     #[test]
     fn old_calls_and_retries_expire() {
         let mut budget = budget(2, 0.2);

@@ -73,11 +73,11 @@ pub struct Bulkhead<T> {
     prefetched: usize,
     /// True if all prefetched jobs must be recalled.
     must_recall_all: bool,
-    /// Workers that were found to be late in starting a job.
+    /// Workers that have been marked as late, because they did not start a job in time.
     late_workers: Vec<u32>,
-    /// Recalled jobs that must be sent again to their previous workers.
+    /// Recalled jobs that must be sent to the same workers again.
     to_resend: Vec<u32>,
-    /// Replaced workers that no longer occupy a slot but have not exited yet, oldest first.
+    /// Replaced workers that have left their slots but have not exited yet, oldest first.
     exiting: VecDeque<u32>,
     /// Number of permits in use before the current event was applied.
     in_use_before_event: u32,
@@ -85,26 +85,25 @@ pub struct Bulkhead<T> {
     /// is an adaptive limit.
     reserved_before_event: u32,
     spacing: RestartSpacing,
-    /// True if a worker or slot has changed, so that [`Self::fill_from_spares`] must look for slots that need
-    /// a spare.
+    /// True if a worker or slot has changed since [`Self::fill_from_spares`] last looked for slots that need a spare.
     spares_changed: bool,
-    /// Slots whose workers the rolling restart has yet to replace, with the reason for the restart.
+    /// Slots whose workers must still be replaced in the current rolling restart, with the reason for the restart.
     rolling: VecDeque<(u32, RecycleReason)>,
-    /// Cause of the failure that ended the last restart early, or `None` if no failure ended it.
+    /// Cause of the failure that made the last restart stop early, or `None` if the restart did not fail.
     restart_failure: Option<String>,
     random: u64,
     counters: Counters,
-    /// Adaptive `Retry-After` values, indexed by priority code. Each value is created when a job of its class is first
+    /// Adaptive `Retry-After` values, indexed by priority code. A value is created when a job of that priority is first
     /// rejected.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
-    /// True if queue pressure has been reported and has not ended yet.
+    /// True if queue pressure has been reported and the pressure still persists.
     is_pressure_reported: bool,
     evictions: Evictions,
     handover: Handover,
     last_failure: String,
     /// Actions that result from the current event, collected in the caller's buffer.
     actions: Vec<Action<T>>,
-    /// Events that must be reported after the outcomes to which they refer.
+    /// Events that refer to outcomes, and must be reported after these outcomes.
     deferred_events: Vec<OperatorEvent>,
 }
 
@@ -116,8 +115,8 @@ enum Mode {
 }
 
 impl<T> Bulkhead<T> {
-    /// Memory used by the table entries of a waiting job, in bytes. Counts each entry twice, because up to
-    /// half of a table can be unused.
+    /// Memory used by the table entries of a waiting job, in bytes. Each entry is counted twice, because up to half of
+    /// a table can be unused.
     pub const JOB_BYTES: usize =
         2 * (size_of::<Option<crate::jobs::Job<T>>>() + Queue::JOB_BYTES + Timers::ENTRY_BYTES);
 
@@ -251,9 +250,9 @@ impl<T> Bulkhead<T> {
         self.report_deferred_events();
         let transition = self.breaker.advance(now, self.has_ready_worker());
         self.report_transition(transition);
-        // Any event can free a permit or reduce the number of reserved permits.
+        // Dispatches waiting jobs, because any event can free a permit or reduce the number of reserved permits.
         self.pump(now);
-        // A recalled job may have been the last job of a replaced worker.
+        // A job recalled by the previous call may have been the last job of a replaced worker.
         while self.release_slots(now) {
             self.fill_from_spares(now);
             self.release_withheld(now);
@@ -266,7 +265,7 @@ impl<T> Bulkhead<T> {
 
     #[inline]
     fn report_deferred_events(&mut self) {
-        // Most events defer nothing, and even draining an empty vector has a cost.
+        // This check saves time. Most events defer no reports, and draining even an empty vector has a cost.
         if !self.deferred_events.is_empty() {
             self.actions.extend(self.deferred_events.drain(..).map(Action::Report));
         }
@@ -299,12 +298,12 @@ impl<T> Bulkhead<T> {
         matches!(place, Some(JobState::Queued | JobState::WaitingSuspect))
     }
 
-    /// Returns true if the job is in flight in this worker. A prefetched job does not count as in flight.
+    /// Returns true if the job is in flight in the given worker. A prefetched job does not count as in flight.
     pub fn holds(&self, worker: WorkerId, job: JobId) -> bool {
         matches!(self.find_at(worker, job), Some((_, JobState::InFlight { .. })))
     }
 
-    /// Returns the worker in which a job is in flight or prefetched.
+    /// Returns the worker to which a job has been dispatched or prefetched.
     pub fn worker_of(&self, job: JobId) -> Option<WorkerId> {
         match self.jobs.state(self.jobs.find(job)?)? {
             JobState::InFlight { worker, .. } | JobState::Prefetched { worker } => {
@@ -314,7 +313,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns the index and the state of a job that is in flight or prefetched in this worker.
+    /// Returns the index and the state of a job that is in flight in, or prefetched to, the given worker.
     fn find_at(&self, worker: WorkerId, job: JobId) -> Option<(u32, JobState)> {
         let index = self.jobs.find(job)?;
         let place = self.jobs.state(index)?;
@@ -389,7 +388,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Assigns a job to a worker and applies `change` to the worker in the same update.
+    /// Assigns a job to a worker, and applies a further change to the worker in the same update.
     fn assign<R>(
         &mut self,
         now: Time,
@@ -423,7 +422,7 @@ impl<T> Bulkhead<T> {
 
     // Outcomes.
 
-    /// Sends a job's outcome to the client. If a worker is running the job, the job stays with the worker.
+    /// Sends a job's outcome to the client. A job that a worker is still running stays assigned to that worker.
     fn send_outcome(&mut self, now: Time, index: u32, verdict: Verdict) {
         let job = self.jobs.get(index);
         let Some(record) = job.record.take() else { return };
@@ -454,7 +453,7 @@ impl<T> Bulkhead<T> {
         }
         match job.state {
             JobState::InFlight { since, .. } => ran += now.since(since),
-            // The verdict implies that the job was started, so this attempt counts.
+            // A prefetched job gets this verdict only if it was started, so the current attempt counts.
             JobState::Prefetched { .. } => attempts += 1,
             _ => {}
         }
@@ -475,8 +474,8 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::SendOutcome(answer));
     }
 
-    /// Records the result of a call in the breaker. Does nothing for a job that was never dispatched, because such a
-    /// job has no claim.
+    /// Passes the result of a job's call to the breaker. Does nothing for a job that was never dispatched, because such
+    /// a job has no claim.
     fn record_call(&mut self, now: Time, index: u32, verdict: &Verdict) {
         let job = self.jobs.get(index);
         let Some(claim) = job.claim.take() else { return };
@@ -499,8 +498,8 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (send_number, is_wanted) = (job.send_number, job.record.is_some());
         if !is_wanted && !is_answered {
-            // The client received its outcome earlier, for example at the deadline. The worker has only now finished
-            // the job.
+            // The worker has only now finished a job whose client received the outcome earlier, for example at the
+            // deadline.
             self.counters.late_replies += 1;
         }
         let verdict = match reply {
@@ -530,7 +529,7 @@ impl<T> Bulkhead<T> {
         self.limit_exit_time(now, worker.place);
     }
 
-    /// Removes an in-flight job from its worker and applies `change` to the worker in the same update.
+    /// Removes an in-flight job from its worker, and applies a further change to the worker in the same update.
     fn withdraw(&mut self, index: u32, change: impl FnOnce(&mut Worker)) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
@@ -589,7 +588,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the client the outcome of an in-flight job and asks the worker to cancel the job. The job keeps its
+    /// Sends the client the outcome of an in-flight job and tells the worker to cancel the job. The job keeps its
     /// permit.
     fn abandon(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
@@ -608,8 +607,8 @@ impl<T> Bulkhead<T> {
         let deadline_at = job.deadline_at;
         let unbegun = match job.state {
             JobState::Prefetched { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
-            // The run limit expired before the job was started. The job is recalled, and its run limit restarts with
-            // the next dispatch.
+            // The run limit expired before the worker started the job. The job is recalled, and the run limit starts
+            // again at the next dispatch.
             _ if deadline_at > now && job.is_resendable => None,
             _ => Some(Verdict::DeadlineQueued),
         };
@@ -672,10 +671,11 @@ impl<T> Bulkhead<T> {
             return;
         }
         let kill_at = if !worker.is_stuck() {
-            // A draining worker that is idle keeps its exit timeout.
+            // An idle worker that is being drained keeps its exit timeout.
             worker.kill_at.filter(|_| !worker.is_ready() && worker.jobs.is_empty())
         } else if worker.kill_at.is_none() || self.limits.worker_ends_jobs {
-            // The delay may now be shorter, because clients no longer wait for the worker's jobs.
+            // The time until the kill may now be shorter, because no client is waiting for the worker's jobs any
+            // longer.
             earlier(worker.kill_at, Some(now + self.kill_delay(place)))
         } else {
             worker.kill_at
@@ -712,12 +712,13 @@ impl<T> Bulkhead<T> {
         self.workers.edit(&self.limits, place, change)
     }
 
-    /// Applies a change to a worker and its assignment, and updates all values derived from them.
+    /// Applies a change that can affect a worker's assignment, and updates all values derived from the worker.
     fn reassign<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.reassign(&self.limits, place, change)
     }
 
-    /// Applies a change to a worker and updates all derived values. Does nothing if the worker has exited.
+    /// Applies a change to a worker and updates all values derived from the worker. Does nothing if the worker has
+    /// exited.
     fn edit_by_id<R>(&mut self, id: WorkerId, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.edit_by_id(&self.limits, id, change)
     }
@@ -732,13 +733,13 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Classifies a verdict for the circuit breaker.
+/// Converts a job's verdict to a result for the circuit breaker.
 fn call_result(verdict: &Verdict) -> CallResult {
     match verdict {
         Verdict::Ok => CallResult::Success,
         Verdict::Failed(failure) if failure.fault == Fault::Dependency => CallResult::Failure,
         Verdict::DeadlineRunning => CallResult::Failure,
-        // Another job crashed the worker, or the supervisor stopped the worker.
+        // The worker was crashed by another job, or was stopped by the supervisor.
         Verdict::Crashed { reason: CrashReason::Collateral | CrashReason::Stopped, .. } => {
             CallResult::Ignored
         }

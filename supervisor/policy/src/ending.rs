@@ -1,4 +1,4 @@
-//! Causes and consequences of the deaths of workers and programs.
+//! Causes of the deaths of workers and programs, and the consequences for jobs and restarts.
 
 use std::fmt;
 
@@ -6,12 +6,12 @@ use bulkhead_shared::{CrashReason, Verdict, vocabulary};
 
 pub(crate) const SIGKILL: i32 = 9;
 
-/// Cause of a process's death, and the reason for the kill if the supervisor killed the process.
+/// Cause of a process's death. If the supervisor killed the process, also contains the reason for the kill.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
     /// Cause of death.
     pub death: Death,
-    /// Reason why the supervisor killed the process, or `None` if it did not.
+    /// Reason why the supervisor killed the process, or `None` if the supervisor did not kill it.
     pub killed: Option<KillReason>,
 }
 
@@ -22,12 +22,12 @@ pub enum Death {
     Exit(i32),
     /// The process was killed by the signal with this number.
     Signal(i32),
-    /// Killed for making a system call that the sandbox forbids. The string is the name of the system call, or empty if
+    /// The process was killed for making a forbidden system call. The string is the name of the call, or empty if
     /// unknown.
     Violation(&'static str),
-    /// Killed by the kernel for exceeding the memory limit.
+    /// The process was killed by the kernel for exceeding the memory limit.
     Oom,
-    /// Killed by the supervisor for exceeding the size limit of the temporary folder.
+    /// The process was killed by the supervisor for exceeding the size limit of the temporary folder.
     TmpFull,
 }
 
@@ -46,15 +46,15 @@ pub enum KillReason {
     NotReady,
     /// The worker was asked to exit but did not exit in time.
     ExitTimeout,
-    /// The worker has not started any job and is no longer needed.
+    /// The worker is no longer needed, and has not started any jobs.
     NotNeeded,
     /// The keeper died.
     KeeperDied,
 }
 
 impl KillReason {
-    /// Returns true if the worker was killed for not responding in time. In that case, the worker's stacks show where
-    /// the worker hangs.
+    /// Returns true if the worker was killed for not responding in time. The stacks of such a worker show where it
+    /// hangs.
     pub fn is_hang(&self) -> bool {
         matches!(self, Self::Hung | Self::NoHello | Self::NotReady)
     }
@@ -71,7 +71,7 @@ vocabulary! {
         Age = "age",
         /// An operator requested a restart.
         Restart = "restart",
-        /// `max_in_flight` was raised, but this worker cannot raise its own limit while running.
+        /// `max_in_flight` was raised, but the worker cannot accept a higher limit while running.
         Resize = "resize",
         /// The worker runs an outdated program or configuration.
         Reload = "reload",
@@ -83,12 +83,12 @@ vocabulary! {
     #[repr(u8)]
     #[expect(missing_docs, reason = "the names are self-explanatory")]
     RestartCause {
-        // The previous worker ended without being killed by the supervisor.
+        // The previous worker ended, and was not killed by the supervisor.
         Exit = "exit",
         Signal = "signal",
         Oom = "oom",
         Violation = "violation",
-        // The supervisor killed the previous worker.
+        // The previous worker was killed by the supervisor.
         Protocol = "protocol",
         Hung = "hung",
         Deadline = "deadline",
@@ -171,7 +171,7 @@ impl Ending {
         self.may_be_caused_by_job() || matches!(self.killed, Some(KillReason::NoHello | KillReason::NotReady))
     }
 
-    /// Returns the restart cause to report after this death.
+    /// Returns the cause to report if the worker is restarted after this death.
     pub(crate) fn restart_cause(&self) -> RestartCause {
         match (&self.killed, self.death) {
             (Some(KillReason::Deadline), _) => RestartCause::Deadline,
@@ -205,7 +205,7 @@ impl Ending {
 }
 
 impl fmt::Display for Ending {
-    /// Writes a phrase such as "killed by SIGKILL", which completes a sentence about the worker.
+    /// Writes a phrase such as "killed by SIGKILL" that completes a sentence about the worker.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.killed {
             Some(reason) => write!(f, "killed by the supervisor: {}", reason.describe()),
@@ -236,7 +236,7 @@ impl fmt::Display for Death {
     }
 }
 
-/// Returns the name of a signal, such as `SIGSEGV`. Signals are numbered as in Linux on x86-64 and AArch64.
+/// Returns the name of a signal, such as `SIGSEGV`. Uses the signal numbers of Linux on x86-64 and AArch64.
 fn signal_name(signal: i32) -> String {
     const NAMES: [&str; 31] = [
         "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",

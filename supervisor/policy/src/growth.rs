@@ -1,8 +1,8 @@
-//! Growth of small tables. There can be thousands of bulkheads, each with several such tables that rarely have more
+//! Growth of small tables. There can be thousands of bulkheads, and each has several tables that rarely contain more
 //! than one entry.
 
-/// Reserves memory for one more entry. The capacity starts at one and doubles, whereas the standard library would start
-/// at four.
+/// Reserves memory for one more entry. The capacity starts at one and then doubles. The standard library would start at
+/// four.
 pub(crate) fn reserve_one<T>(table: &mut Vec<T>) {
     if table.len() == table.capacity() {
         table.reserve_exact(table.len().max(1));

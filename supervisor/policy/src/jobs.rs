@@ -18,13 +18,13 @@ const INDEX_BITS: u32 = 24;
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Maximum table length at which memory is retained after jobs are removed.
+/// Maximum length of a table that keeps its memory when jobs are removed.
 const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
     id: JobId,
-    /// The caller's record of the job. `None` once the outcome has been sent to the client, even if a worker
-    /// still has the job.
+    /// The caller's record of the job. `None` after the outcome has been sent to the client, even if a worker still has
+    /// the job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
     /// Time at which the queue timeout expires. Cleared when the job is recalled while it holds a permit. Ignored once
@@ -32,11 +32,11 @@ pub(crate) struct Job<T> {
     pub(crate) queue_timeout_at: Option<Time>,
     /// Time by which the client must get the outcome.
     pub(crate) deadline_at: Time,
-    /// Deadline after which this job causes its worker to be killed, even if the worker is running other jobs.
+    /// Time after which the worker is killed if the job is still running, even if the worker has other jobs.
     pub(crate) hard_deadline_at: Time,
-    /// Maximum time between dispatch and outcome.
+    /// Maximum time between the dispatch of the job and its outcome.
     pub(crate) run_limit: Duration,
-    /// Run time after which this job causes its worker to be killed, even if the worker is running other jobs.
+    /// Run time after which the worker is killed if the job is still running, even if the worker has other jobs.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_resendable: bool,
@@ -47,9 +47,9 @@ pub(crate) struct Job<T> {
     pub(crate) cost: u32,
     /// Number of bytes sent to the worker for this job.
     pub(crate) bytes: u32,
-    /// Position of the job in the sequence of all jobs sent to its worker, starting at 1.
+    /// Sequence number of the job among all jobs sent to its worker, starting at 1.
     pub(crate) send_number: u64,
-    /// Number of times that the job was recalled before it started.
+    /// Number of times that the job was recalled before a worker started it.
     pub(crate) recalls: u8,
     /// Worker from which the job was last recalled.
     pub(crate) recalled_from: Option<WorkerId>,
@@ -58,11 +58,11 @@ pub(crate) struct Job<T> {
     pub(crate) unread_returns: u32,
     /// True if the job was counted as a call in the retry budget.
     pub(crate) is_counted: bool,
-    /// True if the job may have crashed a worker and must therefore run alone in a worker.
+    /// True if the job may have crashed a worker, and therefore must run alone in a worker.
     pub(crate) is_suspect: bool,
-    /// Combined result of the attempts before the current one, or `None` if there were none.
+    /// Combined result of all attempts before the current one, or `None` if the current attempt is the first.
     pub(crate) earlier_attempts: Option<Box<EarlierAttempts>>,
-    /// Claim from the circuit breaker. Present only while a worker has the job and the client is waiting.
+    /// Claim from the circuit breaker. Present only while a worker has the job and the client waits for the outcome.
     pub(crate) claim: Option<Claim>,
     pub(crate) state: JobState,
 }
@@ -79,7 +79,7 @@ pub(crate) struct EarlierAttempts {
 }
 
 impl<T> Job<T> {
-    /// Returns the time from submission to the deadline.
+    /// Returns the maximum time from the submission of the job to its outcome.
     pub(crate) fn limit(&self) -> Duration {
         self.deadline_at.since(self.received)
     }
@@ -89,7 +89,7 @@ impl<T> Job<T> {
         self.deadline_at.min(since + self.run_limit)
     }
 
-    /// Returns the time after which a job dispatched at `since` causes its worker to be killed.
+    /// Returns the time after which the worker is killed if a job that was dispatched at `since` is still running.
     pub(crate) fn kill_by(&self, since: Time) -> Time {
         self.hard_deadline_at.min(since + self.hard_run_limit)
     }
@@ -115,7 +115,7 @@ pub(crate) enum JobState {
         is_overdue: bool,
         /// True if the worker died before it could start the job.
         is_unread: bool,
-        /// True if the worker is still sending an oversized result after the client got the outcome.
+        /// True if the client already has the outcome, but the worker is still sending an oversized result.
         is_oversized: bool,
     },
 }
@@ -159,7 +159,7 @@ impl<T> Jobs<T> {
         let index = self.free.pop().unwrap_or_else(|| {
             debug_assert!(self.table.len() < JOBS_MAX);
             if self.table.is_empty() {
-                // Most bulkheads have at most one job at any time.
+                // Reserves only one entry, because most bulkheads never have more than one job at a time.
                 self.table.reserve_exact(1);
             }
             self.table.push(None);
@@ -248,7 +248,7 @@ impl<T> Jobs<T> {
         self.table[index as usize] = None;
         self.free.push(index);
         if self.free.len() == self.table.len() && self.table.len() > RETAINED_LEN_MAX {
-            // Releases the memory after a burst.
+            // The table has grown during a burst and is now empty, so its memory is released.
             *self = Self { sequence: self.sequence, ..Self::default() };
             return;
         }
@@ -261,7 +261,7 @@ impl<T> Jobs<T> {
         }
     }
 
-    /// Truncates the table after the last entry in use. New jobs get the lowest free indexes.
+    /// Truncates the table after the last used entry. New jobs then use the free entries with the lowest indexes.
     fn shrink(&mut self) {
         let len = self.table.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
         self.table.truncate(len);

@@ -1,4 +1,4 @@
-//! The decisions of one bulkhead, as a pure state machine.
+//! A pure state machine that makes the decisions of one bulkhead.
 //!
 //! [`Bulkhead`] owns the queue, the workers and their slots, the assignment of jobs to workers, and the restart
 //! history. The caller passes in each [`Event`] with the current time and performs the returned [`Action`]s. The crate

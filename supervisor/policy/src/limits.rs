@@ -24,7 +24,7 @@ pub struct Limits {
     pub deadline: Duration,
     pub deadline_max: Duration,
     pub grace: Duration,
-    /// True if workers kill all processes of a job themselves when the job ends, as `exec` workers do.
+    /// True if workers themselves kill all processes of a job when the job ends. This is true for `exec` workers.
     pub worker_ends_jobs: bool,
     pub lookahead: Duration,
     pub restart: Restart,
@@ -95,8 +95,8 @@ pub struct TenantLimits {
     pub max_queue: Option<u32>,
     /// Overrides for individual tenants, by name.
     pub overrides: BTreeMap<String, TenantOverrides>,
-    /// Sorted names of the tenants with separate metrics, as indexed by [`crate::Bulkhead::label`]. Must not
-    /// change while the bulkhead exists.
+    /// Sorted names of the tenants with separate metrics. [`crate::Bulkhead::label`] returns an index into this list.
+    /// The list must not change while the bulkhead exists.
     pub labelled: Arc<[String]>,
 }
 
@@ -126,9 +126,9 @@ vocabulary! {
     /// Selects the workers to restart after they have exited. A worker that was given all the jobs that `recycle.jobs`
     /// allows and then exits cleanly always gets a successor.
     RestartPolicy {
-        /// Restarts every worker.
+        /// Restarts a worker no matter how it ended.
         Always = "always",
-        /// Restarts every worker, unless the worker exited with status 0 while idle.
+        /// Restarts a worker, unless it exited with status 0 while it had no jobs.
         OnFailure = "on-failure",
         /// Never restarts a worker.
         Never = "never",
@@ -140,17 +140,17 @@ vocabulary! {
     StartMode {
         /// Starts a new process.
         Spawn = "spawn",
-        /// Forks a process from a template that was initialised once.
+        /// Forks the worker from a template process that was initialised once.
         Fork = "fork",
     }
 }
 
-/// Timeouts for starting a worker, and number of spares.
+/// Timeouts for the start of a worker, and the number of spares.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Start {
-    /// Maximum time between the start of the process and its HELLO.
+    /// Maximum time from the start of the process to the worker's HELLO message.
     pub handshake: Duration,
-    /// Maximum time between HELLO and the ready message.
+    /// Maximum time from the worker's HELLO message to its ready message.
     pub ready: Duration,
     /// Method used to start a worker. Forked workers get more time to start.
     pub mode: StartMode,
@@ -171,7 +171,7 @@ pub struct Health {
 /// these heartbeats then fit into the maximum silence.
 pub const RARE_HEARTBEATS_MISSED: u32 = 5;
 
-/// Limits at which a healthy worker is replaced.
+/// Limits that cause a healthy worker to be replaced.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Recycle {
     /// Maximum number of jobs per worker.
@@ -183,7 +183,7 @@ pub struct Recycle {
 }
 
 impl Default for Limits {
-    /// Returns the default values of the configuration keys.
+    /// Returns limits that equal the default values of the configuration.
     fn default() -> Self {
         let seconds = Duration::from_secs;
         Self {

@@ -2,19 +2,19 @@
 //! lowest number, because its caches are the warmest. Every operation takes constant time for up to 64 workers, and
 //! examines one more machine word for every 64 additional workers.
 
-/// Workers, grouped by their number of jobs. Because the number changes by at most one at a time, keeping track of the
-/// lowest number is cheap.
+/// Workers, grouped by their number of jobs. The number changes by at most one at a time, so the lowest number is cheap
+/// to track.
 #[derive(Default)]
 pub(crate) struct WorkersByLoad {
-    /// One bitmap of workers per level.
+    /// Bitmaps of workers. The index of a bitmap is the number of jobs that each of its workers has.
     levels: Vec<Vec<u64>>,
     lowest: usize,
     count: usize,
 }
 
 impl WorkersByLoad {
-    /// Moves a worker from level `was` to level `is`, and sets `was` to `is`. A worker at level `None` is not in the
-    /// table.
+    /// Moves a worker to the bitmap for `is` jobs. `was` contains the worker's previous number of jobs, and is set to
+    /// `is`. `None` means that the worker is in no bitmap.
     pub(crate) fn set_level(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
         if *was != is {
             if let Some(level) = std::mem::replace(was, is) {

@@ -41,20 +41,21 @@ pub struct Submission<T> {
     pub priority: Priority,
     /// True if it is safe to run the job more than once.
     pub idempotent: bool,
-    /// True if the caller keeps the payload and can therefore dispatch the job again.
+    /// True if the caller keeps a copy of the payload, so that the job can be dispatched again.
     pub is_resendable: bool,
     /// Digest of the job's operation and payload, or `None` if the bulkhead does not use poison detection.
     pub digest: Option<Digest>,
     /// True if another bulkhead passed the job on to this fallback. The other bulkhead has already counted the job and
     /// charged the job's cost to its own rate limit. `deadline_max` does not apply to the job.
     pub is_fallback: bool,
-    /// The job's tenant, as returned by [`crate::Bulkhead::tenant`] immediately before this submission.
+    /// The job's tenant. This must be the value that [`crate::Bulkhead::tenant`] returned immediately before this
+    /// submission.
     pub tenant: TenantId,
     /// Cost of the job, used for the rate limit and for fair queueing.
     pub cost: u32,
     /// Number of bytes sent to the worker for this job.
     pub bytes: u32,
-    /// Preferred worker. Used only if the worker has a free permit at submission.
+    /// Preferred worker. Ignored if the worker has no free permit at the time of submission.
     pub preferred_worker: Option<WorkerId>,
 }
 
@@ -88,7 +89,7 @@ pub enum Reply {
     Failed(HandlerFailure),
     /// The program that ran the job was killed by a signal. The worker itself continues to run.
     ProgramCrashed {
-        /// Signal reported by the worker, or a more precise cause if the supervisor knows one.
+        /// Signal reported by the worker, or a more precise cause of death if the supervisor knows one.
         death: Death,
         /// Human-readable message.
         message: String,
@@ -107,8 +108,8 @@ pub struct Capabilities {
 /// Journal in memory shared with a worker. The worker starts jobs in the order in which they were sent, and writes the
 /// number of each job to the journal before starting it.
 pub trait JobJournal: std::fmt::Debug + Send {
-    /// Returns the number of the last job that the worker has started. Jobs are numbered from 1 in the order in which
-    /// they were sent.
+    /// Returns the number of the last job that the worker has started. Jobs are numbered from 1, in the order in which
+    /// they are sent.
     fn begun(&self) -> u64;
 
     /// Recalls all jobs up to number `up_to` that the worker has not started. `up_to` is the number of the last job
@@ -122,7 +123,7 @@ pub trait JobJournal: std::fmt::Debug + Send {
 pub enum Event<T> {
     /// The bulkhead must start its workers.
     Start,
-    /// A timer is due. The caller must send this event at [`crate::Bulkhead::next_deadline`].
+    /// A timer is due. The caller must send this event at the time that [`crate::Bulkhead::next_deadline`] returns.
     Tick,
     /// A client submits a job.
     Submit(Submission<T>),
@@ -130,10 +131,10 @@ pub enum Event<T> {
     Cancel {
         /// Job to cancel.
         job: JobId,
-        /// True if a job that has already started must not be cancelled.
+        /// True if the job must not be cancelled once it has been started.
         unless_begun: bool,
     },
-    /// The memory for waiting jobs is exhausted, so this job is rejected unless a worker already has it.
+    /// The memory for waiting jobs is exhausted. The given job is rejected unless a worker already has it.
     MemoryExhausted {
         /// Job to reject.
         job: JobId,
@@ -158,14 +159,14 @@ pub enum Event<T> {
         worker: WorkerId,
         /// Capabilities announced by the worker.
         capabilities: Capabilities,
-        /// The worker's journal. Without a journal, no jobs are prefetched to the worker or recalled from it.
+        /// The worker's journal. If this is `None`, no jobs are prefetched to the worker or recalled from it.
         journal: Option<Box<dyn JobJournal>>,
     },
     /// A worker asks for more time to initialise.
     ExtendStart {
         /// Worker that requests more time.
         worker: WorkerId,
-        /// Requested time between this event and the new start deadline.
+        /// Requested time from this event until the new start deadline.
         more: Duration,
     },
     /// A worker reports the status of its initialisation. If the start fails, the failure message contains the most
@@ -191,7 +192,7 @@ pub enum Event<T> {
     AliveAt {
         /// Worker that wrote the timestamp.
         worker: WorkerId,
-        /// Time at which the worker was alive. Must not be later than the time of this event.
+        /// Time at which the worker was alive, which must not be later than the time of this event.
         at: Time,
     },
     /// Result of [`Action::CheckCpuTime`].
@@ -206,7 +207,7 @@ pub enum Event<T> {
     Replied {
         /// Worker that sent the result.
         worker: WorkerId,
-        /// ID of the job, according to the worker.
+        /// ID that the worker has sent for the job.
         job: JobId,
         /// Result of the job.
         reply: Reply,
@@ -215,9 +216,9 @@ pub enum Event<T> {
     JobReturned {
         /// Worker that returns the job.
         worker: WorkerId,
-        /// ID of the job, according to the worker.
+        /// ID that the worker has sent for the job.
         job: JobId,
-        /// The job's number among all jobs sent to the worker, as reported by the worker.
+        /// Number that the worker has sent for the job. This is the job's position among all jobs sent to the worker.
         send_number: u64,
     },
     /// A worker has started sending a result that exceeds the size limit. Until [`Event::Replied`], all data from this
@@ -225,9 +226,9 @@ pub enum Event<T> {
     ResultTooLarge {
         /// Worker that is sending the result.
         worker: WorkerId,
-        /// ID of the job, according to the worker.
+        /// ID that the worker has sent for the job.
         job: JobId,
-        /// Failure to report to the client as the outcome.
+        /// Failure that is sent to the client as the outcome of the job.
         failure: HandlerFailure,
     },
     /// A worker violated the protocol, or closed its link although its process is still running. Further data from the
@@ -243,14 +244,15 @@ pub enum Event<T> {
         /// Worker that will exit.
         worker: WorkerId,
     },
-    /// A worker died before reading any byte of this job, so the job was not started. Precedes [`Event::Exited`].
+    /// A worker died before it read any byte of the given job, so the job was not started. This event precedes
+    /// [`Event::Exited`].
     JobUnread {
         /// Worker that died.
         worker: WorkerId,
         /// Job that the worker did not read.
         job: JobId,
     },
-    /// A worker died without having started this job, according to a record that the worker itself wrote. Precedes
+    /// A worker died and, according to its own record, had not started the given job. This event precedes
     /// [`Event::Exited`].
     JobNotBegun {
         /// Worker that died.
@@ -258,7 +260,7 @@ pub enum Event<T> {
         /// Job that the worker did not start.
         job: JobId,
     },
-    /// A worker's process has exited. Its descendants may still be running. The slot stays occupied until
+    /// A worker's process has exited, but its descendants may still be running. The slot stays occupied until
     /// [`Event::Reaped`].
     Exited {
         /// Worker that exited.
@@ -271,8 +273,8 @@ pub enum Event<T> {
         /// The exited worker.
         worker: WorkerId,
     },
-    /// A worker and all its descendants are gone, because the keeper died and the supervisor killed all workers. No
-    /// further event follows for this worker.
+    /// A worker and all of its descendants were killed by the supervisor because the keeper had died. No further event
+    /// follows for this worker.
     LostWithKeeper {
         /// Worker that is gone.
         worker: WorkerId,
@@ -284,12 +286,12 @@ pub enum Event<T> {
         /// Resident set size, in bytes.
         rss_bytes: u64,
     },
-    /// The supervisor itself was paused, so workers that seem to have been silent may be healthy.
+    /// The supervisor itself was paused. Workers that seem to have been silent may therefore be healthy.
     SupervisorPaused,
     /// Replaces all workers one after another. Each old worker continues to run until its replacement is ready. Workers
     /// that are still starting are killed and restarted.
     Restart,
-    /// Rejects queued jobs and stops accepting new ones. Jobs in flight continue.
+    /// Rejects queued jobs and stops accepting new jobs. Jobs in flight continue to run.
     Drain,
     /// Accepts jobs again after [`Event::Drain`].
     Resume,
@@ -308,14 +310,14 @@ pub enum Event<T> {
     ChangeTenantLimits {
         /// Name of the tenant.
         tenant: String,
-        /// New overrides, which replace all of the tenant's previous overrides.
+        /// New overrides. They replace all previous overrides of the tenant.
         overrides: TenantOverrides,
     },
     /// Stops all workers until the next [`Event::Start`], because no jobs are expected.
     ScaleToZero,
-    /// Announces that [`Event::Start`] will follow, so that jobs can wait for workers.
+    /// Announces that [`Event::Start`] will follow. Until then, jobs are accepted and wait for workers.
     AnnounceStart,
-    /// Forces the breaker open, or releases a breaker that was forced open.
+    /// Forces the breaker open, or releases it again.
     ForceBreaker {
         /// True to force the breaker open, false to release it.
         open: bool,
@@ -323,18 +325,18 @@ pub enum Event<T> {
     /// Caps the number of permits during an upgrade, so that the successor can use the rest. The remaining jobs of this
     /// bulkhead never need more permits than the cap allows.
     CapPermits {
-        /// Maximum number of permits, or `None` if there is no longer a successor.
+        /// Maximum number of permits, or `None` if the successor no longer exists.
         most: Option<u32>,
     },
-    /// Sets the number of permits that the predecessor in an upgrade still needs. This bulkhead does not use these
-    /// permits for its own jobs.
+    /// Sets the number of permits that the predecessor still needs during an upgrade. This bulkhead leaves these
+    /// permits to the predecessor.
     PredecessorHolds {
         /// Number of permits.
         permits: u32,
-        /// Number of jobs waiting in the predecessor. These jobs count towards `max_queue`.
+        /// Number of jobs that are waiting in the predecessor. They count towards `max_queue`.
         waiting: u32,
     },
-    /// Quarantines a payload that the predecessor had quarantined.
+    /// Quarantines a payload that was quarantined in the predecessor.
     Quarantine {
         /// Digest of the payload.
         digest: Digest,
@@ -346,7 +348,7 @@ pub enum Event<T> {
     },
 }
 
-/// An action that the state machine requests and the caller must perform.
+/// An action requested by the state machine, which the caller must perform.
 #[derive(Debug)]
 pub enum Action<T> {
     /// Start a process for a worker.
@@ -355,7 +357,7 @@ pub enum Action<T> {
         worker: WorkerId,
         /// Slot for which the worker is started.
         slot: u32,
-        /// Cause of the restart, or `None` for the slot's first worker.
+        /// Cause of the restart, or `None` if this is the slot's first worker.
         restart_cause: Option<RestartCause>,
     },
     /// Send a job to a worker. [`crate::Bulkhead::record_mut`] returns the caller's record of the job.
@@ -383,7 +385,7 @@ pub enum Action<T> {
         /// Job to stop.
         job: JobId,
     },
-    /// Record how much processor time a silent worker has used, and how long it has waited for a processor.
+    /// Record the processor time used by a silent worker, and the time for which the worker has waited for a processor.
     RecordCpuTime {
         /// The silent worker.
         worker: WorkerId,
@@ -419,12 +421,12 @@ pub enum Action<T> {
     Report(OperatorEvent),
 }
 
-/// Changes to individual limits. `None` leaves a limit unchanged.
+/// Changes to individual limits. `None` means that a limit does not change.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LimitChange {
     /// Number of worker processes. After a decrease, surplus workers finish their jobs before they exit.
     pub processes: Option<u32>,
-    /// Maximum number of jobs in flight per worker. After a decrease, running jobs continue.
+    /// Maximum number of jobs in flight per worker. After a decrease, jobs that are already running continue.
     pub max_in_flight: Option<u32>,
     /// Maximum number of queued jobs. A decrease does not remove any job from the queue.
     pub max_queue: Option<u32>,
@@ -463,7 +465,7 @@ pub struct JobOutcome<T> {
     pub retryable: bool,
     /// Time that the client should wait before it submits the job again.
     pub retry_after: Option<Duration>,
-    /// Deadline that applied to the job, counted from submission.
+    /// Deadline that applied to the job, as a duration from submission.
     pub deadline: Duration,
     /// Run limit that applied to each attempt, or `None` if there was no limit.
     pub run_limit: Option<Duration>,
@@ -490,7 +492,7 @@ pub enum OperatorEvent {
         /// PID.
         pid: u32,
     },
-    /// A worker became ready for jobs.
+    /// A worker became ready to run jobs.
     WorkerReady {
         /// Worker that is ready.
         worker: WorkerId,
@@ -514,11 +516,11 @@ pub enum OperatorEvent {
         slot: u32,
         /// PID.
         pid: u32,
-        /// Cause of the worker's death, and the reason for the kill if the supervisor killed the worker.
+        /// Cause of the worker's death. If the supervisor killed the worker, also contains the reason for the kill.
         ending: Ending,
         /// Time since the spawn.
         uptime: Duration,
-        /// Number of jobs whose results the worker has sent.
+        /// Number of jobs for which the worker has sent results.
         served: u64,
         /// Number of jobs in flight when the worker exited.
         in_flight: u32,
@@ -556,7 +558,7 @@ pub enum OperatorEvent {
         /// replacement is not retried if only an operator's restart requested it.
         retry_in: Option<Duration>,
     },
-    /// A slot's next worker will start after a delay.
+    /// A slot's next worker will be started after a delay.
     RestartBackoff {
         /// Slot that is waiting.
         slot: u32,
@@ -565,7 +567,7 @@ pub enum OperatorEvent {
     },
     /// No slot of the bulkhead has a worker or will get one soon.
     BulkheadFailed {
-        /// Reason why the last slot was stopped.
+        /// Reason why the last remaining slot was stopped.
         reason: StopReason,
         /// Human-readable description of the most recent failure.
         message: String,
@@ -590,7 +592,8 @@ pub enum OperatorEvent {
     },
     /// The state of the breaker has changed.
     Breaker(Transition),
-    /// The number of queued jobs has reached the fraction `pressure.warn` of the queue's capacity.
+    /// The number of queued jobs has reached the warning threshold, which is the fraction `pressure.warn` of the
+    /// queue's capacity.
     QueuePressure {
         /// Number of queued jobs.
         queued: usize,
@@ -603,7 +606,7 @@ pub enum OperatorEvent {
         from: u32,
         /// Current adaptive limit.
         to: u32,
-        /// Latency that caused the change: the lower median of the tenants' 90th-percentile run times.
+        /// Latency that caused the change. This is the lower median of the tenants' 90th-percentile run times.
         latency: Duration,
         /// Configuration of the adaptive limit.
         limits: AdaptiveLimits,
@@ -620,7 +623,7 @@ pub enum OperatorEvent {
     TenantEvictions {
         /// Name of the tenant.
         tenant: Arc<str>,
-        /// Fraction of the recent evictions that affected the tenant, from 0 to 1.
+        /// Fraction of the recent evictions that were evictions of this tenant's jobs, from 0 to 1.
         share: f64,
     },
     /// The bulkhead no longer accepts jobs.

@@ -49,7 +49,8 @@ pub struct PoisonLimits {
 /// Recorded crashes and quarantined payloads of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Poison {
-    /// Settings of the quarantine, or `None` if it is disabled. While it is disabled, no crashes are recorded.
+    /// Settings of the quarantine, or `None` if the quarantine is disabled. No crashes are recorded while it is
+    /// disabled.
     limits: Option<PoisonLimits>,
     /// All recorded crashes, oldest first. A linear search is fast enough, because the list is searched only after a
     /// crash. A flood of new payloads can displace recorded crashes, but not quarantined payloads.
@@ -74,7 +75,7 @@ impl Poison {
         }
     }
 
-    /// Records the death of a worker whose only running job had this payload. Returns true if the payload is now
+    /// Records the death of a worker whose only running job had the given payload. Returns true if the payload is now
     /// quarantined.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
@@ -113,7 +114,7 @@ impl Poison {
         self.quarantined.clear();
     }
 
-    /// Quarantines a payload, with `now` as the time of its last crash.
+    /// Quarantines a payload, and records `now` as the time of the payload's last crash.
     pub(crate) fn quarantine(&mut self, now: Time, digest: Digest) {
         if self.limits.is_none() {
             return;
@@ -152,7 +153,8 @@ mod tests {
         Time::ZERO + Duration::from_secs(60 * minutes)
     }
 
-    /// The third failure of a payload quarantines only that payload, as with a `maxReceiveCount` of 3 in SQS.
+    /// The third crash of a payload quarantines only that payload. In SQS, a `maxReceiveCount` of 3 has the same
+    /// effect.
     #[test]
     fn third_crash_quarantines_only_that_payload() {
         let mut poison = poison();
@@ -166,7 +168,8 @@ mod tests {
         assert_eq!(poison.len(at(3)), 1);
     }
 
-    /// Only crashes within the configured period count, as with the restart intensity of an Erlang `supervisor`.
+    /// Only crashes within the configured period are counted. The restart intensity of an Erlang `supervisor` works in
+    /// the same way.
     #[test]
     fn old_crashes_do_not_count() {
         let mut poison = poison();
@@ -187,7 +190,7 @@ mod tests {
         assert!(!poison.record_crash(at(100), d(7)), "earlier crashes must be forgotten");
     }
 
-    /// A job dispatched before its payload was quarantined can still crash. This crash extends the quarantine.
+    /// A job that was dispatched before its payload was quarantined can still crash. The crash extends the quarantine.
     #[test]
     fn crash_during_quarantine_extends_the_quarantine() {
         let mut poison = poison();
@@ -199,7 +202,7 @@ mod tests {
         assert!(!poison.is_quarantined(at(110), d(7)));
     }
 
-    /// The number of recorded payloads stays bounded.
+    /// The number of recorded payloads stays limited even if many different payloads crash.
     #[test]
     fn flood_of_payloads_leaves_the_quarantine_unchanged() {
         let mut poison = poison();

@@ -23,10 +23,10 @@ mod tests;
 /// number of slots and the size of the bitmap.
 const COST_MAX: u32 = 4095;
 
-/// Initial number of slots in a class, with one slot per round. Equals the number of bits in a word of the bitmap.
+/// Initial number of slots in each class. There is one slot per round, and one bitmap word covers this number of slots.
 const SLOTS_MIN: usize = 64;
 
-/// Maximum size, in entries, of a table that is never shrunk.
+/// Maximum number of entries in a table that is never shrunk.
 const RETAINED_LEN_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
@@ -36,14 +36,14 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Queue {
     jobs: Jobs,
-    /// Priority classes, indexed by priority code.
+    /// Waiting jobs of each priority class, indexed by priority code.
     classes: [Class; Priority::ALL.len()],
     ranking: Ranking,
-    /// For each tenant number, true if the tenant is blocked. Includes tenants without waiting jobs.
+    /// True for each tenant that is blocked, indexed by tenant number. Includes tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
-    /// Number of jobs added since memory was last released. Memory is released only after many additions, so that the
-    /// amortised cost per addition is low.
+    /// Number of jobs added since memory was last released. Memory is released only after many jobs have been added, so
+    /// that the amortised cost is low.
     added: usize,
 }
 
@@ -51,7 +51,7 @@ impl Queue {
     /// Memory used by a job's table entries, in bytes.
     pub(crate) const JOB_BYTES: usize = size_of::<Option<Entry>>() + 2 * size_of::<Link>();
 
-    /// Adds a job behind all other jobs of its tenant and class. O(1).
+    /// Adds a job after all other jobs of the same tenant and class. O(1).
     pub(crate) fn push(&mut self, job: u32, class: Priority, tenant: u32, cost: u32) {
         let cost = cost.clamp(1, COST_MAX);
         if self.jobs.enter(job, Entry { class, tenant, cost, age: self.jobs.newest + 1 }) {
@@ -78,13 +78,13 @@ impl Queue {
         self.take(job, Removal::Cancelled);
     }
 
-    /// Returns the next job from the class `lowest` or a higher class. O(1).
+    /// Returns the next job whose class is `lowest` or higher. O(1).
     pub(crate) fn peek(&self, lowest: Priority) -> Option<u32> {
         let allowed = Priority::ALL.iter().rev().take_while(|&&class| class >= lowest);
         allowed.map(|&class| &self.classes[class as usize]).find_map(Class::next)
     }
 
-    /// Removes the job that [`Queue::peek`] returns, and charges its tenant. O(1).
+    /// Removes and returns the job that [`Queue::peek`] would return, and charges the job's tenant. O(1).
     pub(crate) fn pop(&mut self, lowest: Priority) -> Option<u32> {
         let job = self.peek(lowest)?;
         self.take(job, Removal::Served);
@@ -103,7 +103,7 @@ impl Queue {
         }
     }
 
-    /// Unblocks a tenant. In the round of its next turn, the tenant is served before all others. O(1).
+    /// Unblocks a tenant. The tenant is served first in the round in which its next turn falls. O(1).
     pub(crate) fn unblock(&mut self, tenant: u32) {
         let Some(is_blocked) = self.is_blocked.get_mut(tenant as usize) else { return };
         if std::mem::replace(is_blocked, false) {
@@ -127,18 +127,18 @@ impl Queue {
         self.ranking.len_of(tenant)
     }
 
-    /// Returns the newest job in a class, which is the first candidate for rejection. O(1).
+    /// Returns the newest job in a class, which is the first to be rejected if the queue is full. O(1).
     pub(crate) fn newest(&self, class: Priority) -> Option<u32> {
         some(self.classes[class as usize].by_age.last)
     }
 
-    /// Returns the tenant with the most waiting jobs. In case of a tie, returns the tenant that reached this count
-    /// first. O(1).
+    /// Returns the tenant with the most waiting jobs. If several tenants have the same number, returns the tenant that
+    /// reached it first. O(1).
     pub(crate) fn fullest(&self) -> Option<u32> {
         self.ranking.fullest()
     }
 
-    /// Returns the oldest job of a tenant in any class, which is the first candidate for eviction. O(1).
+    /// Returns a tenant's oldest job in any class, which is the first to be evicted if the queue is full. O(1).
     pub(crate) fn oldest(&self, tenant: u32) -> Option<u32> {
         let of_each_class = self.classes.iter().filter_map(|class| class.oldest(tenant));
         of_each_class.min_by_key(|&job| self.jobs.get(job).map(|entry| entry.age))
@@ -195,7 +195,7 @@ enum Removal {
 struct Entry {
     class: Priority,
     tenant: u32,
-    /// Credit that the tenant must accumulate before the job is served. Zero if the job was returned to the queue.
+    /// Credit that the tenant needs before the job can be served. Zero for a job that was returned to the queue.
     cost: u32,
     /// Position in the order of arrival. A new job gets the highest position so far. A job that is returned to the
     /// queue gets the lowest, because it counts as older than all waiting jobs.
@@ -205,16 +205,16 @@ struct Entry {
 #[derive(Default)]
 struct Jobs {
     table: Vec<Option<Entry>>,
-    /// Links between the jobs of one tenant in one class.
+    /// Linked lists of the jobs in each flow, which consists of one tenant's jobs in one class.
     of_flow: Links,
-    /// Links between all jobs of one class.
+    /// Linked lists of all jobs in each class.
     of_class: Links,
     newest: i64,
     oldest: i64,
 }
 
 impl Jobs {
-    /// Returns true if the job was added. A job must not be added twice.
+    /// Adds a job to the table and returns true. A job that is already in the table must not be added.
     fn enter(&mut self, job: u32, entry: Entry) -> bool {
         debug_assert!(
             job != NONE && entry.tenant != NONE,
@@ -250,8 +250,8 @@ struct Class {
     flows: Vec<Flow>,
     /// Tenants that are waiting for their turn.
     rounds: Rounds,
-    /// Tenants with jobs that were returned to the queue, most recent first. Returned jobs are served before all other
-    /// jobs in the class.
+    /// Tenants whose jobs were returned to the queue, most recent first. Returned jobs are served before all other jobs
+    /// in the class.
     returned: List,
     returned_links: Links,
 }
@@ -264,15 +264,15 @@ struct Flow {
     turn: Turn,
 }
 
-/// Round in which the oldest job of a flow (one tenant's jobs in one class) is served.
+/// Round in which the next job of a flow is served. A flow consists of one tenant's jobs in one class.
 #[derive(Clone, Copy, Default)]
 enum Turn {
     /// The flow has no jobs.
     #[default]
     None,
-    /// Number of the round in which the flow gets its turn.
+    /// The flow gets its turn in the round with this number.
     At(u64),
-    /// The tenant is blocked. Its turn comes this many rounds after the tenant is unblocked.
+    /// The tenant is blocked. After it is unblocked, its turn comes after this many rounds.
     In(u64),
 }
 
@@ -353,7 +353,7 @@ impl Class {
         }
     }
 
-    /// Returns the next job in the class.
+    /// Returns the job that is served next in this class.
     fn next(&self) -> Option<u32> {
         let returned = self.flow(self.returned.first).map(|flow| flow.returned.first);
         returned.or_else(|| Some(self.flow(self.rounds.first()?)?.waiting.first))
@@ -404,14 +404,14 @@ impl Class {
 /// ring with one slot per round can hold all turns.
 #[derive(Default)]
 struct Rounds {
-    /// Round in which a job was most recently served.
+    /// Round of the most recently served job.
     now: u64,
-    /// Tenants in each round, in the order of their turns. The number of slots is a power of two.
+    /// List of tenants for each round, in the order of their turns. The number of lists is a power of two.
     slots: Vec<List>,
     links: Links,
-    /// Bitmap with one bit per slot, set if the slot is occupied.
+    /// Bitmap with one bit per slot. A bit is set if the slot contains a tenant.
     words: Vec<u64>,
-    /// Bitmap with one bit per entry of `words`, set if the entry is not zero.
+    /// Bitmap with one bit per entry of `words`. A bit is set if the entry is not zero.
     summary: u64,
 }
 
@@ -437,8 +437,7 @@ impl Rounds {
         }
     }
 
-    /// Moves a tenant from the round `from` to the end of the round `to`. If `to` is `None`, only removes the tenant
-    /// from its round.
+    /// Moves a tenant from round `from` to the end of round `to`. If `to` is `None`, only removes the tenant.
     fn shift(&mut self, tenant: u32, from: u64, to: Option<u64>) {
         self.remove(tenant, from);
         if let Some(turn) = to {
@@ -446,7 +445,7 @@ impl Rounds {
         }
     }
 
-    /// Returns the tenant whose turn is next.
+    /// Returns the tenant that gets the next turn.
     fn first(&self) -> Option<u32> {
         if self.summary == 0 {
             return None;
@@ -456,7 +455,8 @@ impl Rounds {
         if ahead != 0 {
             return some(self.slots[word * 64 + ahead.trailing_zeros() as usize].first);
         }
-        // Searches the words after the current one, then wraps around and searches the rest of the current word last.
+        // Searches the following words first, then wraps around. The part of the current word before the current slot
+        // is searched last.
         let turned = self.summary.rotate_right(word as u32 + 1);
         let word = (word + 1 + turned.trailing_zeros() as usize) % 64;
         some(self.slots[word * 64 + self.words[word].trailing_zeros() as usize].first)
@@ -473,7 +473,7 @@ impl Rounds {
         slot
     }
 
-    /// Grows the ring if it has too few slots for `turn`. The ring grows at most a few times; see [`COST_MAX`].
+    /// Grows the ring if it has no slot for the round `turn`. The ring grows only a few times; see [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
         debug_assert!(ahead <= COST_MAX as usize, "a turn must not be {ahead} rounds ahead");
@@ -495,14 +495,14 @@ impl Rounds {
     }
 }
 
-/// Tenants, ranked by their number of waiting jobs. Because this number changes by only one at a time, keeping track of
-/// the highest number is cheap.
+/// Tenants, ranked by their number of waiting jobs. The number changes by only one at a time, so the highest number is
+/// cheap to track.
 #[derive(Default)]
 struct Ranking {
     /// Number of waiting jobs, indexed by tenant.
     lens: Vec<usize>,
     links: Links,
-    /// Lists of tenants with the same number of waiting jobs. The first list contains the tenants with one job.
+    /// Lists of tenants with the same number of waiting jobs. The first list contains all tenants with one waiting job.
     ranks: Vec<List>,
 }
 
@@ -563,7 +563,7 @@ impl List {
     }
 }
 
-/// Links of several linked lists that share one range of item numbers. Each item is in at most one list.
+/// Links of several linked lists whose items are numbered in the same range. Each item is in at most one list.
 #[derive(Default)]
 struct Links(Vec<Link>);
 
@@ -599,25 +599,27 @@ impl Links {
         *self.before(list, link.after) = link.before;
     }
 
-    /// Returns the link to the successor of `item`. If `item` is [`NONE`], returns the list's link to its first item.
+    /// Returns a reference to the link that points to the successor of `item`. For [`NONE`], this is the link to the
+    /// list's first item.
     fn after<'a>(&'a mut self, list: &'a mut List, item: u32) -> &'a mut u32 {
         step();
         if item == NONE { &mut list.first } else { &mut self.0[item as usize].after }
     }
 
-    /// Returns the link to the predecessor of `item`. If `item` is [`NONE`], returns the list's link to its last item.
+    /// Returns a reference to the link that points to the predecessor of `item`. For [`NONE`], this is the link to the
+    /// list's last item.
     fn before<'a>(&'a mut self, list: &'a mut List, item: u32) -> &'a mut u32 {
         step();
         if item == NONE { &mut list.last } else { &mut self.0[item as usize].before }
     }
 }
 
-/// Returns `number`, or `None` if `number` is [`NONE`].
+/// Converts an item number to an option. The number [`NONE`] becomes `None`.
 fn some(number: u32) -> Option<u32> {
     (number != NONE).then_some(number)
 }
 
-/// Counts one step of work. Tests use the count to check that operations are O(1).
+/// Counts a step of an operation. Tests use the count to check that operations are O(1).
 fn step() {
     #[cfg(test)]
     tests::count_step();

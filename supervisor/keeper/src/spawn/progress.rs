@@ -126,9 +126,10 @@ pub(crate) fn let_continue(socket: &OwnedFd) {
     let _ = rustix::net::send(socket, &[CONTINUE], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
-// The child's side, which makes only system calls.
+// Functions that run in the child. They make only system calls.
 
-/// Reports a failed step. If the report cannot be sent, the supervisor sees only that the worker exits immediately.
+/// Reports a failed step to the keeper. If the report cannot be sent, the supervisor learns only that the worker exited
+/// immediately.
 pub(super) fn report_failure(socket: BorrowedFd<'_>, failure: &StepFailure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }
@@ -165,7 +166,7 @@ pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -
     wait_for_keeper(socket)
 }
 
-/// Sends the message that the child is confined. Also sends the seccomp listener if there is one.
+/// Tells the keeper that the child is confined. The message includes the seccomp listener, if there is one.
 fn send_listener(socket: BorrowedFd<'_>, listener: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);

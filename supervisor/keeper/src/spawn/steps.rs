@@ -1,4 +1,4 @@
-//! The steps of a forked child, in two tables.
+//! Two tables of the steps that a forked child performs to become a worker.
 //!
 //! The first table is for the first process of new namespaces, the second for the process that executes the
 //! worker's program. Each step makes system calls on prepared data. A step that fails is reported by name.
@@ -57,7 +57,8 @@ pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
     ("parent-death signal after the identity", parent_death_signal),
 ];
 
-/// Steps of the process that executes the worker's program. The `rustix` wrappers used here are bare system calls.
+/// Steps of the process that executes the worker's program. The `rustix` functions used here are plain wrappers for
+/// system calls.
 ///
 /// Limits are set before the child changes its user and drops its capabilities, because raising a limit requires a
 /// capability. Actions that a limit or filter could prevent come before that limit or filter. The limit on open files
@@ -111,7 +112,8 @@ impl ChildConnections {
         SpawnError { step: if errno == Errno::NOENT { self.with_missing_path(step) } else { step }, errno }
     }
 
-    /// Adds the path that does not exist, because messages otherwise name only the configured program.
+    /// Appends the missing path to the name of the step. Otherwise, the error message would name only the configured
+    /// program.
     fn with_missing_path(&self, step: String) -> String {
         match step.as_str() {
             EXEC_STEP if self.program.exists() => format!(
@@ -187,12 +189,14 @@ fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user {
         return Ok(());
     }
-    // Fails if the keeper is unprivileged. Such a keeper has no supplementary groups that would give access.
+    // Fails if the keeper is unprivileged. This is harmless, because such a keeper has no supplementary groups that
+    // would give access.
     let _ = rustix::thread::set_thread_groups(&[]);
     set_identity(plan.layers().identity.unwrap_or(plan.keeper_identity))
 }
 
-/// Switches to the worker's user. Does nothing if an earlier step has already done so in a new user namespace.
+/// Switches to the worker's user. Does nothing if an earlier step has already switched to this user in a new user
+/// namespace.
 fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     match plan.layers().identity {
         Some(identity) if !plan.layers().namespaces.user => {
@@ -224,10 +228,10 @@ fn set_identity(Identity { uid, gid }: Identity) -> Result<(), StepError> {
 fn private_root(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(root) = &confinement.root else { return Ok(()) };
-    // The worker can run as another user, who must be able to traverse these folders.
+    // The worker can run as a different user, who must be able to traverse the folders created here.
     rustix::process::umask(Mode::empty());
     root.enter()?;
-    // The rules contain the system's files, but not the new mounts.
+    // The Landlock rules already cover the system's files. The new mounts must be added.
     let Some(ruleset) = &confinement.ruleset else { return Ok(()) };
     root.expanded().iter().try_for_each(|folder| ruleset.add_readable(folder))?;
     Ok(ruleset.add_private_mounts(confinement.has_tmp())?)
@@ -269,8 +273,8 @@ fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Mounts the granted paths that the worker's user could not reach otherwise. Does nothing if the worker has a private
-/// root folder.
+/// Mounts granted paths that lie in folders that the worker's user cannot traverse. Does nothing if the worker has a
+/// private root folder.
 fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(covers) = &confinement.covers else { return Ok(()) };
@@ -362,8 +366,8 @@ fn signals(_: &Plan<'_>) -> Result<(), StepError> {
 
 fn session(_: &Plan<'_>) -> Result<(), StepError> {
     match rustix::process::setsid() {
-        // Both tables start a session. Without a PID namespace, there is no fork between them, so the process
-        // already leads a session.
+        // Both tables contain this step. Without a PID namespace, the same process runs both tables, so it already
+        // leads a session.
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
     }
@@ -380,7 +384,7 @@ fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     let written = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())
         .and_then(|file| rustix::io::write(file, &digits[first..]));
     match written {
-        // If the write fails, the worker keeps the keeper's score, which is above the supervisor's. This is
+        // If the write fails, the worker keeps the keeper's score, which is higher than the supervisor's. This is
         // acceptable unless the supervisor is protected.
         Err(errno) if is_protected => Err(errno.into()),
         _ => Ok(()),
@@ -401,8 +405,8 @@ fn umask(_: &Plan<'_>) -> Result<(), StepError> {
 /// Restores the nice value that the keeper had when it was started. The child has its own session, so the kernel does
 /// not schedule it in the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
-    // The supervisor's unit may have a real-time policy, which a worker must not inherit. An error means that there is
-    // no such policy.
+    // The supervisor may run with a real-time policy, which a worker must not inherit. An error means that there is no
+    // such policy.
     let ordinary = libc::sched_param { sched_priority: 0 };
     // SAFETY: the pointer refers to a local variable. The call affects this thread.
     unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &raw const ordinary) };
@@ -423,7 +427,7 @@ fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(duplicate_to(&plan.prepared.link, LINK_FD)?)
 }
 
-/// Duplicates a descriptor to the given number, replacing any descriptor that is already open under that number.
+/// Duplicates a descriptor to the given number. If this number is already in use, the previous descriptor is closed.
 pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
     // SAFETY: the replaced descriptor is a standard stream or, in the child, the keeper's socket. Nothing in this
     // process continues to use the replaced descriptor.
@@ -464,11 +468,12 @@ fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
     result.map_err(|errno| StepError { errno, detail: limit.resource })
 }
 
-/// Makes the kernel kill the child when the keeper dies. Changing the user clears this setting.
+/// Makes the kernel kill the child when the keeper dies. Must be repeated after a change of user, because the kernel
+/// then clears the setting.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent outside this PID namespace has no PID inside. In this case, the keeper was still alive when it allowed
-    // this process to continue.
+    // If this process is in a new PID namespace, the keeper's PID is not visible here. The keeper was still alive when
+    // it allowed this process to continue.
     let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())

@@ -1,9 +1,9 @@
-//! The resources of setrlimit(2): names, numbers, and labels in `/proc/PID/limits`.
+//! Resources of setrlimit(2), with their names, numbers, and labels in `/proc/PID/limits`.
 
 use rustix::process;
 
-/// Defines the resources. Each row contains the variant as spelled in rustix, the name, and the kernel's label for
-/// the resource.
+/// Defines an enum of resources. Each row contains a variant as spelled in rustix, the resource's name, and the
+/// kernel's label for the resource.
 macro_rules! resources {
     ($($resource:ident $name:literal $label:literal;)+) => {
         /// A resource of setrlimit(2).

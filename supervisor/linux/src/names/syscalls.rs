@@ -39,7 +39,7 @@ macro_rules! on_x86_64 {
     };
 }
 
-/// Strips the prefix of the C library's constants. For example, `SYS_read` becomes `read`.
+/// Strips the prefix from the name of a C library constant. For example, `SYS_read` becomes `read`.
 const fn without_prefix(constant: &'static str) -> &'static str {
     constant.split_at("SYS_".len()).1
 }
@@ -98,7 +98,7 @@ const TABLE: &[Row] = rows! {
         SYS_umount2 SYS_uname SYS_unlinkat SYS_unshare SYS_userfaultfd SYS_utimensat SYS_vhangup
         SYS_vmsplice SYS_wait4 SYS_waitid SYS_write SYS_writev
     }
-    // Calls that exist only on x86_64. All other architectures have only their replacements.
+    // Calls that exist only on x86_64. Other architectures have only the newer calls that replace them.
     x86_64 {
         SYS_access SYS_alarm SYS_arch_prctl SYS_chmod SYS_chown SYS_creat SYS_dup2 SYS_epoll_create
         SYS_epoll_wait SYS_eventfd SYS_fork SYS_futimesat SYS_get_thread_area SYS_getdents
@@ -107,7 +107,7 @@ const TABLE: &[Row] = rows! {
         SYS_rmdir SYS_select SYS_set_thread_area SYS_signalfd SYS_stat SYS_symlink SYS_sysfs
         SYS_time SYS_unlink SYS_uselib SYS_ustat SYS_utime SYS_utimes SYS_vfork
     }
-    // Calls that some C libraries do not define. From 424 on, numbers are the same on all architectures.
+    // Calls for which some C libraries define no constant. From 424 onwards, all architectures use the same numbers.
     numbered {
         "io_pgetevents": 333, 292;
         "kexec_file_load": 320, 294;
@@ -133,7 +133,7 @@ const TABLE: &[Row] = rows! {
     }
 };
 
-/// Highest number of any system call in the table.
+/// Highest system call number in the table.
 pub const NUMBER_MAX: u32 = number_max();
 
 const fn number_max() -> u32 {

@@ -1,5 +1,5 @@
-//! A descriptor that reports the exit of another program: an inherited pipe, socket or terminal whose other end closes
-//! with the program, or the program's pidfd.
+//! A descriptor that reports the exit of another program. This is either the program's pidfd, or an inherited pipe,
+//! socket or terminal whose other end closes when the program exits.
 
 use std::io::{self, IsTerminal};
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -54,7 +54,7 @@ impl LivenessDescriptor {
         Ok(Self { descriptor: unsafe { OwnedFd::from_raw_fd(number) }, is_pidfd })
     }
 
-    /// Waits until the peer closes its end or the process exits. Discards any data that arrives in the meantime.
+    /// Waits until the other program closes its end or exits. Discards any data that arrives in the meantime.
     pub fn wait(&self) {
         let mut discarded = [0; 4096];
         loop {
@@ -93,7 +93,7 @@ fn is_pidfd(number: RawFd) -> bool {
     info.is_ok_and(|info| info.lines().any(|line| line.starts_with("Pid:")))
 }
 
-/// Starts a thread that calls `on_end` once the peer has closed its end or the process has exited.
+/// Starts a thread that calls `on_end` once the other program has closed its end or has exited.
 ///
 /// # Errors
 ///

@@ -128,7 +128,7 @@ pub fn ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
         match read_ancestors(pid, root) {
             Ok(chain) if is_unchanged(&chain) => return Ok(chain),
             Ok(_) => last_error = None,
-            // An ancestor may have died just before it was read.
+            // Reading fails if an ancestor dies just before its file is read.
             Err(error) => last_error = Some(error),
         }
     }
@@ -160,8 +160,8 @@ fn is_unchanged(chain: &[u32]) -> bool {
     chain.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }
 
-/// Returns the PID of a process's parent. Reads the first thread's file, because this takes no longer if the process
-/// has many threads.
+/// Returns the PID of a process's parent. Reads the main thread's file, because reading the process's file takes longer
+/// if there are many threads.
 fn parent_of(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/task/{pid}/stat");
     let stat = read_proc_file(&path)
@@ -230,7 +230,8 @@ pub fn read_proc_file(path: &str) -> io::Result<String> {
 }
 
 fn parse_stat(stat: &str) -> Option<Process> {
-    // The second field is the program's name in parentheses, which can itself contain parentheses and spaces.
+    // The second field is the program's name. It is enclosed in parentheses, and can itself contain parentheses and
+    // spaces.
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;
     let parent = fields.next()?.parse().ok()?;
@@ -246,7 +247,7 @@ mod tests {
     use std::process::Command;
     use std::time::{Duration, Instant};
 
-    /// Waits until a process has at least `count` descendants, and returns them. Parents come first.
+    /// Waits until a process has at least `count` descendants, and returns their PIDs, parents before children.
     pub(super) fn wait_for_descendants(of: u32, count: usize) -> Vec<u32> {
         let until = Instant::now() + Duration::from_secs(300);
         loop {
@@ -290,7 +291,7 @@ mod tests {
         let deepest = wait_for_descendants(child.id(), 2)[1];
         let chain = ancestors(deepest, own).unwrap();
         assert_eq!((chain.len(), chain[0], chain[2], chain[3]), (4, deepest, child.id(), own));
-        // No process has PID 0, so the chain ends with the outermost process.
+        // No process has PID 0, so the search does not stop before the outermost process.
         let whole = ancestors(deepest, 0).unwrap();
         assert!(whole.len() >= 4 && whole[..4] == chain[..], "{whole:?} {chain:?}");
         assert_eq!(parent_of(*whole.last().unwrap()).unwrap(), 0);

@@ -25,7 +25,8 @@ pub fn spawn(
     withheld: &[&str],
     inherited: BorrowedFd<'_>,
 ) -> io::Result<Child> {
-    // Checked first, because a process that cannot execute the program would be left for the parent to reap.
+    // Checks the program before the process starts. If the program could not be executed, the process would exit, and
+    // the parent would have to reap it.
     rustix::fs::access(program, Access::EXEC_OK)?;
     let path = CString::new(program.as_os_str().as_bytes())?;
     let arguments: Vec<CString> =
@@ -64,7 +65,7 @@ mod tests {
     #[test]
     fn sibling_is_a_child_of_the_parent() {
         let (mut reader, writer) = std::io::pipe().unwrap();
-        // Uses a path, because some shells accept only one digit in `>&10`.
+        // Redirects to a path, because some shells accept only one digit after `>&`.
         let script =
             format!("(echo $PPID; echo ${{WITHHELD-none}}) > /proc/self/fd/{}", writer.as_fd().as_raw_fd());
         let arguments = ["sh", "-c", &script].map(OsString::from);

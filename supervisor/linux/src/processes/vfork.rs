@@ -21,7 +21,7 @@ const STACK_BYTES: usize = 64 * 1024;
 /// Exit code of a child that could not execute a program. The child stores the error in shared memory.
 const NOT_EXECUTED: c_int = 127;
 
-/// A child that has executed another program. The caller must reap the child.
+/// A child process that is running another program. The caller must reap the child.
 #[derive(Debug)]
 pub struct Child {
     /// Process ID.
@@ -30,8 +30,8 @@ pub struct Child {
     pub pidfd: OwnedFd,
 }
 
-/// Starts a child that calls `execute`. `execute` must execute another program, and returns the error if this
-/// fails.
+/// Starts a child process that calls `execute`. `execute` must replace the process's program, and returns the error if
+/// this fails.
 ///
 /// In the new program, no signal is blocked, and caught signals and SIGPIPE have the default action.
 ///
@@ -53,7 +53,7 @@ pub unsafe fn spawn_sibling<F: FnMut() -> Errno>(execute: F) -> Result<Child, Er
     unsafe { spawn_as(libc::CLONE_PARENT, execute) }
 }
 
-/// Starts a process with the additional flag `flag` of `clone(2)`.
+/// Starts a process, and adds `flag` to the flags of `clone(2)`.
 ///
 /// # Safety
 /// The requirements of [`spawn`] apply.
@@ -79,7 +79,7 @@ unsafe fn spawn_as<F: FnMut() -> Errno>(flag: c_int, execute: F) -> Result<Child
         None => Ok(Child { pid, pidfd }),
         Some(error) if flag & libc::CLONE_PARENT != 0 => Err(error),
         Some(error) => {
-            // Retries if interrupted, so that no zombie is left.
+            // Waits for the failed child even if interrupted by a signal, so that no zombie is left.
             wait::wait_for_exit_code(pid.as_raw_pid())?;
             Err(error)
         }
@@ -105,7 +105,8 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
         pidfd: -1,
     };
     let top = outer.spare_capacity_mut().as_mut_ptr_range().end;
-    // Shares the descriptors, so that the orphan's pidfd is created in this process.
+    // The intermediate child shares this process's descriptor table, so that the orphan's pidfd is also open in this
+    // process.
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_FILES;
     let blocked = BlockedSignals::all();
     // SAFETY: as in `spawn`: the child has exclusive use of `outer` and `intermediate` until it is gone.
@@ -139,7 +140,7 @@ struct Call<'c, F> {
 
 struct Intermediate<'c, F> {
     call: Call<'c, F>,
-    /// Upper end of the orphan's stack.
+    /// Upper end of the memory used as the orphan's stack.
     top: *mut c_void,
     pid: c_int,
     pidfd: RawFd,
@@ -171,7 +172,7 @@ extern "C" fn run_child<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     // SAFETY: `call` belongs to the caller, which is suspended. The child exits without unwinding.
     unsafe {
         let call = &mut *call.cast::<Call<'_, F>>();
-        // No handler can run until all are replaced, because all signals stay blocked.
+        // All signals stay blocked until every handler is replaced, so no handler can run in the child.
         let default: libc::sigaction = std::mem::zeroed();
         for &signal in call.caught {
             libc::sigaction(signal, &default, std::ptr::null_mut());
@@ -256,7 +257,7 @@ mod tests {
         let child = execute(c"/bin/sh", c"exit 7").unwrap();
         assert_eq!(status(&child), 7 << 8);
         assert_eq!(execute(c"/no/such/program", c"").err(), Some(Errno::NOENT));
-        // The failed child was reaped, and this thread still works.
+        // The child that failed was reaped, and this thread can still start children.
         let child = execute(c"/bin/sh", c"kill -TERM $$; exit 1").unwrap();
         assert_eq!(status(&child), libc::SIGTERM);
     }

@@ -1,4 +1,4 @@
-//! Listeners that are shared with, or taken over from, another program.
+//! Listening sockets that this program shares with another program or has taken over from another program.
 //!
 //! [`stop_new_connections`] closes a TCP listener without losing connections. If a listener is only closed, the kernel
 //! resets all connections in its queue. One of them may have arrived between the last `accept` and the close, from a
@@ -89,7 +89,7 @@ pub fn has_handshakes(listener: &impl AsFd) -> bool {
     let address = rustix::net::getsockname(listener).ok().and_then(|address| address.try_into().ok());
     let Some(port) = address.map(|address: SocketAddr| address.port()) else { return false };
     let is_handshake = |line: io::Result<String>| line.is_ok_and(|line| is_handshake_with(&line, port));
-    // An IPv6 listener can also have IPv4 clients. The kernel lists these with IPv6 addresses.
+    // An IPv6 listener can also have IPv4 clients. Their connections are in the kernel's list of IPv6 connections.
     ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"]
         .iter()
         .filter_map(|path| File::open(path).ok())
@@ -120,7 +120,7 @@ mod tests {
 
     const CONNECT_TIMEOUT: Duration = Duration::from_millis(100);
 
-    /// Maximum time to serve the clients. They normally finish shortly after [`CONNECT_TIMEOUT`].
+    /// Maximum time to serve all clients. The clients normally finish shortly after [`CONNECT_TIMEOUT`].
     const SERVE_TIMEOUT: Duration = Duration::from_secs(60);
 
     #[test]
@@ -151,7 +151,7 @@ mod tests {
             let address = listener.local_addr().unwrap();
             let client = Socket::new(Domain::for_address(address), Type::STREAM, None).unwrap();
             client.set_nonblocking(true).unwrap();
-            // The client ignores the listener's response to its first packet.
+            // The filter drops the listener's response to the client's first packet.
             client.attach_filter(&[SockFilter::new((BPF_RET | BPF_K) as u16, 0, 0, 0)]).unwrap();
             assert!(!has_handshakes(&listener), "{address}");
             client.connect(&address.into()).unwrap_err();
@@ -159,20 +159,21 @@ mod tests {
             stop_new_connections(&listener).unwrap();
             assert!(has_handshakes(&listener), "{address}");
             client.detach_filter().unwrap();
-            // The kernel repeats the listener's response after a second.
+            // The kernel resends the listener's response after a second.
             let _accepted = listener.accept().unwrap();
             assert!(!has_handshakes(&listener), "{address}");
         }
     }
 
-    /// Clients keep connecting while the listener is being stopped. Each established connection must receive a reply.
+    /// Clients continue to connect while the listener is being stopped. Each client that has connected must receive a
+    /// reply.
     #[test]
     fn stopped_listener_serves_all_established_connections() {
         for round in 0..30 {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap();
             listener.set_nonblocking(true).unwrap();
-            // Connects repeatedly until a connection attempt fails.
+            // Each client connects repeatedly until a connection attempt fails.
             let client = move || {
                 while let Ok(mut socket) = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
                     let answered = socket.read_exact(&mut [0]).map_err(|error| error.kind());

@@ -1,5 +1,5 @@
-//! Whole messages with descriptors over a `SOCK_SEQPACKET` socket, between supervisor and keeper and between the two
-//! supervisors in an upgrade.
+//! Sends and receives whole messages with descriptors over a `SOCK_SEQPACKET` socket. The supervisor uses such sockets
+//! to talk to its keeper, and to the other supervisor during an upgrade.
 //!
 //! No function blocks. Messages that the socket does not accept yet wait in an [`Outbox`], whose owner has to limit
 //! their number.
@@ -82,8 +82,8 @@ fn send(socket: impl AsFd, message: &[u8], descriptors: &[OwnedFd]) -> rustix::i
 
 /// Result of [`receive`].
 pub enum Received {
-    /// A message of this size in bytes, and its descriptors. Descriptors are missing if this process has reached its
-    /// descriptor limit.
+    /// A message was received. Contains the message's size in bytes, and the descriptors. Descriptors are missing if
+    /// this process has reached its descriptor limit.
     Message(usize, Vec<OwnedFd>),
     /// No message is available yet.
     Nothing,

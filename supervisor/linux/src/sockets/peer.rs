@@ -24,7 +24,7 @@ const GROUPS_INITIAL: usize = 64;
 /// Maximum number of supplementary groups that Linux allows a process to have.
 const GROUPS_MAX: usize = 65_536;
 
-/// Maximum number of processes to remember as unrelated. The oldest entries are dropped first.
+/// Maximum number of processes remembered as unrelated to the supervisor. The oldest entries are dropped first.
 const UNRELATED_MAX: usize = 16;
 
 /// The process that connected a socket, with its credentials at the time of `connect(2)`.
@@ -78,7 +78,7 @@ impl Peer {
         let process = start_time(pid).map(|started| (pid, started));
         let is_known = process.is_some_and(|process| unrelated.contains(process));
         let chain = if is_known { Ok(vec![pid]) } else { ancestors(pid, own) };
-        // Checks that the connecting process is still alive. If so, the PID belonged to it during the whole lookup.
+        // Checks that the connecting process is still alive. If so, its PID was not reused during the lookup.
         if wait_until_readable(&pidfd, Duration::ZERO)? {
             return Ok(Descent::Ended);
         }
@@ -180,7 +180,7 @@ pub fn check_proc_visibility() -> io::Result<()> {
     if seen.to_str() != Some(&own.to_string()) {
         return Err(io::Error::other("/proc belongs to another PID namespace"));
     }
-    // No process has PID 0, so this reads all ancestors.
+    // Reads all ancestors of this process, because no process has PID 0.
     ancestors(own, 0).map(drop)
 }
 
@@ -191,7 +191,7 @@ mod tests {
 
     use super::*;
 
-    /// Maximum time to wait for a condition. Conditions normally become true much sooner.
+    /// Maximum time that a test waits for a condition. Conditions normally become true much sooner.
     const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
     /// Accepts a connection, or panics if no process connects in time.
@@ -230,7 +230,7 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);
         }
-        // The start time is part of the identity, so another process with the same PID does not match.
+        // The cache identifies a process by PID and start time, so another process with the same PID does not match.
         let began = start_time(child.id()).unwrap();
         unrelated.remember((child.id(), began + 1));
         assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);
@@ -263,7 +263,8 @@ mod tests {
         assert_eq!(groups(&socket).unwrap(), own.collect::<Vec<_>>());
     }
 
-    /// Measures how long a lookup takes: `cargo test -p bulkhead-linux --release --lib -- --ignored --nocapture cost`.
+    /// Measures the time that a lookup takes. Run this test with `cargo test -p bulkhead-linux --release --lib --
+    /// --ignored --nocapture cost`.
     #[test]
     #[ignore = "a measurement"]
     fn measures_cost_of_peer_lookup() {

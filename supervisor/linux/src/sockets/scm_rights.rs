@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use crate::errno;
 
-/// Value of the socket option `SO_PASSRIGHTS`, which no library defines yet. A few architectures use a different value.
+/// Value of the socket option `SO_PASSRIGHTS`, which no crate defines yet. A few architectures use a different value.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
 /// Makes a Unix socket refuse descriptors, so that a peer that sends one gets `EPERM`. Accepted connections inherit the

@@ -24,7 +24,8 @@ impl<T> Bulkhead<T> {
         self.own_permits(self.workers.totals().permits.min(self.adaptive_bound()))
     }
 
-    /// Returns true if there are fewer permits than configured because workers are missing. Ignores the adaptive limit.
+    /// Returns true if workers are missing, so that there are fewer permits than configured. Ignores the adaptive
+    /// limit.
     pub fn is_short_of_workers(&self) -> bool {
         self.workers.totals().permits
             < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)
@@ -58,7 +59,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Closes the adaptive limit's measurement window if it is complete, and reports changes to the limit.
+    /// Closes the adaptive limit's measurement window if the window is complete. Reports changes to the limit.
     pub(super) fn adapt(&mut self, now: Time) {
         if let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) {
             for index in self.workers.iter().flat_map(|worker| &worker.jobs) {

@@ -18,7 +18,8 @@ use crate::tenants::TenantId;
 use crate::time::{Time, earlier};
 use crate::workers::SlotState;
 
-/// Minimum interval between throttling reports for the same tenant, and between eviction reports.
+/// Minimum interval between throttling reports about the same tenant. The same interval applies between eviction
+/// reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 struct Rejection {
@@ -60,13 +61,13 @@ fn rounded_up(duration: Duration) -> String {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the ID of the tenant with this name, for use in the next submission. Adds the tenant if necessary.
+    /// Returns the ID of the named tenant, for use in the next submission. Adds the tenant to the table if necessary.
     pub fn tenant(&mut self, name: &str) -> TenantId {
         self.tenants.find_or_add(name)
     }
 
-    /// Returns the index of a tenant in [`crate::TenantLimits::labelled`], or the length of that list if the list
-    /// does not contain the tenant.
+    /// Returns the index of a tenant in [`crate::TenantLimits::labelled`]. If the list does not contain the tenant,
+    /// returns the length of the list.
     pub fn label(&mut self, tenant: TenantId) -> usize {
         self.tenants.get(tenant).label as usize
     }
@@ -92,7 +93,8 @@ impl<T> Bulkhead<T> {
             Some(worker) => {
                 self.try_dispatch(now, index, worker);
                 if self.limits.recycle.jobs.is_some() {
-                    // If this was the worker's last job, a standby takes over and has free permits.
+                    // If the worker has just received its last job, a standby takes over the slot and can run waiting
+                    // jobs.
                     self.pump(now);
                 }
             }
@@ -105,8 +107,8 @@ impl<T> Bulkhead<T> {
         Some(id)
     }
 
-    /// Decides whether a job is accepted. If the job can run immediately, returns its worker. If the job must wait,
-    /// returns `None`.
+    /// Decides whether a job is accepted. Returns the worker that can run the job immediately, or `None` if the job
+    /// must wait.
     fn admit(
         &mut self,
         now: Time,
@@ -140,8 +142,8 @@ impl<T> Bulkhead<T> {
             && submission.priority >= self.lowest_admitted()
             && let Some(worker) = self.next_worker_for(submission.preferred_worker)
         {
-            // This job does not overtake any waiting job. A waiting job that could use this permit would already have
-            // it.
+            // Waiting jobs are not overtaken. A waiting job that could use the free permit would already have been
+            // dispatched.
             return Ok(Some(worker));
         }
         self.check_tenant_queue(submission.tenant, has_share)?;
@@ -162,9 +164,10 @@ impl<T> Bulkhead<T> {
         )
     }
 
-    /// Checks the breaker without changing its state. Probes are assigned later, when the job is dispatched.
+    /// Asks the breaker whether a job can be accepted. Does not change the breaker's state, because probes are assigned
+    /// only when jobs are dispatched.
     fn check_breaker(&self, now: Time) -> Result<(), Rejection> {
-        // If workers are being started, the job can become the probe.
+        // A worker that is about to be started also counts, because the job can then become the probe.
         let has_worker = self.has_ready_worker() || self.activity == Activity::StartAnnounced;
         let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
@@ -175,7 +178,7 @@ impl<T> Bulkhead<T> {
         Err(Rejection { verdict: rejection(RejectReason::CircuitOpen), wait })
     }
 
-    /// Charges the job's cost against the rate limit.
+    /// Charges a job's cost against the rate limit. Rejects the job if the limit is exceeded.
     fn charge(&mut self, now: Time, submission: &Submission<T>) -> Result<(), Rejection> {
         let Some((limit, whose)) = self.rate_of(submission.tenant) else { return Ok(()) };
         match self.tenants.get(whose).bucket.take(now, &limit, submission.cost.max(1)) {
@@ -208,7 +211,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns the rate limit for a tenant's jobs, and the tenant whose bucket is charged.
+    /// Returns the rate limit for a tenant's jobs, and the tenant whose token bucket is charged.
     fn rate_of(&mut self, tenant: TenantId) -> Option<(RateLimit, TenantId)> {
         let limit = self.tenants.get(tenant).overrides.rate_limit.or(self.limits.rate_limit)?;
         let whose = match limit.per {
@@ -223,7 +226,7 @@ impl<T> Bulkhead<T> {
         self.tenants.look_up(tenant).overrides.max_in_flight.or(self.limits.tenants.max_in_flight)
     }
 
-    /// Returns true if a tenant has used up its quota. The withheld part of the quota counts as used.
+    /// Returns true if a tenant has used up its quota. Places that are withheld from the tenant count as used.
     pub(super) fn is_at_quota(&self, id: TenantId) -> bool {
         let tenant = self.tenants.look_up(id);
         self.quota(id).is_some_and(|most| tenant.in_flight + tenant.withheld >= most)
@@ -258,7 +261,7 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Makes room in the queue for a job of this priority, if necessary by rejecting another job.
+    /// Makes room in the queue for a job of the given priority, if necessary by rejecting another job.
     fn make_room(&mut self, now: Time, priority: Priority) -> Result<(), Rejection> {
         let (queued, most) = (self.queue.len() + self.prefetched, self.waiting_max());
         if queued < most {
@@ -420,8 +423,8 @@ impl<T> Bulkhead<T> {
         self.await_turn(index);
     }
 
-    /// Puts a job back at the front of its priority class, because the job was already dispatched once. The tenant is
-    /// not charged again.
+    /// Returns a job to the front of its priority class. The tenant is not charged again, because the job was already
+    /// dispatched once.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
         job.state = JobState::Queued;
@@ -437,7 +440,7 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, due);
     }
 
-    /// Dispatches waiting jobs while workers have free permits.
+    /// Dispatches waiting jobs as long as workers have free permits.
     pub(super) fn pump(&mut self, now: Time) {
         if !self.suspects.is_empty() || self.workers.reserved().is_some() {
             self.dispatch_suspects(now);
@@ -452,7 +455,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         loop {
-            // The jobs of late workers arrived before the queued jobs, so they run first.
+            // Recalls the jobs of late workers first, because these jobs arrived before the jobs in the queue.
             let has_taken = !self.late_workers.is_empty() && self.recall_from_late_workers(now);
             if has_taken && !self.suspects.is_empty() {
                 self.dispatch_suspects(now);
@@ -515,7 +518,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Blocks a tenant in the queue if the tenant's whole quota is in use, and unblocks the tenant otherwise.
+    /// Blocks a tenant in the queue if the tenant has used up its quota. Otherwise, unblocks the tenant.
     pub(super) fn update_tenant_block(&mut self, tenant: TenantId) {
         match self.is_at_quota(tenant) {
             true => self.queue.block(tenant.0),
@@ -525,8 +528,7 @@ impl<T> Bulkhead<T> {
 
     // Reports to operators.
 
-    /// Reports queue pressure. After a report, the queue length must fall below 90 % of the threshold before the
-    /// next report.
+    /// Reports queue pressure. The next report requires that the queue length first falls below 90 % of the threshold.
     fn report_pressure(&mut self) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =
@@ -564,7 +566,7 @@ pub(super) struct Evictions {
 }
 
 impl Evictions {
-    /// Number of recent evictions to consider. A tenant is reported only after at least half this many evictions.
+    /// Number of recent evictions that are examined. A tenant is reported only after at least half this many evictions.
     const RECENT: usize = 64;
 
     /// Records an eviction. If the tenant accounts for more than half of the recent evictions and there was no recent

@@ -5,7 +5,7 @@ use super::Bulkhead;
 use crate::poison::Digest;
 use crate::time::Time;
 
-/// Limits on this supervisor's permits during an upgrade.
+/// Restrictions on this supervisor's permits during an upgrade.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Handover {
     /// Number of permits that the predecessor still needs.
@@ -17,8 +17,8 @@ pub(super) struct Handover {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns how many of `permits` this supervisor can use. During an upgrade, the rest is left to the other
-    /// supervisor.
+    /// Returns the number of permits, out of `permits`, that this supervisor can use. During an upgrade, the other
+    /// supervisor uses the rest.
     pub(super) fn own_permits(&self, permits: u64) -> u64 {
         let Handover { predecessor_permits, permits_max, .. } = self.handover;
         let permits = permits.saturating_sub(predecessor_permits.into());

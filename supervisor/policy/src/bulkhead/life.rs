@@ -15,14 +15,14 @@ use crate::time::Time;
 use crate::worker::{Assignment, EndEffect, Phase, Revision, SilenceCheck, Worker};
 use crate::workers::SlotState;
 
-/// Maximum time that an idle worker can take to exit before it is killed.
+/// Maximum time that an idle worker has to exit before it is killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum number of consecutive times that a worker's silence is attributed to a busy machine. After that, a silent
-/// worker counts as hung.
+/// Maximum number of times in a row that a worker's silence is blamed on a busy machine. After that, a silent worker
+/// counts as hung.
 const EXCUSED_SILENCES_MAX: u32 = 20;
 
-/// Interval between attempts to replace a worker.
+/// Interval between attempts to replace the same worker.
 pub(super) const RECYCLE_INTERVAL: Duration = Duration::from_secs(1);
 
 impl<T> Bulkhead<T> {
@@ -39,7 +39,7 @@ impl<T> Bulkhead<T> {
         let worker = self.workers.insert(&self.limits, now, assignment);
         let record = self.workers.record(slot);
         let is_restart = std::mem::replace(&mut record.has_had_worker, true);
-        // If no cause was recorded, the previous worker had been asked to exit.
+        // A previous worker without a recorded cause exited because the supervisor had asked it to exit.
         let cause =
             successor.map_or_else(|| record.last_end.unwrap_or(RestartCause::Stopped), RestartCause::from);
         record.restarts += u64::from(is_restart && !cause.is_recycling());
@@ -54,7 +54,7 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    // Start of a worker, from the spawn until the worker is ready.
+    // Functions for the start of a worker, from the spawn until the worker is ready.
 
     pub(super) fn spawned(&mut self, now: Time, id: WorkerId, pid: u32) {
         let handshake = self.limits.start.handshake;
@@ -147,7 +147,7 @@ impl<T> Bulkhead<T> {
             worker.ready_at = Some(now);
             worker.last_start_status = None;
             if worker.is_standby() {
-                // The time is set when the worker takes over the slot or becomes a standby.
+                // The replacement time of a standby is set later, when the standby takes over the slot.
                 worker.next_replacement_at = Time(u64::MAX);
             }
         });
@@ -159,12 +159,12 @@ impl<T> Bulkhead<T> {
         {
             self.hand_over_slot(now, slot, id.place, reason);
         }
-        // The new worker can take over jobs that other workers have not started yet.
+        // The new worker can take over jobs that other workers have received but not started.
         self.workers.places().for_each(|place| self.schedule_begin_check(now, place));
         self.continue_rolling_restart(now);
     }
 
-    /// Hands the slot over to a ready successor, and drains the slot's previous worker.
+    /// Assigns a slot to a ready successor, and drains the worker that the slot had before.
     pub(super) fn hand_over_slot(&mut self, now: Time, slot: u32, place: u32, reason: RecycleReason) {
         let old = self.workers.slot(slot).state.worker();
         self.set_slot(slot, SlotState::Occupied(place));
@@ -173,11 +173,11 @@ impl<T> Bulkhead<T> {
             worker.next_replacement_at = now;
         });
         let Some(old) = old else { return };
-        // If the worker reached `recycle.jobs`, the replacement was already reported. A dead worker is not reported as
-        // replaced.
+        // The replacement of a worker that reached `recycle.jobs` was already reported. The replacement of a dead
+        // worker is never reported.
         let recycled = self.reassign(old, |worker| {
             let is_reported = worker.is_dead() || worker.assignment.is_at_job_limit();
-            // A worker that was already sent SIGKILL must not delay its replacement.
+            // The exit of a worker that was already sent SIGKILL must not delay the worker's replacement.
             worker.replace(slot, worker.is_ending());
             let pid = worker.pid.unwrap_or(0);
             (!is_reported).then_some(OperatorEvent::WorkerRecycled { pid, reason })
@@ -199,7 +199,7 @@ impl<T> Bulkhead<T> {
                     if worker.jobs.is_empty() {
                         worker.kill_at = Some(now + EXIT_TIMEOUT);
                     }
-                    // The successor can run the jobs that this worker has not started yet.
+                    // The successor can run jobs that this worker has received but not started.
                     worker.schedule_begin_check(check_at);
                 });
             }
@@ -301,7 +301,7 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers.of_slot(slot) else { return };
         let (entry, standby) = (self.workers.slot(slot), self.standby(slot));
         let is_due = match reason {
-            // The slot might have received a new worker after it was listed for the rolling restart.
+            // The slot may have got a new worker after the slot was listed for the rolling restart.
             RecycleReason::Restart | RecycleReason::Reload => worker.is_outdated(),
             RecycleReason::Resize => worker.sent_max_in_flight < self.limits.max_in_flight,
             _ => now >= worker.next_replacement_at,
@@ -321,7 +321,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces all workers, because their secrets, environment or program may be outdated.
+    /// Replaces all workers. An operator requests this if the workers' secrets, environment or program may be outdated.
     pub(super) fn rolling_restart(&mut self, now: Time) {
         self.restart_failure = None;
         for place in self.workers.places() {
@@ -361,7 +361,8 @@ impl<T> Bulkhead<T> {
         entry.state.is_wanted() && !entry.is_spare_slot
     }
 
-    /// Continues the rolling restart if no successor is starting and the next slot can get a successor.
+    /// Continues the rolling restart with the next slot, unless a successor is still starting or the slot cannot get a
+    /// successor yet.
     pub(super) fn continue_rolling_restart(&mut self, now: Time) {
         while let Some(&(slot, reason)) = self.rolling.front()
             && self.workers.slot(slot).replaced == 0
@@ -371,7 +372,7 @@ impl<T> Bulkhead<T> {
             self.rolling.pop_front();
             match self.workers.slot(slot).state {
                 SlotState::Occupied(_) => self.recycle(now, slot, reason),
-                // The slot's next worker gets the new maximum in any case.
+                // Nothing to do, because the next worker in this slot starts with the new maximum anyway.
                 _ if reason == RecycleReason::Resize => {}
                 SlotState::Backoff { .. } | SlotState::Stopped { .. } => {
                     self.spawn(now, slot, None);
@@ -383,8 +384,8 @@ impl<T> Bulkhead<T> {
 
     // New program or configuration.
 
-    /// Replaces all workers with workers that run a new program or configuration. Forgets earlier failures,
-    /// because they do not apply to the new program.
+    /// Replaces all workers because the program or the configuration has changed. Forgets earlier failures, because
+    /// they do not apply to the new workers.
     pub(super) fn replace(&mut self, now: Time) {
         self.restart_failure = None;
         for place in self.workers.places() {
@@ -450,7 +451,7 @@ impl<T> Bulkhead<T> {
             worker.kill_at = None;
         });
         self.actions.push(Action::Kill { worker: id, reason: reason.clone() });
-        // If a process was never reported as running, its kill is not reported either.
+        // The kill is reported only if the process was previously reported as running.
         self.actions.extend(pid.map(|pid| Action::Report(OperatorEvent::WorkerKilled { pid, reason })));
     }
 
@@ -492,7 +493,8 @@ impl<T> Bulkhead<T> {
             return;
         }
         if worker.is_ready_spare() {
-            // A ready spare has no jobs, so it can be killed immediately. A new spare then starts in the same slot.
+            // A ready spare has no jobs, so it can be killed immediately. Another spare is then started in the same
+            // slot.
             self.kill(place, KillReason::NotNeeded);
             return;
         }
@@ -517,7 +519,7 @@ impl<T> Bulkhead<T> {
         self.reaped(now, id);
     }
 
-    /// Refills the slot of a dead worker after all of the worker's descendants are gone.
+    /// Starts a new worker in a dead worker's slot, now that all descendants of the dead worker are gone.
     pub(super) fn reaped(&mut self, now: Time, id: WorkerId) {
         let worker = self.workers.get(id.place).filter(|worker| worker.id == id);
         if let Some(&Worker { phase: Phase::Dead(effect), .. }) = worker {
@@ -536,7 +538,8 @@ impl<T> Bulkhead<T> {
         let clears_history =
             worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= HISTORY_CLEARED_AFTER;
         let sentence = ending.to_string();
-        // Unless `restart.policy` is `always`, a clean exit can leave the bulkhead without workers.
+        // Unless `restart.policy` is `always`, clean exits are recorded too, because they can leave the bulkhead
+        // without workers.
         if effect.is_failure || self.limits.restart.policy != RestartPolicy::Always {
             self.last_failure = describe_failure(worker, effect, &sentence);
         }
@@ -566,7 +569,7 @@ impl<T> Bulkhead<T> {
             worker.phase = Phase::Dead(effect);
             (worker.awaited_jobs, worker.overdue_jobs, worker.kill_at) = (0, 0, None);
         });
-        // A standby can take over before the previous worker's descendants are gone.
+        // A standby can take over the slot even while descendants of the previous worker are still running.
         if is_current && let Some(standby) = self.standby(slot) {
             self.hand_over_slot(now, slot, standby, RecycleReason::Jobs);
         }
@@ -579,7 +582,7 @@ impl<T> Bulkhead<T> {
         else {
             return;
         };
-        // The exit of a replaced worker does not leave a slot empty.
+        // A replaced worker no longer occupies a slot, so its exit does not leave a slot empty.
         if let Assignment::Active { slot, .. } | Assignment::Spare { slot } = assignment {
             self.withhold(now, slot, &jobs, ending);
         }
@@ -612,7 +615,7 @@ impl<T> Bulkhead<T> {
             }
             Assignment::Successor { reason, .. } => self.successor_failed(now, slot, reason),
             _ if is_not_needed && self.workers.slot(slot).successor.is_none() => {
-                // While the bulkhead is stopping, `spawn` does nothing, so the slot stays empty.
+                // If the bulkhead is stopping, the slot stays empty, because `spawn` then does nothing.
                 self.set_slot(slot, SlotState::Empty);
                 self.spawn(now, slot, None);
             }
@@ -620,8 +623,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the failure of a successor. The slot's current worker continues to run. The replacement is attempted
-    /// again later, unless an operator's restart requested it.
+    /// Handles the failure of a successor. The slot keeps its current worker. The replacement is attempted again later,
+    /// unless an operator's restart requested it.
     fn successor_failed(&mut self, now: Time, slot: u32, reason: RecycleReason) {
         let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
         if let SlotState::Occupied(place) = self.workers.slot(slot).state {
@@ -629,7 +632,7 @@ impl<T> Bulkhead<T> {
                 (worker.next_replacement_at, worker.next_age_check) = (now + pause, now + pause);
             });
         }
-        // Other successors would probably fail for the same reason.
+        // Cancels the remaining replacements, because their successors would probably fail for the same reason.
         let mut stopped = self.rolling.iter().map(|&(_, reason)| reason).chain([reason]);
         let stops_restart = stopped.any(|reason| reason == RecycleReason::Restart);
         self.rolling.clear();
@@ -652,7 +655,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Depending on how a worker ended, starts another worker in the slot now or later, or stops the slot.
+    /// Handles a slot whose worker has ended. Depending on how the worker ended, starts another worker now, starts one
+    /// later, or stops the slot.
     fn refill_slot(&mut self, now: Time, slot: u32, charged_slot: u32, effect: EndEffect) {
         if self.is_stopping() {
             self.set_slot(slot, SlotState::Empty);
@@ -661,7 +665,7 @@ impl<T> Bulkhead<T> {
         if let Some(successor) = self.workers.slot(slot).successor {
             self.set_slot(slot, SlotState::Occupied(successor));
             self.reassign(successor, |worker| worker.assignment = Assignment::of_slot(slot, false));
-            // The next slot in the rolling restart can get a successor now.
+            // The successor now fills the slot, so the next slot in the rolling restart can get a successor.
             self.continue_rolling_restart(now);
             return;
         }
@@ -700,7 +704,7 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::Report(OperatorEvent::BulkheadFailed { reason, message }));
     }
 
-    /// Rejects all waiting jobs if no slot has a worker and no slot will get a worker.
+    /// Rejects all waiting jobs if no slot has a worker or will get one.
     pub(super) fn reject_without_workers(&mut self, now: Time) {
         if self.workers.totals().live_slots == 0 && self.queued() > 0 {
             let sentence = self.no_worker_message();
@@ -708,7 +712,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns a message that explains to clients why no worker is running.
+    /// Returns the message with which jobs are rejected when no worker is running.
     pub(super) fn no_worker_message(&self) -> String {
         match (self.activity, self.limits.max_in_flight) {
             (_, 0) => "max_in_flight is 0".to_owned(),
@@ -777,7 +781,8 @@ impl<T> Bulkhead<T> {
         for place in self.workers.places() {
             self.kill(place, KillReason::ExitTimeout);
         }
-        // Disables the timeout, so that it does not expire again. The bulkhead ends when its workers have exited.
+        // Disables the stop timeout, so that it does not expire again. The bulkhead is gone once its workers have
+        // exited.
         self.mode = Mode::Stopping { by: Time(u64::MAX) };
     }
 
@@ -792,7 +797,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Describes how a worker ended. Used in messages that tell clients why no worker is running.
+/// Returns a description of a worker's failure for messages that tell clients why no worker is running.
 fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> String {
     let is_before_hello = matches!(worker.phase, Phase::Handshaking { .. });
     match &worker.last_start_status {

@@ -57,7 +57,7 @@ impl<T> Bulkhead<T> {
         self.edit_timing(id.place, |worker| worker.kill_at = Some(kill_at));
     }
 
-    /// Returns the time after which a stuck worker (`Worker::is_stuck`) is killed.
+    /// Returns the delay after which a stuck worker (`Worker::is_stuck`) is killed.
     pub(super) fn kill_delay(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
         let is_wanted = self.workers.get(place).is_some_and(|worker| worker.awaited_jobs > 0);

@@ -4,8 +4,8 @@ use super::Bulkhead;
 use crate::messages::WorkerId;
 
 impl<T> Bulkhead<T> {
-    /// Returns the worker for the next job, or `None` if no worker has a free permit or the limit on running jobs has
-    /// been reached.
+    /// Returns the worker for the next job. Returns `None` if no worker has a free permit, or if the limit on running
+    /// jobs has been reached.
     pub(super) fn next_worker(&self) -> Option<u32> {
         self.workers.least_loaded().filter(|_| u64::from(self.workers.totals().in_use) < self.limit())
     }
@@ -17,8 +17,8 @@ impl<T> Bulkhead<T> {
         Some(preferred_worker.filter(|&id| self.workers.can_take_job(id)).map_or(next, |id| id.place))
     }
 
-    /// Returns an idle worker for a job that must run alone. The permits of a worker that is reserved for a suspect job
-    /// count as free.
+    /// Returns an idle worker for a job that must run alone. A worker that is reserved for a suspect job can be
+    /// returned too.
     pub(super) fn idle_worker(&self) -> Option<u32> {
         let is_idle = |&place: &u32| {
             self.workers.get(place).is_some_and(|worker| worker.jobs.is_empty() && !worker.is_stalled)

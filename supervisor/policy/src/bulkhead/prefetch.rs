@@ -29,15 +29,15 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// Minimum time that must remain before a job's deadline or queue timeout for the job to be prefetched, in multiples of
-/// `lookahead`.
+/// Minimum time before a job's deadline and queue timeout, in multiples of `lookahead`. If less time is left, the job
+/// is not prefetched.
 const TIME_LEFT_FACTOR: u32 = 2;
 
-/// Time allowed for a worker to start a job, in addition to `lookahead`. On a busy machine, a worker can wait this long
+/// Time that a worker has to start a job, in addition to `lookahead`. On a busy machine, a worker can wait this long
 /// for a processor.
 const BEGIN_GRACE: Duration = Duration::from_millis(2);
 
-/// Maximum number of doublings of the check interval and of the time allowed for a job to start.
+/// Maximum number of times that the check interval, and the time in which a job must start, are doubled.
 const DOUBLINGS_MAX: u8 = 10;
 
 /// Index of the job that causes a recall, and the verdict with which the job ends. If the verdict is `None`, the job
@@ -87,7 +87,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends a job to a worker. `sent` contains the worker, and the job's number among all jobs sent to this worker.
+    /// Adds the action that sends a job to a worker. `sent` contains the worker, and the job's number among all jobs
+    /// sent to that worker.
     pub(super) fn sent(
         &mut self,
         index: u32,
@@ -105,29 +106,29 @@ impl<T> Bulkhead<T> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check that the worker has started its jobs in time.
+    /// Schedules a check of whether the worker has started its jobs in time.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
     }
 
     fn may_prefetch(&self) -> bool {
-        // Prefetching requires that all permits are available to all classes, and that the breaker does not need to
-        // count each job.
+        // Jobs are prefetched only if all priority classes can use all permits, and if the breaker does not need to
+        // count individual jobs.
         !self.limits.lookahead.is_zero()
             && self.mode == Mode::Open
             && self.suspects.is_empty()
             && self.limits.critical_reserve == 0.0
             && self.breaker.state() == BreakerState::Closed
-            // To evict a tenant's oldest job, all of the tenant's jobs must be in the queue.
+            // Eviction needs all of a tenant's waiting jobs in the queue, to find the oldest one.
             && self.limits.overflow == Overflow::Reject
-            // While more jobs are running than the limit allows, a reply does not free a permit.
+            // If more jobs are running than the limit allows, a worker's reply does not free a permit.
             && u64::from(self.workers.totals().in_use) <= self.limit()
     }
 
-    // Workers that are late in starting a job.
+    // Functions for workers that are late in starting a job.
 
-    /// Checks whether a worker is late in starting a job, if such a check is due.
+    /// If a check is due, checks whether a worker is late in starting a job.
     pub(super) fn check_begun(&mut self, now: Time, place: u32) {
         let next_check = self.workers.get(place).and_then(|worker| worker.next_begin_check);
         if next_check.is_none_or(|at| at > now) {
@@ -174,19 +175,19 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls the jobs that a late worker has not started, if another worker has a free permit. Returns true if a job
+    /// If another worker has a free permit, recalls the jobs that a late worker has not started. Returns true if a job
     /// was recalled.
     pub(super) fn recall_from_late_workers(&mut self, now: Time) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        // A job that was sent while handling the current event is not recalled, because the worker has not received it
-        // yet.
+        // Jobs that were sent while handling the current event are not recalled, because the worker has not received
+        // them yet.
         let is_due = |place: &u32| {
             *place != next && self.workers.get(*place).is_none_or(|worker| worker.last_progress_at < now)
         };
         let due: Vec<u32> = self.late_workers.iter().copied().filter(is_due).collect();
         for place in due {
             self.late_workers.retain(|late| *late != place);
-            // A job that must run alone needs another worker, and that worker must be idle.
+            // A job that must run alone is recalled only if another worker is idle.
             let is_idle = self.idle_worker().is_some();
             let is_late = |worker: &Worker| {
                 worker.late_checks > 0 && (worker.exclusivity != Exclusivity::Exclusive || is_idle)
@@ -242,7 +243,7 @@ impl<T> Bulkhead<T> {
             return false;
         }
         let Some(begun) = self.read_begun(place, Some(sent)) else { return false };
-        // Every job sent so far has either been started or been recalled. The next check concerns later jobs.
+        // All jobs sent so far have been started or recalled, so the next check concerns only later jobs.
         self.edit_timing(place, |worker| {
             (worker.recalled_up_to, worker.next_begin_check) = (sent, None);
         });
@@ -297,7 +298,7 @@ impl<T> Bulkhead<T> {
         }
         let id = self.jobs.id(index);
         self.recall(now, worker, Some((index, verdict)));
-        // The job may have ended, and its index may already belong to another job.
+        // The recall may have ended the job, and another job may already use the same index.
         self.jobs.find(id).is_none_or(|index| {
             let job = self.jobs.get(index);
             !matches!(job.state, JobState::Prefetched { .. } | JobState::InFlight { .. })
@@ -316,8 +317,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls prefetched jobs from workers that accept no more jobs. If prefetching is no longer allowed,
-    /// recalls prefetched jobs from all workers.
+    /// Recalls the prefetched jobs of workers that accept no more jobs, or of all workers if prefetching is no longer
+    /// allowed.
     pub(super) fn recall_pending(&mut self, now: Time) {
         while let Some(place) = self.workers.pop_to_recall() {
             let takes = |worker: &Worker| worker.is_available() && worker.exclusivity == Exclusivity::Shared;
@@ -331,7 +332,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls prefetched jobs of lower classes from their workers, to make room for a waiting job of `class`.
+    /// Recalls prefetched jobs of lower priority, to make room for a waiting job of priority `class`.
     pub(super) fn recall_lower_priority(&mut self, now: Time, class: Priority) {
         if self.prefetched == 0 || class == Priority::BestEffort {
             return;
@@ -345,25 +346,23 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the outcome of a job that is still counted as prefetched although its worker has already started the job.
+    /// Sends the outcome of a job that a worker has already started, but which is still counted as prefetched.
     pub(super) fn abandon_prefetched(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         self.uncount_waiting(index);
         self.job_timers.clear(index);
     }
 
-    /// Subtracts a prefetched job from the number of waiting jobs, because the job is starting or its client has
-    /// received the outcome.
+    /// Stops counting a prefetched job as waiting. Called when the job starts or its client receives the outcome.
     fn uncount_waiting(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.prefetched -= 1;
         self.tenants.get(tenant).prefetched -= 1;
     }
 
-    // Jobs that start or are returned.
+    // Functions for prefetched jobs that the worker starts or returns.
 
-    /// Handles a reply from a worker. The worker's oldest prefetched job starts, and gets the permit that the reply
-    /// freed.
+    /// Handles a reply from a worker. The reply frees a permit, with which the worker's oldest prefetched job starts.
     pub(super) fn begin_prefetched(&mut self, now: Time, place: u32) {
         let Some(&index) = self.workers.get(place).and_then(|worker| worker.prefetched.front()) else {
             return;
@@ -440,8 +439,8 @@ impl<T> Bulkhead<T> {
         self.withdraw(index, |worker| {
             worker.awaited_jobs -= u32::from(is_wanted);
             worker.jobs_given -= 1;
-            // A worker without a dispatch thread does not send heartbeats while running jobs, so its silence is
-            // measured from now on.
+            // The worker's silence is measured from now on, because a worker without a dispatch thread sends no
+            // heartbeats while running jobs.
             if !worker.has_dispatch_thread {
                 (worker.last_heard_at, worker.silence) = (now, SilenceCheck::None);
             }
@@ -463,7 +462,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Ends or requeues a job that its worker has not started. The run limit restarts with the next dispatch.
+    /// Ends or requeues a job that its worker has not started. The run limit starts again at the next dispatch.
     fn end_or_requeue(
         &mut self,
         now: Time,
@@ -500,7 +499,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Resends recalled jobs that still hold a permit. Each job is sent to the worker that had it.
+    /// Sends recalled jobs that still hold a permit again, each to the same worker as before.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
@@ -536,7 +535,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Ends a prefetched job that its worker has started. The dispatch counts as an attempt.
+    /// Ends a prefetched job that its worker has already started. The dispatch counts as an attempt.
     fn end_started(&mut self, now: Time, index: u32, place: u32, verdict: Verdict) {
         self.remove_prefetched(index, place);
         self.job_timers.clear(index);

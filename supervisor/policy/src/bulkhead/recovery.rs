@@ -14,16 +14,16 @@ use crate::poison::Digest;
 use crate::time::Time;
 use crate::worker::Exclusivity;
 
-/// Degree of suspicion that a job killed its worker or program.
+/// Likelihood that a job caused the death of its worker or program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Suspicion {
     /// The job was the only one in the worker that died.
     OnlyJob,
-    /// The job's own program died. No other job ran in that program.
+    /// The program that ran the job died. The program ran no other job.
     Program,
-    /// The job was one of several in the worker that died. Any of them could be the cause.
+    /// The worker that died was running several jobs, each of which could be the cause.
     OneOfSeveral,
-    /// The job cannot be the cause.
+    /// The job cannot have caused the death.
     Cleared,
 }
 
@@ -87,7 +87,7 @@ impl<T> Bulkhead<T> {
         let was_quarantined = self.poison.is_quarantined(now, digest);
         if self.poison.record_crash(now, digest) && !was_quarantined {
             self.deferred_events.push(OperatorEvent::JobQuarantined { job: self.jobs.id(index), digest });
-            // Other workers may have prefetched jobs with this payload.
+            // Jobs with this payload may have been prefetched to other workers.
             self.must_recall_all = self.prefetched > 0;
         }
     }
@@ -96,7 +96,7 @@ impl<T> Bulkhead<T> {
         digest.is_some_and(|digest| self.poison.is_quarantined(now, digest))
     }
 
-    /// Returns true if the job can be retried. If so, charges the retry to the budget.
+    /// Returns true if the job can be retried. In that case, charges the retry to the retry budget.
     fn may_retry(&mut self, now: Time, index: u32) -> bool {
         let is_open = self.mode == Mode::Open && self.workers.totals().live_slots > 0;
         let job = self.jobs.get(index);
@@ -111,7 +111,7 @@ impl<T> Bulkhead<T> {
             && let JobState::InFlight { is_unread, .. } = &mut self.jobs.get(index).state
         {
             *is_unread = true;
-            // The worker's exit event, which follows, handles the worker's jobs.
+            // Drops only the journal. The worker's jobs are handled by the worker's exit event, which follows.
             self.edit_by_id(worker, |worker| worker.journal = None);
         }
     }
@@ -119,8 +119,8 @@ impl<T> Bulkhead<T> {
     /// Marks a job as not started because a record written by its dead worker says so. The job still counts as a
     /// possible culprit, because a worker could otherwise make another job the only suspect.
     pub(super) fn job_not_begun(&mut self, id: WorkerId, job: JobId) {
-        // The record is trusted only once per job. Otherwise, a job that manipulates the record each time would be
-        // dispatched over and over.
+        // The record is trusted only once per job, because a job that manipulates the record could otherwise be
+        // dispatched forever.
         if self.jobs.find(job).is_some_and(|index| self.jobs.get(index).unread_returns > 0) {
             return;
         }
@@ -150,7 +150,7 @@ impl<T> Bulkhead<T> {
         if job.record.is_none() || !job.is_resendable || job.unread_returns >= UNREAD_ATTEMPTS_MAX {
             return false;
         }
-        // The job was never started, so this dispatch is not an attempt.
+        // The dispatch does not count as an attempt, because the job was never started.
         job.attempts -= 1;
         job.unread_returns += 1;
         job.state = JobState::Unplaced;
@@ -176,8 +176,8 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, deadline_at);
     }
 
-    /// Returns the final outcome of a job that will not run again, considering all attempts. If an earlier attempt
-    /// crashed, the outcome is that crash.
+    /// Returns the final outcome of a job, considering all attempts. If an earlier attempt crashed and the job is not
+    /// running now, the outcome is that crash, unless the job was cancelled.
     pub(super) fn overall_verdict(&mut self, index: u32, verdict: Verdict) -> Verdict {
         let job = self.jobs.get(index);
         match (&job.state, &job.earlier_attempts, verdict) {
@@ -217,7 +217,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns the position of the oldest suspect job whose tenant has not reached its quota.
+    /// Returns the position of the oldest suspect job whose tenant has not used up its quota.
     pub(super) fn next_suspect(&self) -> Option<usize> {
         self.suspects.iter().position(|&index| !self.is_at_quota(self.jobs.tenant(index)))
     }
@@ -229,5 +229,5 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Maximum number of workers that can die before reading a job. After that, the job is not requeued again.
+/// Maximum number of workers that can die before reading the same job. After that, the job is not requeued.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;

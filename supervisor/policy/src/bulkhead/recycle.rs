@@ -51,22 +51,22 @@ impl<T> Bulkhead<T> {
     /// Starts a successor for a slot's worker, unless the slot already has a successor or a successor has just failed.
     fn start_successor(&mut self, now: Time, slot: u32) {
         let entry = self.workers.slot(slot);
-        // If the bulkhead has spares, the next spare becomes the successor.
+        // A bulkhead with spares needs no separate successor, because the next spare takes over.
         let has_room = entry.successor.is_none() && entry.replaced == 0 && !self.limits.has_spares();
         if has_room && self.workers.of_slot(slot).is_some_and(|worker| now >= worker.next_replacement_at) {
             self.spawn(now, slot, Some(RecycleReason::Jobs));
         }
     }
 
-    /// Starts a successor for a slot's worker if the worker has been given the last job that `recycle.jobs` allows.
+    /// Starts a successor for a slot's worker if that worker has received the last job allowed by `recycle.jobs`.
     pub(super) fn start_successor_at_job_limit(&mut self, now: Time, slot: u32) {
         if self.workers.of_slot(slot).is_some_and(Worker::is_leaving_at_job_limit) {
             self.start_successor(now, slot);
         }
     }
 
-    /// Starts a successor for each worker that has been given the last job that `recycle.jobs` allows. Called
-    /// after the failures of earlier successors have been forgotten.
+    /// Starts a successor for each worker that has received the last job allowed by `recycle.jobs`. Called after
+    /// earlier failures of successors have been forgotten.
     pub(super) fn start_successors_at_job_limit(&mut self, now: Time) {
         for slot in self.workers.slot_numbers() {
             self.start_successor_at_job_limit(now, slot);
@@ -82,7 +82,7 @@ impl<T> Bulkhead<T> {
 
     // Successors on standby.
 
-    /// Returns the ready successor of a slot's worker, if there is one.
+    /// Returns the successor of a slot's worker if the successor is ready.
     pub(super) fn standby(&self, slot: u32) -> Option<u32> {
         let is_ready = |place: &u32| self.workers.get(*place).is_some_and(Worker::is_ready);
         self.workers.slot(slot).successor.filter(is_ready)
@@ -122,7 +122,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills standbys for which `is_not_needed` returns true. A standby has not run any jobs.
+    /// Kills standbys for which `is_not_needed` returns true. No job is lost, because standbys have not received any
+    /// jobs.
     pub(super) fn dismiss_standbys(&mut self, is_not_needed: impl Fn(&Worker) -> bool) {
         for slot in self.workers.slot_numbers() {
             if let Some(place) = self.standby(slot)
@@ -134,7 +135,8 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Returns true if, at the current job rate, the worker will reach its job limit within twice its own start time.
+/// Returns true if the worker will reach its job limit soon. At the current job rate, this means within twice the time
+/// that the start of the worker took.
 fn is_near_job_limit(worker: &Worker, now: Time, left: u64) -> bool {
     let start = worker.ready_at.map_or(0, |at| at.since(worker.spawned_at).as_nanos());
     let so_far = now.since(worker.spawned_at).as_nanos();

@@ -9,24 +9,24 @@ use crate::time::Time;
 use crate::worker::{Phase, SilenceCheck, Worker};
 use crate::workers::SlotState;
 
-/// Maximum number of replaced workers that are still exiting while their slots have new workers. If there are more, the
-/// oldest one is killed.
+/// Maximum number of replaced workers that are still exiting although their slots have new workers. If there are more,
+/// the oldest one is killed.
 const EXITING_MAX: usize = 16;
 
-/// Demand for workers.
+/// Whether a bulkhead needs workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
     /// No workers are needed. This is the state before [`crate::Event::Start`], after [`crate::Event::ScaleToZero`],
     /// and after the [`crate::Limits::idle`] time without jobs.
     ScaledToZero,
-    /// Workers will be needed soon, because [`crate::Event::AnnounceStart`] announced a start.
+    /// Workers will be needed soon, as announced by [`crate::Event::AnnounceStart`].
     StartAnnounced,
     /// Workers are needed.
     Started,
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the demand for workers.
+    /// Returns whether the bulkhead needs workers.
     pub fn activity(&self) -> Activity {
         self.activity
     }
@@ -59,7 +59,7 @@ impl<T> Bulkhead<T> {
         }
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
-            // Jobs that have not started must be recalled before their worker gets a new maximum.
+            // Jobs that a worker has not started must be recalled before the worker receives a new maximum.
             self.recall_all(now);
             self.limits.max_in_flight = most;
             self.send_max_in_flight();
@@ -100,14 +100,14 @@ impl<T> Bulkhead<T> {
         }
         let is_judged_anew = before.health.missed != self.limits.health.missed;
         for place in self.workers.places() {
-            // The timer depends on the limits for heartbeats and age.
+            // Updates the worker's timer, which depends on the limits for heartbeats and age.
             self.edit_timing(place, |worker| {
                 worker.silence = if is_judged_anew { SilenceCheck::None } else { worker.silence };
             });
         }
     }
 
-    /// Starts workers in slots that were stopped under the previous restart policy, if the new policy allows restarts.
+    /// If the new restart policy allows restarts, starts workers in slots that were stopped under the previous policy.
     fn start_stopped(&mut self, now: Time) {
         let is_stopping = matches!(self.mode, Mode::Stopping { .. });
         if self.limits.restart.policy == RestartPolicy::Never || is_stopping {
@@ -123,8 +123,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the new `max_in_flight` to the workers. A worker that has not been welcomed yet gets the value with its
-    /// welcome message.
+    /// Sends the new `max_in_flight` to the workers. A worker that has not received its welcome message yet gets the
+    /// value in that message.
     fn send_max_in_flight(&mut self) {
         let most = self.limits.max_in_flight;
         for place in self.workers.places() {
@@ -140,7 +140,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces, one at a time, the workers that cannot accept a higher `max_in_flight` while running.
+    /// Replaces workers that cannot accept a higher `max_in_flight` while running. The workers are replaced one at a
+    /// time.
     fn replace_unresizable(&mut self, now: Time) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.sent_max_in_flight < most);
@@ -154,8 +155,8 @@ impl<T> Bulkhead<T> {
                 continue;
             }
             self.edit_timing(place, |worker| worker.next_replacement_at = now);
-            // A pending restart of this slot is not enough, because it does not replace a worker that was started after
-            // the restart was requested.
+            // A restart that is already pending for this slot does not suffice. It skips workers that were started
+            // after the restart was requested.
             if !self.rolling.contains(&(slot, RecycleReason::Resize)) {
                 self.rolling.push_back((slot, RecycleReason::Resize));
             }
@@ -163,7 +164,7 @@ impl<T> Bulkhead<T> {
         self.continue_rolling_restart(now);
     }
 
-    /// Opens or closes slots until their number matches the configuration.
+    /// Opens or closes slots until the number of slots matches the configuration.
     fn resize_slots(&mut self, now: Time) {
         let wanted = self.limits.slot_count();
         let in_all = wanted + self.limits.spare_count();
@@ -196,7 +197,7 @@ impl<T> Bulkhead<T> {
         self.reject_without_workers(now);
     }
 
-    /// Starts a worker in a slot immediately, or once the slot becomes available.
+    /// Starts a worker in a slot, either immediately or as soon as the slot becomes available.
     fn open_slot(&mut self, now: Time, slot: u32) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(now, slot) {
             return;
@@ -226,7 +227,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sets a slot's state and asks the slot's workers to finish their jobs and exit.
+    /// Sets a slot's state, and asks all workers of the slot to finish their jobs and exit.
     fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState) {
         let entry = self.workers.slot(slot);
         let (before, successor) = (entry.state, entry.successor);
@@ -275,7 +276,7 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    // Scaling to zero and back.
+    // Functions that scale the bulkhead to zero and back.
 
     /// Starts workers in all empty slots.
     pub(super) fn start(&mut self, now: Time) {

@@ -34,7 +34,7 @@ impl<T> Bulkhead<T> {
     pub(super) fn ready_spare(&self) -> Option<u32> {
         let is_free = |slot: &&Slot| slot.is_spare_slot && slot.successor.is_none() && slot.replaced == 0;
         let mut places = self.workers.slots().iter().filter(is_free).filter_map(|slot| slot.state.worker());
-        // A silent spare might be hung.
+        // A spare that has been silent for too long is skipped, because it might be hung.
         places.find(|&place| {
             let worker = self.workers.get(place);
             worker.is_some_and(|worker| worker.is_ready() && worker.silence == SilenceCheck::None)
@@ -47,14 +47,14 @@ impl<T> Bulkhead<T> {
             && self.workers.slots().iter().any(|slot| slot.is_spare_slot && slot.state.is_occupied())
     }
 
-    /// Returns true if the replacement of the slot's worker must wait for a spare to become ready.
+    /// Returns true if the slot's worker cannot be replaced until a spare becomes ready.
     pub(super) fn must_wait_for_spare(&self, slot: u32) -> bool {
         let is_at_work = self.workers.slot(slot).state.worker().is_some();
         let is_free = self.standby(slot).is_none() && self.ready_spare().is_none();
         is_at_work && is_free && self.has_live_spare()
     }
 
-    /// Returns true if the slot has no usable worker, so that a spare should take over the slot.
+    /// Returns true if a spare should take over the slot, because the slot has no usable worker.
     fn needs_spare(&self, slot: u32) -> bool {
         let entry = self.workers.slot(slot);
         if entry.is_spare_slot || entry.successor.is_some() {
@@ -78,12 +78,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns true if the restart policy allows a new worker to replace a worker that ended in this way.
+    /// Returns true if the restart policy allows a new worker after the previous worker has ended in the given way.
     pub(super) fn may_restart(&self, effect: EndEffect) -> bool {
         match self.limits.restart.policy {
             RestartPolicy::Always => true,
-            // A worker that has reached `recycle.jobs` always gets a successor, even if it exits before the planned
-            // replacement.
+            // A worker that has reached `recycle.jobs` is always replaced, even if it exits before its successor takes
+            // over.
             _ if effect.is_clean && effect.is_at_job_limit => true,
             RestartPolicy::OnFailure => !effect.is_clean,
             RestartPolicy::Never => false,
@@ -110,7 +110,7 @@ impl<T> Bulkhead<T> {
         });
     }
 
-    /// Moves a worker to a spare slot after a spare has taken over the worker's slot.
+    /// Moves a worker to a spare slot, because a spare has taken over the worker's previous slot.
     fn move_to_spare_slot(&mut self, now: Time, place: u32, spare_slot: u32, reason: Option<RecycleReason>) {
         let Some(worker) = self.workers.get(place) else { return };
         let (assignment, charged_slot) = (worker.assignment, worker.assignment.charged_slot());
@@ -128,7 +128,7 @@ impl<T> Bulkhead<T> {
                 self.reassign(place, |worker| worker.assignment = Assignment::of_slot(spare_slot, true));
             }
             Phase::Killing(_) | Phase::Dead(_) => {
-                // A worker that was already sent SIGKILL must not delay the slot's next worker.
+                // The exit of a worker that was already sent SIGKILL must not delay the slot's next worker.
                 self.workers.record(spare_slot).last_end = self.workers.slot(charged_slot).record.last_end;
                 self.set_slot(spare_slot, SlotState::Occupied(place));
                 let is_at_job_limit = assignment.is_at_job_limit();
@@ -140,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills the ready spares for which `is_not_needed` returns true. Spares do not run any jobs.
+    /// Kills ready spares for which `is_not_needed` returns true. No job is lost, because spares do not run jobs.
     pub(super) fn dismiss_spares(&mut self, is_not_needed: impl Fn(&Worker) -> bool) {
         for place in self.workers.places() {
             if self.workers.get(place).is_some_and(|worker| worker.is_ready_spare() && is_not_needed(worker))

@@ -15,7 +15,7 @@ use crate::time::Time;
 use crate::worker::{Exclusivity, SilenceCheck, Worker};
 use crate::workers::Slot;
 
-// The codes of reject reasons start at 1 and have no gaps.
+// The codes of reject reasons start at 1 and are contiguous.
 const REASONS: usize = RejectReason::ALL.len() + 1;
 
 /// Job counts by outcome.
@@ -33,10 +33,11 @@ pub struct Counters {
     pub rejected: [u64; REASONS],
     /// Number of retries after the death of a worker or program.
     pub retries: u64,
-    /// Number of jobs that were passed on to another bulkhead and have no outcome yet. Their outcomes will be counted
-    /// for this bulkhead.
+    /// Number of jobs that were passed on to another bulkhead and have no outcome yet. The outcomes will be counted for
+    /// this bulkhead.
     pub elsewhere: u64,
-    /// Number of replies that were ignored because the client already had the outcome or the worker never had the job.
+    /// Number of replies that were ignored, because either the client already had the outcome or the worker never had
+    /// the job.
     pub late_replies: u64,
     /// Number of times that the adaptive limit was raised.
     pub limit_raised: u64,
@@ -66,7 +67,7 @@ impl Counters {
         self.rejected[reason.code() as usize] += 1;
     }
 
-    /// Adds another bulkhead's counts to these counts.
+    /// Adds the counts of another bulkhead to the counts of this bulkhead.
     pub fn add(&mut self, other: &Self) {
         self.submitted += other.submitted;
         self.ok += other.ok;
@@ -136,7 +137,8 @@ pub struct WorkerView {
     pub is_stalled: bool,
     /// True if the worker is a spare, whether ready or starting.
     pub is_spare: bool,
-    /// True if the worker was started before the bulkhead's last restart, or with a previous program or configuration.
+    /// True if the worker was started before the bulkhead's last restart, or if it runs a previous program or
+    /// configuration.
     pub is_outdated: bool,
 }
 
@@ -154,14 +156,14 @@ pub struct WorkerSummary {
     pub is_ready_spare: bool,
 }
 
-/// Description of a worker whose process has exited, created before the state machine handles the exit.
+/// Description of a worker whose process has exited. Created before the state machine handles the exit.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
     /// The worker's slot.
     pub slot: u32,
     /// PID.
     pub pid: u32,
-    /// Reason why the supervisor killed the worker, or `None` if it did not.
+    /// Reason why the supervisor killed the worker, or `None` if the supervisor did not kill it.
     pub killed: Option<KillReason>,
     /// True if the worker had become ready before it exited.
     pub was_ready: bool,
@@ -171,9 +173,9 @@ pub struct PostMortem {
     pub served: u64,
     /// Number of jobs that were in flight in the worker.
     pub in_flight: u32,
-    /// Number of jobs in flight that the worker may have started.
+    /// Number of in-flight jobs that the worker may have started.
     pub begun: u32,
-    /// The longest-running jobs in flight, up to the requested number.
+    /// Jobs in flight that have run for the longest time, up to the requested number of jobs.
     pub jobs: Vec<HeldJob>,
 }
 
@@ -219,7 +221,7 @@ pub struct JobView<'a, T> {
     pub is_fallback: bool,
     /// Time since the job was last dispatched, or `None` if no worker is running the job.
     pub ran: Option<Duration>,
-    /// Maximum time left until the client gets an outcome.
+    /// Maximum time until the client gets an outcome.
     pub left: Duration,
     /// Number of attempts, including the current one.
     pub attempts: u32,
@@ -234,14 +236,15 @@ pub struct TenantView {
     pub name: Arc<str>,
     pub in_flight: u32,
     pub queued: usize,
-    /// Number of submissions since the tenant was added to the tenant table.
+    /// Number of jobs submitted since the tenant was added to the tenant table.
     pub submitted: u64,
     /// Number of jobs rejected at submission.
     pub rejected: u64,
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the tenants with the most jobs, but at most `most` tenants. Jobs without a tenant are not included.
+    /// Returns up to `most` tenants, starting with the tenant that has the most jobs. Jobs without a tenant are not
+    /// included.
     pub fn tenants(&self, most: usize) -> Vec<TenantView> {
         let mut views: Vec<TenantView> = self
             .tenants
@@ -298,7 +301,7 @@ impl<T> Bulkhead<T> {
         Some(wait)
     }
 
-    /// Recounts a rejected job as a job that was passed on to another bulkhead.
+    /// Stops counting a job as rejected, because the job is passed on to another bulkhead instead.
     pub fn count_fallback(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
         *count = count.saturating_sub(1);
@@ -357,7 +360,8 @@ impl<T> Bulkhead<T> {
         &self.last_failure
     }
 
-    /// Returns the reason why the last restart stopped before all workers were replaced, or `None` if it did not.
+    /// Returns the reason why the last restart stopped before all workers were replaced, or `None` if the restart was
+    /// not stopped.
     pub fn restart_failure(&self) -> Option<&str> {
         self.restart_failure.as_deref()
     }
@@ -412,20 +416,20 @@ impl<T> Bulkhead<T> {
         self.workers.by_id(worker).is_some_and(Worker::is_ready_spare)
     }
 
-    /// Returns the IDs of the jobs in flight in a worker.
+    /// Returns the IDs of a worker's in-flight jobs.
     pub fn jobs_of(&self, worker: WorkerId) -> Vec<JobId> {
         let jobs = self.workers.by_id(worker).map(|worker| &worker.jobs);
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
-    /// Returns the number of positions that can be passed to [`Self::job_at`]. Some positions can be free, so this
-    /// number can exceed the number of jobs.
+    /// Returns the number of positions in the job table, for use with [`Self::job_at`]. Some positions can be free, so
+    /// there can be fewer jobs.
     pub fn job_positions(&self) -> usize {
         self.jobs.positions()
     }
 
-    /// Returns the job at a position. Returns `None` if the position is free, or if the client already has the
-    /// outcome. A job keeps its position.
+    /// Returns the job at a position in the job table. Returns `None` if the position is free or the client already has
+    /// the outcome. A job's position never changes.
     pub fn job_at(&self, now: Time, position: usize) -> Option<JobView<'_, T>> {
         let job = self.jobs.at(position)?;
         let (progress, place, since) = match job.state {
@@ -452,7 +456,7 @@ impl<T> Bulkhead<T> {
         self.job_at(now, self.jobs.find(id)? as usize)
     }
 
-    /// Returns a description of an in-flight job, for a report about the death of the job's program.
+    /// Returns a description of an in-flight job. Used in a report about the death of the program that ran the job.
     pub fn held_job(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
         let index = self.jobs.find(id)?;
         Some(self.describe_held_job(now, index))
@@ -482,8 +486,8 @@ impl<T> Bulkhead<T> {
         })
     }
 
-    /// Returns the number of jobs that a worker was given, and how many of them are unfinished. Returns `None` if the
-    /// worker is dead.
+    /// Returns the number of jobs sent to a worker, and the number of these jobs that are unfinished. Returns `None` if
+    /// the worker is dead.
     pub fn job_counts(&self, id: WorkerId) -> Option<(u64, usize)> {
         self.workers.by_id(id).map(|worker| (worker.jobs_given, worker.jobs.len()))
     }

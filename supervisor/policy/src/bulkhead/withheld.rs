@@ -15,7 +15,7 @@ use crate::worker::Worker;
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
-    /// Time at which the place in the quota is released even if the slot still has no ready worker.
+    /// Time at which the withheld place is released even if the slot still has no ready worker.
     until: Time,
 }
 
@@ -30,7 +30,8 @@ impl<T> Bulkhead<T> {
             let job = self.jobs.get(index);
             let JobState::InFlight { is_overdue, is_unread, .. } = job.state else { continue };
             let is_suspect = match ending.killed {
-                // If no job was overdue, the worker was killed because no client was waiting for any of its jobs.
+                // If no job is overdue, all jobs are suspects. The worker was then killed because no client was waiting
+                // for any of its jobs.
                 Some(KillReason::Deadline) => is_overdue == has_late,
                 _ => ending.may_be_caused_by_job() && !is_unread,
             };
@@ -38,7 +39,8 @@ impl<T> Bulkhead<T> {
             let has_paid = self.withheld[before..].iter().any(|place| place.tenant == tenant);
             if is_suspect && !has_paid && self.quota(tenant).is_some() {
                 self.withheld.push(Withheld { tenant, slot, until: now + self.limits.start.ready });
-                // The tenant must keep its number as long as the place is withheld.
+                // Keeps the tenant in the table, because the tenant's number must not change while the place is
+                // withheld.
                 self.tenants.add_job(tenant);
                 self.tenants.get(tenant).withheld += 1;
                 self.update_tenant_block(tenant);
@@ -67,7 +69,7 @@ impl<T> Bulkhead<T> {
         self.workers.slot(slot).is_live() && !is_ready && !self.is_stopping()
     }
 
-    /// Returns the time at which the next withheld place in a quota expires.
+    /// Returns the earliest time at which a withheld place in a quota is released.
     pub(super) fn next_withheld_release(&self) -> Option<Time> {
         self.withheld.iter().map(|place| place.until).min()
     }

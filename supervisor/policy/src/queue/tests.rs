@@ -17,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// Maximum number of steps in a single operation, and total number of steps.
+/// Highest number of steps in one operation, and total number of steps in all operations.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -55,7 +55,7 @@ impl Random {
     }
 }
 
-/// Pops all jobs and returns them in the order in which they were popped.
+/// Pops all jobs and returns them in this order.
 fn drain(queue: &mut Queue) -> Vec<u32> {
     std::iter::from_fn(|| queue.pop(BestEffort)).collect()
 }
@@ -115,7 +115,8 @@ fn blocked_tenant_keeps_its_credit() {
     queue.push(0, Normal, 0, 5);
     (10..30).for_each(|job| queue.push(job, Normal, 1, 1));
     (10..13).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
-    // The tenant is blocked two rounds before its turn. Jobs served while the tenant is blocked do not count as rounds.
+    // The tenant is blocked two rounds before its turn. While the tenant is blocked, served jobs do not bring its turn
+    // closer.
     queue.block(0);
     (13..20).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
     assert_eq!((queue.len(), queue.len_of_tenant(0), queue.oldest(0)), (11, 1, Some(0)));
@@ -130,7 +131,7 @@ fn blocked_tenant_keeps_its_credit() {
     assert_eq!(drain(&mut queue), [41, 22, 23, 24, 25, 26, 27, 28, 29, 40]);
 }
 
-/// A blocked tenant stays blocked even when memory is released.
+/// A blocked tenant stays blocked even if the queue releases memory.
 #[test]
 fn tenant_stays_blocked_without_jobs() {
     let mut queue = Queue::default();
@@ -157,7 +158,7 @@ fn cancelled_jobs_do_not_earn_extra_turns() {
 
 // Fairness.
 
-/// Queues all jobs, and pops up to `pops` of them. Returns the total cost of each tenant's served jobs after each pop.
+/// Queues all jobs and pops up to `pops` of them. Returns the total cost of each tenant's popped jobs after each pop.
 fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     let (mut queue, mut owner) = (Queue::default(), Vec::new());
     for (tenant, &(count, cost)) in flows.iter().enumerate() {
@@ -175,7 +176,8 @@ fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     (0..pops).map_while(next).collect()
 }
 
-/// Checks that the total costs served for any two backlogged tenants differ by at most the maximum cost plus one.
+/// Checks that any two tenants with waiting jobs are served equally. Their total costs can differ by at most the
+/// maximum cost plus one.
 fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
     let bound = 1 + flows.iter().map(|flow| u64::from(flow.1)).max().unwrap_or(0);
     let all: Vec<u64> = flows.iter().map(|&(count, cost)| count as u64 * u64::from(cost)).collect();
@@ -190,7 +192,7 @@ fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
 fn long_and_short_flows_get_equal_service() {
     assert_equal_while_backlogged(&[(1, 1), (10, 1), (1000, 1)]);
     assert_equal_while_backlogged(&[(1000, 1), (10, 1), (1, 1)]);
-    // A flow of small jobs ends after as many rounds as it has jobs, regardless of how long the large flow is.
+    // A short flow ends after as many rounds as it has jobs, no matter how long the other flows are.
     let after = shares(&[(1000, 1), (10, 1), (1, 1)], 21);
     assert_eq!(after[2], [1, 1, 1]);
     assert_eq!(after[20], [10, 10, 1]);
@@ -241,17 +243,18 @@ fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64>
 
 #[test]
 fn tenants_with_unequal_numbers_of_clients_get_equal_shares() {
-    // From the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats get shares that are equal within 1 %.
+    // The numbers are from the tests of Kubernetes' queue set. Tenants with 8 and 7 clients on 4 seats get equal
+    // shares, within 1 %.
     let got = closed_loop(&[(8, 1), (7, 1)], 4, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
-    // In this case, the numbers of clients differ far more.
+    // These numbers of clients differ far more than in the case above.
     let got = closed_loop(&[(5, 1), (50, 1), (5000, 1)], 4, 3000);
     assert!(got.iter().all(|&share| share.abs_diff(4000) <= 40), "{got:?}");
 }
 
 #[test]
 fn unused_share_goes_to_the_other_tenant() {
-    // A tenant that demands less than its share gets everything it demands. The other tenant gets the rest.
+    // A tenant that needs less than its share is served completely. The other tenant gets the rest.
     assert_eq!(closed_loop(&[(4, 1), (1, 1)], 3, 1000), [2000, 1000]);
 }
 

@@ -12,8 +12,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{Process, descendants, read_process};
 
-/// Maximum number of scans before a run kills the processes found. Repeated scans find processes that were forked
-/// while others were being stopped.
+/// Maximum number of scans in a run before the stopped processes are killed. A single scan misses processes that are
+/// forked while others are being stopped.
 const STOP_SCANS_MAX: usize = 32;
 
 /// Finds and kills the descendants of this process. Each call of [`DescendantKiller::begin`] starts a new
@@ -37,7 +37,7 @@ enum Stage {
     Idle,
     /// The killer is reading the table of all processes.
     Scanning { entries: ReadDir, table: HashMap<u32, Process> },
-    /// The killer is sending `signal` to the target processes. It starts with the last target.
+    /// The killer is sending `signal` to the target processes, in reverse order of the list.
     Signalling { targets: Vec<u32>, signal: Signal },
 }
 
@@ -50,13 +50,13 @@ struct Found {
     is_stopped: bool,
 }
 
-/// State of a run after a step.
+/// Result of one step of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// The run is not finished.
     InProgress,
-    /// The run is not finished, but a scan has just been completed. The result of
-    /// [`DescendantKiller::has_nothing_new_since`] changes only at this point.
+    /// The run is not finished, but a scan has just been completed. Only a completed scan can change the result of
+    /// [`DescendantKiller::has_nothing_new_since`].
     ScanComplete,
     /// The run is finished. Contains the number of killed processes, which is 0 if there were no descendants left.
     Finished(usize),
@@ -83,7 +83,8 @@ impl DescendantKiller {
         !matches!(self.stage, Stage::Idle)
     }
 
-    /// Returns the number of scans that have been started so far. See [`DescendantKiller::has_nothing_new_since`].
+    /// Returns the total number of scans started so far, which serves as an argument for
+    /// [`DescendantKiller::has_nothing_new_since`].
     pub fn scan_number(&self) -> u64 {
         self.scans
     }
@@ -185,7 +186,8 @@ impl DescendantKiller {
     fn signal(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
-        // From here on, the descriptor refers to one process: the one that the following read of `/proc` finds.
+        // The descriptor is opened before `/proc` is read, so that it refers to the process whose start time is
+        // checked.
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
         let Some(process) = read_process(pid).filter(|process| process.started == found.started) else {
             self.found.remove(&pid);
@@ -193,8 +195,8 @@ impl DescendantKiller {
         };
         let has_its_parent = process.parent == found.parent || process.parent == std::process::id();
         if found.is_stopped || has_its_parent {
-            // Fails if the process has exited. Also fails for a set-user-ID program, which an unprivileged subreaper
-            // cannot signal; the next run finds it again.
+            // An error is ignored. Either the process has exited, or it runs a set-user-ID program that an unprivileged
+            // subreaper cannot signal. The next run then finds it again.
             let _ = pidfd_send_signal(&descriptor, signal);
             found.is_stopped = true;
         }
@@ -217,7 +219,8 @@ mod tests {
         }
     }
 
-    /// Runs a test case in a separate process. Otherwise, the case would also kill the processes of all other tests.
+    /// Runs a test case in a separate process, because the case would otherwise also kill the child processes of other
+    /// tests.
     fn in_separate_process(case: &str, run: impl FnOnce()) {
         if std::env::var_os("BULKHEAD_TEST_CASE").is_some_and(|chosen| chosen == case) {
             return run();
@@ -263,7 +266,8 @@ mod tests {
             while killer.step(usize::MAX, |_| false).unwrap() != Progress::ScanComplete {}
             let scan_number = killer.scan_number();
             assert!(!killer.has_nothing_new_since(scan_number), "the scan began before the number was read");
-            // The process is stopped and scanned again. It does not count as new, because the first scan has found it.
+            // The second scan finds the stopped process again. It does not count as new, because the first scan has
+            // already found it.
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::InProgress);
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::ScanComplete);
             assert!(killer.has_nothing_new_since(scan_number) && !killer.has_nothing_new_since(0));
