@@ -63,8 +63,8 @@ impl ServiceManager {
 
 const BULKHEAD: &str = "[bulkhead.b]\nexec = [\"cat\"]\n";
 
-/// The test also checks that the notifications stop when the data plane is stopped, even if the control plane still
-/// responds.
+/// Stops the data plane while the control plane still responds. The watchdog notifications must stop until the data
+/// plane continues.
 #[test]
 fn watchdog_is_notified_only_while_data_plane_responds() {
     const PING: &str = "WATCHDOG=1";
@@ -75,7 +75,7 @@ fn watchdog_is_notified_only_while_data_plane_responds() {
     manager.wait_for_another(PING);
     manager.wait_for_another(PING);
 
-    // The data plane is the first thread.
+    // The first thread runs the data plane.
     let thread = Pid::from_raw(supervisor.pid() as i32);
     if let Err(error) = ptrace::seize(thread, ptrace::Options::empty()) {
         not_run!("this machine does not permit ptrace(2) of another process: {error}");

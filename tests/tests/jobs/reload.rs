@@ -461,7 +461,7 @@ fn removed_bulkhead_waits_for_jobs_in_fallback() {
     });
 }
 
-/// The test also checks that `bulkhead reload` reports an invalid file in `conf.d` as an error and changes nothing.
+/// An invalid file in `conf.d` must change nothing, and `bulkhead reload` must report it as an error.
 #[test]
 fn files_in_conf_d_are_reloaded() {
     let supervisor = start(B);

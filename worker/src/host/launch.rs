@@ -96,7 +96,7 @@ pub(super) struct Launch {
 }
 
 impl Launch {
-    /// Prepares a program. `place` is the path to execute, and `name` becomes `argv[0]`.
+    /// Prepares a program for execution. `place` is the path passed to `execve`, and `name` is passed as `argv[0]`.
     pub(super) fn new(
         (name, place): (&str, &str),
         arguments: &[String],
