@@ -1,5 +1,5 @@
-//! The supervisor under a service manager: the watchdog, and sockets passed in by the service manager. The tests stand
-//! in for systemd.
+//! The supervisor under a service manager: the watchdog, and sockets passed in by the service manager. The tests play
+//! the role of systemd.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -17,7 +17,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-/// A stand-in for the service manager, which reads all notifications.
+/// A fake service manager that reads all notifications.
 struct ServiceManager {
     path: PathBuf,
     received: Arc<Mutex<Vec<String>>>,
@@ -111,7 +111,7 @@ fn supervisor_without_watchdog_sends_no_pings() {
     assert_eq!((manager.count("READY=1"), manager.count("WATCHDOG=1")), (1, 0));
 }
 
-/// Listening sockets that the stand-in passes to each supervisor. The sockets outlive the supervisor.
+/// Listening sockets that the fake service manager passes to each supervisor. The sockets outlive the supervisor.
 struct SocketUnits {
     jobs: UnixListener,
     http: TcpListener,

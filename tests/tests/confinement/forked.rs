@@ -528,7 +528,8 @@ fn unprivileged_supervisor_forks_sandboxed_workers() {
     }
 }
 
-/// The template forks without an order, lies about forks, or floods the keeper with messages.
+/// The test covers templates that fork without an order, send false reports of forks, or flood the keeper with
+/// messages.
 #[test]
 fn hostile_template_does_not_affect_other_bulkheads() {
     let hows = [

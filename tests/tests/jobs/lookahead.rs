@@ -132,7 +132,8 @@ fn jobs_behind_slow_job_go_to_another_worker() {
     });
 }
 
-/// Until a prefetched job begins, the job counts as queued, can be cancelled, and can be overtaken by critical jobs.
+/// A prefetched job counts as queued until the job begins. Clients can cancel such jobs, and critical jobs can overtake
+/// them.
 #[test]
 fn prefetched_jobs_count_as_queued() {
     let supervisor = start(LONG);

@@ -1,4 +1,4 @@
-//! Workers that are forked from a template that is initialised once (`start.mode = "fork"`).
+//! Workers forked from a template, which is initialised only once (`start.mode = "fork"`).
 
 use std::collections::BTreeSet;
 use std::process::Command;

@@ -22,7 +22,8 @@ use crate::rules::{FOLDER_VARIABLES, Ruleset};
 const JOB_VARIABLES: [&str; 4] =
     ["BULKHEAD_OPERATION", "BULKHEAD_TENANT", "BULKHEAD_JOB", "BULKHEAD_DEADLINE_MS"];
 
-/// The environment variables that all programs share, and the names of those set for each program.
+/// Environment variables that all programs share, and the names of the variables that are set separately for each
+/// program.
 pub(super) struct Environment {
     common: Vec<CString>,
     /// Names of the variables in [`FOLDER_VARIABLES`] that are set to the program's temporary folder.
