@@ -22,7 +22,8 @@ fn interpreter() -> Option<PathBuf> {
     None
 }
 
-/// Number of Python tests that run at the same time. The tests spend most of their time waiting.
+/// Number of Python tests to run at the same time. The number can exceed the number of processors, because the tests
+/// spend most of their time waiting.
 const PROCESSES: &str = "6";
 
 fn run(command: &mut Command) {

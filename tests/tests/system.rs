@@ -1,5 +1,5 @@
-//! Tests of running supervisors. All groups run in a single program, so that while tests in one group wait, tests in
-//! another can use the processors.
+//! Tests of running supervisors. All groups of tests run in a single program, because most tests spend their time
+//! waiting and other tests can use the processors meanwhile.
 
 mod admin_api;
 mod clients;

@@ -160,7 +160,7 @@ impl<S> Ctx<S> {
         self.metadata.number
     }
 
-    /// Returns the job ID. It is displayed in hexadecimal, as in events and logs.
+    /// Returns the job ID. `Display` prints the ID in hexadecimal, as in events and logs.
     pub fn id(&self) -> JobId {
         JobId(self.metadata.number)
     }
@@ -222,7 +222,7 @@ impl<S> Ctx<S> {
     }
 }
 
-/// The context passed to the init function, which [`crate::Server::init`] sets.
+/// Context of the init function that is set with [`crate::Server::init`].
 pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }

@@ -36,11 +36,11 @@ struct Recorder {
     /// PID of the worker process that received the welcome from the supervisor.
     process: u32,
     file: BorrowedFd<'static>,
-    /// Device and inode number of the file. If they change, the worker's code has closed the descriptor and its
-    /// number has been reused.
+    /// Device and inode number of the file. A different file at the same descriptor number means that the worker's code
+    /// has closed the descriptor and the number has been reused.
     identity: (u64, u64),
     maps: BorrowedFd<'static>,
-    /// Previous signal actions, one for each of the [`RECORDED_SIGNALS`].
+    /// Signal actions that were set before the recorder's own, in the order of [`RECORDED_SIGNALS`].
     previous: [libc::sigaction; RECORDED_SIGNALS.len()],
     state: AtomicU8,
     /// Scratch buffer for the thread that writes the record. Signal stacks are too small for a buffer of this size.

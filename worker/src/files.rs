@@ -183,7 +183,7 @@ impl<'j> ResultInPlace<'j> {
         (bytes <= file.len() && bytes > 0).then_some(Self { loan, file, bytes })
     }
 
-    /// Marks the result as complete. The value inside the handler's `Ok` is then ignored.
+    /// Marks the result as complete. If the handler then returns `Ok`, the value in `Ok` is ignored.
     pub fn finish(self) {
         self.loan.in_place.store(self.bytes as u64, Ordering::Release);
     }

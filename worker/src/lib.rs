@@ -1,4 +1,5 @@
-//! SDK for workers. A program passes a handler function to [`serve`], which does everything else.
+//! SDK for workers. A program passes a handler function to [`serve`], which receives jobs, calls the handler and sends
+//! the results.
 //!
 //! ```no_run
 //! fn main() -> std::process::ExitCode {

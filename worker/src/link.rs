@@ -55,7 +55,8 @@ pub(crate) struct Welcome {
     pub(crate) result_bytes_max: u64,
 }
 
-/// Returns the maximum number of handler threads for `max_in_flight`, which is between one and [`IN_FLIGHT_CEILING`].
+/// Returns the maximum number of handler threads for a given `max_in_flight`. The result is between one and
+/// [`IN_FLIGHT_CEILING`].
 pub(crate) fn threads_max(max_in_flight: u32) -> usize {
     max_in_flight.clamp(1, IN_FLIGHT_CEILING) as usize
 }
@@ -74,8 +75,8 @@ impl Reader {
     }
 }
 
-/// Sends the hello and waits for the welcome. Frames that arrive together with the welcome stay in the reader.
-/// Errors are human-readable messages.
+/// Sends the hello and waits for the welcome. Leaves frames that arrive together with the welcome in the reader.
+/// Returns errors as human-readable messages.
 pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
     let hello = Hello {
         version_min: PROTOCOL_VERSION,

@@ -838,7 +838,7 @@ impl State {
         !self.pending.is_empty() && running < self.threads_max
     }
 
-    /// Handles a frame received at `now`.
+    /// Handles a frame that was received at the time `now`.
     fn receive(&mut self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>, now: Instant) {
         match header.kind {
             kind::JOB => {

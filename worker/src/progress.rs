@@ -36,7 +36,7 @@ impl Progress {
         writer.send(kind::PROGRESSED, number, &Progressed { fraction, text });
     }
 
-    /// Queues the stored report ahead of the next frame. Returns false if no report is stored.
+    /// Queues the report that the rate limit has delayed. Returns false if no report was delayed.
     pub(crate) fn send_delayed(&self, writer: &Writer, number: u64) -> bool {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((fraction, text)) = state.delayed.take() else { return false };

@@ -44,7 +44,7 @@ const SYSTEM_FOLDERS: [&str; 10] =
 /// Environment variables that contain the path of the temporary folder, unless the `env` configuration key sets them.
 pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
-/// Flags for `landlock_restrict_self(2)`. Without flags, the kernel logs denied accesses.
+/// Flags for `landlock_restrict_self(2)`. The value is zero, so that the kernel logs denied accesses.
 const RESTRICT_FLAGS: u32 = 0;
 
 /// Maximum number of parent folders to check for a grant.

@@ -1,4 +1,4 @@
-//! [`Server`], which combines handlers and shared state into a worker, and [`serve`].
+//! [`serve`], and the type [`Server`], which defines a worker with several handlers and shared state.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
@@ -91,11 +91,11 @@ pub struct Server<S = (), Stage = Configured> {
     stage: PhantomData<Stage>,
 }
 
-/// Stage of a [`Server`] in which [`init`](Server::init) can still be called.
+/// Typestate of a [`Server`] on which [`init`](Server::init) can still be called.
 #[derive(Debug)]
 pub enum Blank {}
 
-/// Stage of a [`Server`] after `init`, a handler or a hook has been set.
+/// Typestate of a [`Server`] on which `init`, a handler or a hook has been set.
 #[derive(Debug)]
 pub enum Configured {}
 

@@ -105,7 +105,7 @@ impl Template {
             let ((worker, secret), descriptors) = self.next_fork(&mut removals).map_err(failed)?;
             before_fork();
             self.check_threads()?;
-            // Otherwise both processes would write the buffered output.
+            // Flushes the buffered output before the fork, because otherwise both processes would write it.
             let _ = io::stdout().flush();
             match fork() {
                 Ok(0) => {

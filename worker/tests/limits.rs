@@ -71,7 +71,8 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    /// Starts this test program as a worker. `role` is a role that [`helper_child_runs_as_worker`] defines.
+    /// Starts this test program as a worker with the given role. The roles are defined in
+    /// [`helper_child_runs_as_worker`].
     fn sdk(role: &str) -> Self {
         let program = std::env::current_exe().unwrap();
         let arguments = ["helper_child_runs_as_worker", "--exact", "--ignored", "--nocapture"];

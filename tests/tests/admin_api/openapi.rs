@@ -49,7 +49,7 @@ fn running_job(supervisor: &Supervisor, place: &Place) -> (KeptAlive, String) {
     (connection, number)
 }
 
-/// Returns the path, method and description of every operation in the document.
+/// Returns the path, method and description of every operation in the OpenAPI document.
 fn operations(document: &Value) -> Vec<(String, String, Value)> {
     let paths = document["paths"].as_object().expect("paths");
     let each = paths.iter().flat_map(|(path, methods)| {
@@ -59,7 +59,7 @@ fn operations(document: &Value) -> Vec<(String, String, Value)> {
     each.collect()
 }
 
-/// Checks a response against the description of the operation in the document.
+/// Checks that a response matches the operation's description in the OpenAPI document.
 #[track_caller]
 fn compare(document: &Value, said: &Value, answer: &Answer, asked: &str) {
     let response = &said["responses"][answer.status.to_string()];
@@ -75,7 +75,7 @@ fn compare(document: &Value, said: &Value, answer: &Answer, asked: &str) {
     }
 }
 
-/// Checks a value against a schema. Supports only the parts of JSON Schema that the document uses.
+/// Checks a value against a schema. Supports only the parts of JSON Schema that the OpenAPI document uses.
 #[track_caller]
 fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
     if let Some(name) = schema["$ref"].as_str() {
@@ -113,7 +113,7 @@ fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
     }
 }
 
-/// Returns a valid value for a parameter.
+/// Returns a valid value for a request parameter with the given schema.
 fn fitting(schema: &Value) -> String {
     if let Some(word) = schema["enum"].get(0) {
         return word.as_str().unwrap().to_owned();
@@ -140,8 +140,8 @@ fn every_route_matches_the_openapi_document() {
     let document = place.ask("GET", "/openapi.json", &[BEARER], b"").json();
     let mut operations = operations(&document);
     assert!(operations.len() >= 20, "{}", operations.len());
-    // `/v1/watch` never ends. `watch.rs` tests this route.
-    // `/v1/upgrade` is not served over TCP. `lifecycle/upgrade.rs` tests this route.
+    // `/v1/watch` is an endless stream, which `watch.rs` tests. `/v1/upgrade` is not served over TCP, and
+    // `lifecycle/upgrade.rs` tests it.
     operations.retain(|(path, ..)| path != "/v1/watch" && path != "/v1/upgrade");
     // Sorts `drain` last, so that all other requests find the bulkhead ready.
     operations.sort_by_key(|(path, ..)| path.ends_with("drain"));
@@ -257,7 +257,7 @@ fn every_route_matches_the_openapi_document() {
     }
 }
 
-/// Finds `schemathesis`, which generates requests from the document.
+/// Returns the path of the `schemathesis` program, which generates requests from the OpenAPI document.
 fn schemathesis() -> Option<PathBuf> {
     let named = std::env::var_os("SCHEMATHESIS").map(PathBuf::from);
     let search_path = std::env::var_os("PATH")?;

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 const TOKEN: &str = "a-token-of-the-tests";
 const BEARER: &str = "Authorization: Bearer a-token-of-the-tests";
-/// HTTP basic authentication with the user `me` and the token as the password.
+/// Header for HTTP basic authentication with the user `me` and with the token as the password.
 const BASIC: &str = "Authorization: Basic bWU6YS10b2tlbi1vZi10aGUtdGVzdHM=";
 const CHALLENGES: &str = "Bearer realm=\"bulkhead\", Basic realm=\"bulkhead\", charset=\"UTF-8\"";
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nenv = { KEY = \"sesame\" }\n";
@@ -269,8 +269,8 @@ fn requests_from_foreign_web_pages_are_forbidden() {
     assert_eq!(supervisor.number("b", "queue_capacity"), 5);
 }
 
-/// Occupies all connections with clients that stall in the middle of a request. Then connects hundreds of clients that
-/// send nothing.
+/// Occupies all connections with clients that stall in the middle of a request. Then opens hundreds of further
+/// connections without sending anything.
 #[test]
 fn idle_connections_do_not_block_health_checks() {
     let (_supervisor, place) = start();

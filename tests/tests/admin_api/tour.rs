@@ -1,4 +1,4 @@
-//! Runs the commands that `docs/operations/http.md` shows.
+//! Runs the example commands from `docs/operations/http.md`.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -6,7 +6,8 @@ use std::process::{Command, Stdio};
 use bulkhead_tests::http::Place;
 use bulkhead_tests::{Supervisor, not_run, wait_for};
 
-/// Returns the shell commands in a section of the page. Commands that span several lines are joined into one line.
+/// Returns the shell commands in a section of the documentation page. Joins commands that span several lines into one
+/// line.
 fn commands(section: &str) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/operations/http.md");
     let text = std::fs::read_to_string(path).expect("the page exists");
@@ -17,7 +18,8 @@ fn commands(section: &str) -> Vec<String> {
     whole.lines().map(str::to_owned).collect()
 }
 
-/// Runs a command from the documentation with the paths and the address of this test. Returns the output.
+/// Runs a command from the documentation, and returns the output. First replaces the paths and the address with those
+/// of this test.
 fn run(folder: &Path, command: &str, address: &str) -> String {
     let here = |name: &str| folder.join(name).to_str().expect("the path is valid UTF-8").to_owned();
     let command = command

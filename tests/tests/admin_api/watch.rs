@@ -36,7 +36,8 @@ impl Watcher {
         Self(reader)
     }
 
-    /// Returns the next message, or `None` if the stream has ended. Skips chunk sizes and comments.
+    /// Returns the next message, or `None` if the stream has ended. Skips the chunk sizes of the HTTP encoding and the
+    /// comments in the stream.
     fn next(&mut self) -> Option<Said> {
         let mut said = Said { event: String::new(), id: None, data: Value::Null };
         let began = Instant::now();
@@ -94,7 +95,7 @@ fn watch_streams_snapshots_and_events() {
         assert_eq!(said.id, said.data["seq"].as_u64(), "{said:?}");
         (said.data["kind"] == "job_crashed").then(|| said.id.unwrap())
     });
-    // Another watcher can continue after a given event.
+    // A new watcher can ask for all events after a given event.
     let query = format!("?since={}", crashed - 1);
     let last = format!("Last-Event-ID: {}", crashed - 1);
     for (query, header) in [(query.as_str(), "X-None: 1"), ("", last.as_str())] {
@@ -150,7 +151,7 @@ fn watch_reports_stuck_data_plane() {
     let supervisor = Supervisor::start(ONE);
     let mut watcher = Watcher::begin(&supervisor, "", &[]);
     watcher.next_of("bulkheads");
-    // Stops only the first thread, which is the data plane.
+    // Stops only the first thread, which runs the data plane.
     let thread = Pid::from_raw(supervisor.pid() as i32);
     if let Err(error) = ptrace::seize(thread, ptrace::Options::empty()) {
         not_run!("this machine does not permit ptrace(2) of another process: {error}");

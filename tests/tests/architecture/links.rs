@@ -102,7 +102,7 @@ fn anchor(title: &str) -> String {
     kept.flat_map(char::to_lowercase).map(|char| if char == ' ' { '-' } else { char }).collect()
 }
 
-/// Resolves `.` and `..` without accessing the file system.
+/// Resolves the components `.` and `..` of a path without accessing the file system.
 fn normal(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for part in path.components() {
@@ -115,8 +115,7 @@ fn normal(path: &Path) -> PathBuf {
     out
 }
 
-/// Returns an error message if a link target does not exist. `folders` are the folders that the target's path can be
-/// relative to.
+/// Returns an error message if a link target does not exist. The target's path can be relative to any of `folders`.
 fn problem(target: &str, folders: &[&Path], page: Option<&Path>) -> Option<String> {
     let (path, anchor) = target.split_once('#').map_or((target, None), |(path, anchor)| (path, Some(anchor)));
     let file = if path.is_empty() {

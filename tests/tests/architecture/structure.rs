@@ -11,7 +11,7 @@ use super::workspace;
 /// Path of a module from the root of its crate.
 type Module = Vec<String>;
 
-/// Maximum number of re-exports to follow from one name.
+/// Maximum number of re-exports to follow when resolving a single name.
 const REEXPORTS_MAX: usize = 8;
 
 /// Returns the folders of all workspace members.
@@ -42,7 +42,7 @@ fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
     (name.strip_prefix("bulkhead-").unwrap().to_owned(), found)
 }
 
-/// Cargo does not run tests in a package with `test = false`.
+/// Checks packages with `test = false`, because Cargo would not run their tests.
 #[test]
 fn packages_excluded_from_testing_contain_no_tests() {
     let is_untested = |member: &PathBuf| {
@@ -331,14 +331,15 @@ fn import_check_finds_circular_imports() {
 
 // The data plane: parts and wiring.
 
-/// Upper bounds on the complexity of the data plane. When an actual value decreases, its bound must be lowered as well.
+/// Upper bounds on the complexity of the data plane. If a measured value falls below its bound, the bound must be
+/// lowered to this value.
 const METHOD_LINES_MAX: usize = 3651;
 const VISIBLE_FIELDS_MAX: usize = 90;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
 const CALL_CIRCLE_MAX: usize = 7;
 
-/// Returns the top-level ancestor of a module. Child modules count as part of their ancestor's file, but each child
-/// of `wiring` counts as a separate file.
+/// Returns the module that a module is counted under. This is the top-level ancestor or, below `wiring`, the child of
+/// `wiring`.
 fn file_of(module: &Module) -> Module {
     let levels = if module.first().is_some_and(|first| first == "wiring") { 2 } else { 1 };
     module.iter().take(levels).cloned().collect()
@@ -358,7 +359,7 @@ fn blocks<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     text.match_indices(start).map(body).collect()
 }
 
-/// Returns each name in the source text that comes right after `start` and right before `(` or `<`.
+/// Returns all names in the source text that directly follow `start` and are directly followed by `(` or `<`.
 fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     let name = |(at, _): (usize, &str)| {
         let rest = text[at + start.len()..].trim_start();

@@ -22,7 +22,7 @@ const NOBODYS: u32 = 61_999;
 const ECHO: &str =
     "[bulkhead.front]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.back]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Returns true if this test can run programs as other users. Otherwise prints `NOT RUN`.
+/// Returns true if this test can run programs as other users. Otherwise prints a `NOT RUN` message and returns false.
 fn may_be_others() -> bool {
     if Uid::effective().is_root() {
         return true;
@@ -65,7 +65,7 @@ impl Ran {
         Self { code: ran.status.code(), stdout: text(&ran.stdout), stderr: text(&ran.stderr) }
     }
 
-    /// Returns the exit code, and `outcome/reason` from the `--json` output.
+    /// Returns the exit code and the text `outcome/reason`, which is read from the `--json` output.
     fn end(&self) -> (i32, String) {
         let object: Value = serde_json::from_str(&self.stdout).unwrap_or_else(|_| panic!("{self:?}"));
         let reason = object["reason"].as_str().unwrap_or("-");
@@ -394,7 +394,7 @@ fn worker_cannot_connect_to_jobs_or_admin_socket() {
     // Clients that are not workers can still connect.
     let ran = Ran::of(supervisor.command().args(["submit", "b", "--json"]));
     ran.is_ok();
-    // A detached daemon that leads its own session and whose parent has exited.
+    // Connects from a detached daemon, which leads a separate session and whose parent has exited.
     let daemon = "sleep 0.1; SUBMIT > out 2>&1; echo code=$? >> out; STATUS >> out 2>&1; \
                   echo code=$? >> out; mv out all";
     std::fs::write(supervisor.file("daemon"), script(&supervisor, daemon)).unwrap();

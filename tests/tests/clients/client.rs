@@ -243,7 +243,7 @@ fn progress_arrives_in_order_before_the_result() {
     assert_eq!(handle.wait().unwrap().payload(), b"done");
 }
 
-/// The test also checks that the last progress report arrives before the result.
+/// The last progress report must arrive before the result.
 #[test]
 fn client_receives_at_most_ten_progress_reports_per_second() {
     let supervisor = Supervisor::start(ONE);
@@ -386,7 +386,7 @@ pub(super) fn metadata<'m>(message: &impl codec::Message<'m>) -> Vec<u8> {
     bytes
 }
 
-/// When `main` returns an error, Rust prints the error in its `Debug` format.
+/// Checks the `Debug` format of errors, in which Rust prints an error that `main` returns.
 #[test]
 fn debug_format_of_errors_is_their_message() {
     let error = blocking::Client::connect("/nonexistent/jobs.sock").unwrap_err();
@@ -440,7 +440,7 @@ impl Fake {
         fake
     }
 
-    /// Creates a listening socket at a path that does not exist yet.
+    /// Creates a listening socket at the given path, which must not exist yet.
     pub(super) fn at(path: &Path) -> Self {
         let listener = UnixListener::bind(path).unwrap();
         // If no client connects, the test fails instead of blocking.
@@ -561,7 +561,7 @@ fn frames_that_follow_descriptors_are_read_immediately() {
             }
             // The payload is large enough for the client to request a memory file.
             let job = client.job("b", vec![0; 100_000]).start().await.unwrap();
-            // The only thread of the runtime does not read before both messages have arrived.
+            // The runtime has a single thread, which reads nothing before both messages have arrived.
             is_sent.recv_timeout(PATIENCE).unwrap();
             let reply = tokio::time::timeout(PATIENCE, job).await.expect("the outcome is read");
             assert_eq!(reply.unwrap().payload(), b"result");
@@ -669,7 +669,7 @@ fn client_ignores_unknown_frames_and_job_numbers() {
             }
             peer.send(&outcome(number, b"yours"));
             peer.send(&outcome(number, b"yours again"));
-            // An outcome with an unknown code, and a rejection with an unknown reason.
+            // Sends an outcome with an unknown code, and a rejection with an unknown reason.
             for (code, reason) in [(99, 0), (2, 200)] {
                 let number = peer.job();
                 peer.send(&frame(kind::OUTCOME, 0, number, &outcome_metadata(code, reason), b""));
@@ -922,7 +922,7 @@ fn each_failed_outcome_has_an_error_variant() {
         assert!(matches!(rejected, JobError::Rejected(_)), "{rejected:?}");
         let crashed = client.job("b", "9").operation("exit").send().await.unwrap_err();
         assert!(matches!(crashed, JobError::Crashed(_)), "{crashed:?}");
-        // Otherwise, the next job could miss its deadline while still in the queue.
+        // Waits for a worker, because the next job could otherwise miss its deadline while still in the queue.
         wait_for("a worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
         let limit = Duration::from_secs(2);
         let late = client.job("b", "").operation("yield").deadline(limit).send().await.unwrap_err();

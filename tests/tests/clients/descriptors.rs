@@ -40,7 +40,7 @@ fn hello() -> Vec<u8> {
     [&header.encode()[..], &metadata].concat()
 }
 
-/// Returns a socket that blocks in `close` because it has unsent data, and the listener at the other end.
+/// Returns a socket and the listener at the other end. Closing the socket blocks, because the socket has unsent data.
 fn lingering() -> (TcpStream, TcpListener) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -57,13 +57,13 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result
     sendmsg(to, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
 }
 
-/// Sends a socket whose `close` call blocks. After the delivery, only the supervisor has the socket open.
+/// Sends the supervisor a socket whose last `close` blocks. This process closes its own copy after the delivery.
 fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
     let (socket, listener) = lingering();
     let (to, length, bytes) = (to.try_clone().unwrap(), bytes.len(), bytes.to_vec());
     let (sender, receiver) = mpsc::channel();
-    // If the supervisor does not receive the socket, or closes it before this process does, then `drop(socket)` blocks
-    // until `listener` is dropped.
+    // `drop(socket)` blocks until `listener` is dropped if the supervisor did not receive the socket or has already
+    // closed it.
     std::thread::spawn(move || {
         let sent = send(&to, &bytes, &[socket.as_fd()]);
         drop(to);

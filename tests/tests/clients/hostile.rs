@@ -223,12 +223,12 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
 
 struct Attack {
     path: PathBuf,
-    /// True once every attacker that expects an answer has received one.
+    /// True once every attack that does not call [`Attack::hold`] has ended.
     is_over: AtomicBool,
 }
 
 impl Attack {
-    /// Keeps a connection open until all attacks that expect an answer have ended.
+    /// Keeps a connection open until `is_over` is true.
     fn hold(&self, socket: UnixStream) {
         wait_for("the attack has ended", || self.is_over.load(Ordering::Relaxed).then_some(()));
         drop(socket);
@@ -371,9 +371,9 @@ fn half_a_payload(attack: &Attack) {
 #[test]
 fn honest_jobs_succeed_despite_two_hundred_hostile_clients() {
     let _turn = heavy();
-    /// Number of attackers of each kind.
+    /// Number of concurrent attackers for each kind of attack.
     const EACH: usize = 13;
-    /// Attacks that end on their own.
+    /// Attacks that end without waiting for other attacks.
     const ANSWERED: [fn(&Attack); 12] = [
         silent,
         half_a_header,
@@ -388,7 +388,7 @@ fn honest_jobs_succeed_despite_two_hundred_hostile_clients() {
         dribbles,
         pretends_to_be_a_worker,
     ];
-    /// Attacks that occupy resources until all attacks in `ANSWERED` have ended.
+    /// Attacks that keep resources occupied until all attacks in `ANSWERED` have ended.
     const HOLDING: [fn(&Attack); 4] = [four_gibibytes, never_reads, never_reads_results, half_a_payload];
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
@@ -523,7 +523,7 @@ fn invalid_job_does_not_close_the_connection() {
 fn reusing_a_running_jobs_number_closes_the_connection() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
-    // With an unused number, each of these jobs would have a different outcome.
+    // The supervisor would treat each of these jobs differently if the job number were unused.
     let seconds = [
         submit(7, "echo", b""),
         submit(7, "echo", &[1; 70_000]),
@@ -749,7 +749,7 @@ fn out_of_band_byte_closes_only_its_own_connection() {
     drop(other);
 }
 
-/// The only tenant with workers is idle, so that it makes room for one other tenant.
+/// The only tenant with workers is idle and gives up its workers, which makes room for only one of the other tenants.
 #[test]
 fn idle_tenant_makes_room_for_only_one_of_many() {
     const TENANTS: u64 = 40;
@@ -895,7 +895,7 @@ fn delayed_clients_raise_an_event() {
     is_healthy(&supervisor);
 }
 
-/// Returns the processor time used by the supervisor's first thread, which is the data plane.
+/// Returns the processor time used by the supervisor's first thread, which runs the data plane.
 fn processor_time(supervisor: &Supervisor) -> Duration {
     let pid = supervisor.pid();
     let told = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/schedstat")).unwrap();
@@ -929,8 +929,8 @@ fn disconnect_after_last_frame_releases_the_client() {
 
 // Workers: the supervisor runs this test program with `clients::hostile::hostile_worker` as the only test.
 
-/// Returns the configuration of a bulkhead `victim` with the worker [`hostile_worker`] and further `keys`, and of a
-/// bulkhead `honest`. The worker stores its notes in `folder`.
+/// Returns the configuration of two bulkheads. `victim` runs the worker [`hostile_worker`] and has further `keys`, and
+/// `honest` runs a normal worker. The hostile worker creates its note files in `folder`.
 fn by_hand(folder: &Path, keys: &str) -> String {
     let program = std::env::current_exe().unwrap();
     format!(
@@ -1105,7 +1105,7 @@ impl Worker {
             "out-of-band" => {
                 rustix::net::send(&self.socket, b"!", SendFlags::OOB).unwrap();
             }
-            // Sends each frame with a separate write, like a simple implementation.
+            // Sends each frame with a separate write, as a simple implementation would.
             "chatter" => {
                 for step in 0..count() {
                     let progress = Progress { fraction: 0.5, text: &step.to_string() };
@@ -1246,7 +1246,7 @@ fn flooding_worker_stays_within_limits() {
     assert_eq!(control, None, "the log contains a control character");
     assert!(most.bytes < before.bytes + 64 * MIB, "before: {before:?}, peak: {most:?}");
 
-    // Many small progress frames take longer, but are allowed.
+    // A reply with many small progress frames is allowed, although it takes longer.
     assert_eq!(result(&client, "chatter", "3000").unwrap().payload(), b"done");
     assert_eq!(supervisor.number("victim", "restarts"), 0);
 
@@ -1263,7 +1263,7 @@ fn flooding_worker_stays_within_limits() {
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
 }
 
-/// The worker is still sending the rejected result, so its permit is not free and no other job can start.
+/// While the worker is still sending the rejected result, the permit stays in use and no other job can start.
 #[test]
 fn oversized_result_keeps_its_permit_until_fully_read() {
     let notes = tempfile::tempdir().unwrap();
@@ -1371,7 +1371,7 @@ fn cancellations_do_not_kill_a_shared_worker() {
     assert_eq!(supervisor.number("victim", "restarts"), 0);
 }
 
-// A test that takes more than half a minute.
+// Tests that take more than half a minute.
 
 /// A stalled client stops sending in the middle of a frame, or never reads.
 #[test]

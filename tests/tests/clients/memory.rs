@@ -115,7 +115,7 @@ fn name(outcome: &Outcome) -> String {
 const PLAIN: Submit<'static> =
     Submit { bulkhead: "a", operation: "", tenant: "", deadline_us: 0, priority: 1, idempotent: 0, cost: 0 };
 
-/// Returns true if the test can run programs as another user. Otherwise prints `NOT RUN`.
+/// Returns true if the test can run programs as another user. Otherwise prints a `NOT RUN` message and returns false.
 fn may_be_another() -> bool {
     if Uid::effective().is_root() {
         return true;

@@ -106,7 +106,7 @@ fn memory_files_keep_payloads_and_results_intact() {
     });
 }
 
-/// The test covers payloads read from a file, and payloads that a function writes in place.
+/// The test covers payloads that the client reads from a file, and payloads that a callback writes in place.
 #[test]
 fn payloads_from_files_and_mapped_results_are_intact() {
     let supervisor = one("");
@@ -386,7 +386,7 @@ fn worker_can_write_only_results_to_memory_files() {
             assert!(began.elapsed() < PATIENCE, "the payload was never in a file");
         };
         assert_eq!(String::from_utf8_lossy(attack.payload()), "done: ");
-        // A worker that writes to its result file after the answer can only change that result.
+        // A worker can still write to its result file after the answer, but must not be able to change other results.
         let scribbled = client.job("b", vec![9; MIB]).operation("scribble").send().await.unwrap();
         assert_eq!(scribbled.payload().len(), MIB);
         let payload = pattern(5, MIB);
@@ -523,8 +523,8 @@ impl Raw {
         }
     }
 
-    /// Returns the next frame. Skips the recall of a lease, which the supervisor sends when the lease has been idle for
-    /// seconds.
+    /// Returns the next frame. Skips a recall of the given lease, because the supervisor recalls leases that have been
+    /// idle for seconds.
     fn told_except_recall(&mut self, of: LeaseRef) -> Told {
         loop {
             let told = self.told();
@@ -662,8 +662,8 @@ fn enabling_poison_detection_refuses_pending_lease_requests() {
     wait_for("all files are freed", || (file_bytes(&supervisor) == 0).then_some(()));
 }
 
-/// The test covers a fallback that begins to detect poison, a fallback that the reload adds, and a fallback whose
-/// tenants become isolated.
+/// The test covers a fallback that starts to use poison detection, a fallback that the reload adds, and a fallback
+/// whose tenants become isolated.
 #[test]
 fn fallback_with_poison_detection_ends_leases() {
     let entry = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -694,7 +694,8 @@ fn fallback_with_poison_detection_ends_leases() {
     }
 }
 
-/// The test covers a client that never returns a lease, and a client that neither reads nor confirms offered leases.
+/// The test covers a client that never returns a lease, and a client that neither reads nor confirms the leases offered
+/// to it.
 #[test]
 fn unreturned_leases_are_revoked() {
     let supervisor = one("");
@@ -860,7 +861,7 @@ fn disconnect_during_lease_offer_leaves_supervisor_running() {
     run(async { assert!(connect(&supervisor).await.job("b", "x").send().await.is_ok()) });
 }
 
-/// The test also checks that the crash report does not contain a payload that was sent in a memory file.
+/// The crash report must not contain a payload that was sent in a memory file.
 #[test]
 fn memory_file_of_running_job_does_not_count_as_buffered() {
     let supervisor = one("max_queue = 4");

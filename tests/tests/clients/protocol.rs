@@ -21,7 +21,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 mod rules;
 
-// Numbers from the page, independent of the workspace's code.
+// Numbers copied from the protocol page, so that the test does not depend on the workspace's code.
 
 const BULKHEAD: u64 = 0x4441_4548_4b4c_5542;
 const HELLO: u8 = 1;
@@ -858,7 +858,7 @@ fn protocol_page_shows_the_bytes_of_hello() {
     let page = page();
     let (_, example) = page.split_once("(name `doc`, version `1`):\n\n```text\n").unwrap();
     let (example, _) = example.split_once("```").unwrap();
-    // Text after two spaces is an explanation.
+    // In each line of the example, the text after two spaces is an explanation.
     let literal: String = example.lines().filter_map(|line| line.split("  ").next()).collect();
     let meta = Meta::default().u16(1).u16(1).u8(1).u32(u32::MAX).u64(0).text("doc").text("1").end();
     let by_hand = frame(HELLO, 0, BULKHEAD, meta, b"");
@@ -919,7 +919,7 @@ fn protocol_page_lists_every_frame_kind_and_reason() {
     }
 }
 
-// Client written from the page.
+// Tests with a client that was written from the protocol page alone.
 
 const SDK: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\ndeadline = \"60s\"\n\
                    deadline_max = \"90s\"\nmax_payload = \"1MiB\"\n";
@@ -1049,7 +1049,7 @@ fn disconnecting_client_cancels_its_jobs() {
     assert_eq!(Client::connect(&supervisor).job("b", "echo", b"x").payload, b"x");
 }
 
-// Worker written from the page.
+// Tests with a worker that was written from the protocol page alone.
 
 const KEYS: &str = "max_in_flight = 2\nmax_queue = 10\nmax_result = 100000\ndeadline = \"60s\"\n\
                     grace = \"20s\"\nhealth = { heartbeat = \"200ms\", missed = 100 }\n";
@@ -1135,7 +1135,7 @@ fn failed_start_shows_last_worker_status() {
     assert!(refused.message.contains("the model file is missing"), "{refused:?}");
 }
 
-/// The test also checks that the supervisor continues to serve other jobs.
+/// The supervisor must still serve other jobs after each violation.
 #[test]
 fn invalid_signal_number_is_a_protocol_violation() {
     let keys = format!("{KEYS}restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n");

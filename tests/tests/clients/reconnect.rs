@@ -1,4 +1,4 @@
-//! Jobs whose connection is lost: jobs that are sent again, jobs that fail, and retries.
+//! Jobs whose connection is lost. The client sends jobs again, reports jobs as failed, or retries rejected jobs.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -21,7 +21,8 @@ const LONG: Duration = Duration::from_secs(100);
 
 // A supervisor that does not respond.
 
-/// The jobs that the supervisor has received run to their end, but the clients ignore the outcomes.
+/// The deadlines pass while the supervisor is stopped. Jobs that the supervisor has already received run to completion,
+/// but the clients ignore their outcomes.
 #[test]
 fn deadlines_end_jobs_of_a_stopped_supervisor() {
     const MIB: usize = 1 << 20;
@@ -187,7 +188,7 @@ fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
 
 // A fake supervisor.
 
-/// Reads the next SUBMIT. Returns the job's number, remaining time and payload.
+/// Reads the next SUBMIT frame. Returns the job's number, the time left until its deadline, and its payload.
 fn next_job(peer: &mut Peer) -> (u64, Duration, Vec<u8>) {
     loop {
         let (header, metadata, payload) = peer.next().expect("the client sends a job");
@@ -620,7 +621,8 @@ fn job_is_sent_again_before_its_handle_is_polled() {
 
 // Retries.
 
-/// Rejects the first `rejected` jobs and accepts all others. Returns the remaining time of each job.
+/// Rejects the first `rejected` jobs and accepts all others. Returns the time that each job had left until its
+/// deadline.
 fn reject(fake: &Fake, rejected: usize, retry_after: Option<Duration>) -> Vec<Duration> {
     let mut peer = fake.welcome();
     let mut times = Vec::new();
@@ -639,7 +641,8 @@ fn reject(fake: &Fake, rejected: usize, retry_after: Option<Duration>) -> Vec<Du
     times
 }
 
-/// Runs `work` against a supervisor that rejects jobs. Returns the remaining time of each job.
+/// Runs `work` with a client of a fake supervisor that rejects the first `rejected` jobs. Returns the time that each
+/// job had left until its deadline.
 fn while_rejected(
     rejected: usize,
     retry_after: Option<Duration>,

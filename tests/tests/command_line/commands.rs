@@ -394,7 +394,7 @@ fn socket_options_override_environment_variables() {
     run(&["status"], &[("BULKHEAD_SOCKET", Path::new("")), ("BULKHEAD_ADMIN", &admin)]).expect(0);
 }
 
-/// A variable must not select a different supervisor than the command line.
+/// If the command line names a supervisor, environment variables must not select a different one.
 #[test]
 fn supervisor_on_command_line_overrides_variables() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
@@ -455,7 +455,8 @@ fn submit_preserves_bytes_of_payload_and_result() {
     assert_eq!(told.text(), "op/acme\n");
 }
 
-/// Starts a bulkhead that runs one line of `lines` as a shell command for each job, in order.
+/// Starts a bulkhead that runs shell commands. The first job runs the first line of `lines`, the second job runs the
+/// second line, and so on.
 fn scripted(lines: &[&str]) -> Supervisor {
     let branches: String =
         lines.iter().enumerate().map(|(i, line)| format!("{}) {line} ;; ", i + 1)).collect();

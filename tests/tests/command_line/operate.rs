@@ -537,7 +537,7 @@ fn respond(listener: &TcpListener, status: &str, body: &str) -> String {
     head[0].clone()
 }
 
-/// Stand-in for the admin API that sends prepared responses, for states that last only a moment in a real supervisor.
+/// A fake admin API that sends prepared responses. Used to test states that last only a moment in a real supervisor.
 struct StandIn(TcpListener);
 
 impl StandIn {
@@ -551,7 +551,8 @@ impl StandIn {
         format!("http://{}", self.0.local_addr().unwrap())
     }
 
-    /// Runs a command. Each response consists of the beginning of the expected request, a status and a body.
+    /// Runs a command against the fake API. Each element of `responses` contains the expected beginning of a request,
+    /// and the status and body to send in response.
     fn serve(&self, arguments: &[&str], responses: &[(&str, u16, Value)]) -> Ran {
         let running = spawn(&mut plain(&[&["--host", &self.host()], arguments].concat()));
         for (expected, status, body) in responses {

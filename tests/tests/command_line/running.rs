@@ -140,7 +140,7 @@ pub(super) fn fed(supervisor: &Supervisor, arguments: &[&str], input: &[u8]) -> 
     spawn(supervisor.command().args(arguments)).feed(input)
 }
 
-/// Returns a `bulkhead` command in whose environment no variable names a supervisor.
+/// Returns a `bulkhead` command without the environment variables that select a supervisor.
 pub(super) fn plain(arguments: &[&str]) -> Command {
     let mut command = Command::new(programs().join("bulkhead"));
     command.args(arguments);

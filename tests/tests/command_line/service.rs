@@ -1,4 +1,5 @@
-//! Service state of bulkheads whose workers are ready but whose jobs fail, in `status`, `top`, snapshots and metrics.
+//! Bulkheads whose workers are ready but whose jobs fail. The tests check the service state in `status`, `top`,
+//! snapshots and metrics.
 
 use bulkhead_client::JobError;
 use bulkhead_client::blocking::Client;
@@ -109,7 +110,7 @@ fn failing_jobs_change_service_state_of_ready_bulkhead() {
     assert!(page.contains("bulkhead_state{bulkhead=\"late\",state=\"ready\"} 1\n"), "{page}");
 }
 
-/// The test also checks that the command shows the quarantine, the start mode and the breaker.
+/// The output of `bulkhead status` must show the quarantine, the start mode and the breaker of a bulkhead.
 #[test]
 fn bulkhead_status_shows_rejections_and_tenants() {
     let supervisor = Supervisor::start(

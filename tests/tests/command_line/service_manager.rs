@@ -1,5 +1,5 @@
-//! The supervisor under a service manager: the watchdog, and sockets passed in by the service manager. The tests stand
-//! in for systemd.
+//! The supervisor under a service manager: the watchdog, and sockets passed in by the service manager. The tests play
+//! the role of systemd.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -17,7 +17,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-/// A stand-in for the service manager, which reads all notifications.
+/// A fake service manager that reads all notifications.
 struct ServiceManager {
     path: PathBuf,
     received: Arc<Mutex<Vec<String>>>,
@@ -63,8 +63,8 @@ impl ServiceManager {
 
 const BULKHEAD: &str = "[bulkhead.b]\nexec = [\"cat\"]\n";
 
-/// The test also checks that the notifications stop when the data plane is stopped, even if the control plane still
-/// responds.
+/// Stops the data plane while the control plane still responds. The watchdog notifications must stop until the data
+/// plane continues.
 #[test]
 fn watchdog_is_notified_only_while_data_plane_responds() {
     const PING: &str = "WATCHDOG=1";
@@ -75,7 +75,7 @@ fn watchdog_is_notified_only_while_data_plane_responds() {
     manager.wait_for_another(PING);
     manager.wait_for_another(PING);
 
-    // The data plane is the first thread.
+    // The first thread runs the data plane.
     let thread = Pid::from_raw(supervisor.pid() as i32);
     if let Err(error) = ptrace::seize(thread, ptrace::Options::empty()) {
         not_run!("this machine does not permit ptrace(2) of another process: {error}");
@@ -111,7 +111,7 @@ fn supervisor_without_watchdog_sends_no_pings() {
     assert_eq!((manager.count("READY=1"), manager.count("WATCHDOG=1")), (1, 0));
 }
 
-/// Listening sockets that the stand-in passes to each supervisor. The sockets outlive the supervisor.
+/// Listening sockets that the fake service manager passes to each supervisor. The sockets outlive the supervisor.
 struct SocketUnits {
     jobs: UnixListener,
     http: TcpListener,

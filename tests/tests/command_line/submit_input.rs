@@ -1,4 +1,4 @@
-//! Payload sources of `bulkhead submit` if no file is named.
+//! Sources from which `bulkhead submit` reads the payload if the command line names no file.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};

@@ -98,7 +98,7 @@ impl Terminal {
         self.shows_as(what, |text| text.contains(what))
     }
 
-    /// Waits until the screen shows all parts at the same time. The screen is redrawn line by line.
+    /// Waits until the screen shows all parts at the same time, because the screen is redrawn line by line.
     #[track_caller]
     fn shows_all(&self, parts: &[&str]) -> String {
         self.shows_as(&parts.join(", "), |text| parts.iter().all(|part| text.contains(part)))
@@ -144,7 +144,7 @@ impl Drop for Terminal {
     }
 }
 
-/// Script that compares the terminal modes before and after `top`.
+/// Shell script that runs `top` and checks that the terminal modes are the same afterwards.
 const SCRIPT: &str = r#"before=$(stty -g); "$TOP" top --interval 100ms; echo "left with $?"
     [ "$before" = "$(stty -g)" ] && echo "as it was""#;
 
@@ -214,7 +214,7 @@ fn top_reconnects_after_supervisor_restart() {
 
     supervisor.child.kill().expect("the supervisor is a child of this process");
     supervisor.wait();
-    // The screen also shows the cause.
+    // The screen also shows why the supervisor cannot be reached.
     let text = terminal.shows_all(&["NOT REACHABLE for ", "admin.sock"]);
     assert_eq!(row(&text, "b").unwrap()[1], "ready", "the screen keeps the last known state");
     terminal.press("?");

@@ -259,7 +259,8 @@ fn default_profile_stops_attempts_under_unprivileged_supervisor() {
     }
 }
 
-/// Many containers do not allow PID namespaces. In such containers, other layers stop nearly all of these attempts.
+/// Tests the profile without a PID namespace, which many containers do not allow. The other layers must stop nearly all
+/// attempts.
 #[test]
 fn default_profile_stops_most_attempts_in_shared_pid_namespace() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {

@@ -82,8 +82,8 @@ fn exactly(_: &Ended) -> bool {
     false
 }
 
-/// Returns true if any layer refused the attempt. Under an unprivileged supervisor, a different layer can be the
-/// first to refuse.
+/// Returns true if the attempt was refused by any layer. Used for unprivileged supervisors, because the refusing layer
+/// can differ from the expected layer.
 fn refused(ended: &Ended) -> bool {
     matches!(ended, Ended::Refused(..))
 }
@@ -223,7 +223,7 @@ fn code_of(error: &JobError) -> &str {
     error.outcome().and_then(|outcome| outcome.verdict.reason()).unwrap_or_default()
 }
 
-/// Returns a `sleep` duration that no other test uses.
+/// Returns a unique duration for a `sleep` command, by which a test can recognise its own process.
 fn own_pause() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(1000);
     format!("{}{}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id())

@@ -71,7 +71,7 @@ fn pair(place: &Place) -> [u32; 2] {
     })
 }
 
-/// Returns the targets for attempts between two workers.
+/// Returns the targets of the attempts, which are two workers, their template, and the temporary files of the workers.
 fn targets(place: &Place, client: &Client) -> Value {
     let workers = pair(place);
     let template = template_of(workers[0], &workers);
@@ -137,7 +137,7 @@ fn strict_profile_isolates_forked_workers_from_each_other() {
     }
 }
 
-/// Runs all attempts in the table in forked workers.
+/// Makes forked workers run every attempt in the table.
 fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
     let given = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
     let sandbox = format!("{profile}, user = \"shared\", {given}");
@@ -493,8 +493,8 @@ fn template_and_forked_workers_die_with_the_supervisor() {
     }
 }
 
-/// The test covers unprivileged supervisors. Workers run either as the supervisor's user, or with separate user IDs
-/// in a user namespace.
+/// The test covers unprivileged supervisors. The workers run either as the supervisor's user or, in a user namespace,
+/// with separate user IDs.
 #[test]
 fn unprivileged_supervisor_forks_sandboxed_workers() {
     use bulkhead_tests::confined::NOBODY;
@@ -528,7 +528,8 @@ fn unprivileged_supervisor_forks_sandboxed_workers() {
     }
 }
 
-/// The template forks without an order, lies about forks, or floods the keeper with messages.
+/// The test covers templates that fork without an order, send false reports of forks, or flood the keeper with
+/// messages.
 #[test]
 fn hostile_template_does_not_affect_other_bulkheads() {
     let hows = [

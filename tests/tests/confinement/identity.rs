@@ -1,5 +1,5 @@
-//! Users that workers run as, and workers' access to files, in particular in a checkout below a home folder with mode
-//! 0700.
+//! User IDs of workers, and the files that workers can access, in particular in a checkout below a home folder with
+//! mode 0700.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -323,7 +323,7 @@ fn unprivileged_supervisor_reports_shared_user() {
     assert!(line.contains("no") && line.contains("the supervisor's own user"), "{doctor}");
 }
 
-/// The warning is in the log and in the output of `--check --start`.
+/// The supervisor must log a warning about the unusable IDs, and `--check --start` must print the same warning.
 #[test]
 fn unusable_worker_uids_are_reported_with_reason() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -540,8 +540,8 @@ fn host_opens_programs_by_descriptor_if_it_cannot_mount() {
     }
 }
 
-/// Containers often cannot mount file systems. Programs that need a path then fail, and the error names the folder that
-/// the worker cannot reach.
+/// Simulates a container that cannot mount file systems. Programs that need an unreachable folder must fail with an
+/// error that names this folder.
 #[test]
 fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
     if !is_root() || !has_layers(STRICT_LAYERS) || !has_program("/usr/bin/setpriv") {
@@ -574,7 +574,7 @@ fn error_names_unreachable_folder_if_worker_cannot_mount_it() {
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
 }
 
-/// The files are removed while the supervisor is running.
+/// Removes the host program and the working directory while the supervisor is running.
 #[test]
 fn failed_start_names_missing_host_program_or_working_directory() {
     let home = home();

@@ -123,7 +123,7 @@ fn snapshot_contains_the_workers_pid() {
     }
 }
 
-/// The test covers machines where a new `/proc` cannot be mounted, such as containers.
+/// The test covers systems on which a new `/proc` cannot be mounted, as in many containers.
 #[test]
 fn default_profile_reports_missing_pid_namespace() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -378,7 +378,7 @@ fn root_confines_workers_without_user_namespace() {
     }
 }
 
-/// The test covers missing namespaces under an unprivileged supervisor.
+/// The test covers an unprivileged supervisor on a system without user namespaces.
 #[test]
 fn missing_user_namespace_fails_start_unless_best_effort() {
     if has_layers(STRICT_LAYERS) && is_root() {
@@ -493,7 +493,7 @@ fn nproc_limit_applies_to_unprivileged_worker_users() {
     }
 }
 
-/// The test covers a set-user-ID program that is owned by root.
+/// A set-user-ID program owned by root must not give root privileges to a worker.
 #[test]
 fn set_user_id_program_grants_no_privileges() {
     if !is_root() || !has_layers(STRICT_LAYERS) {

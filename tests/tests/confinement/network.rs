@@ -128,8 +128,8 @@ fn forked_worker_connects_only_to_permitted_ports() {
     }
 }
 
-/// Port rules require Landlock 4. Without it, workers start only with `best_effort`, and the system call filter
-/// still applies.
+/// Port rules require version 4 of the Landlock ABI. On older kernels, workers start only if `best_effort` permits it,
+/// and the system call filter still applies.
 #[test]
 fn tcp_ports_require_landlock_unless_best_effort() {
     for profile in profiles() {

@@ -105,7 +105,7 @@ fn output(mut command: Command) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Returns the temporary folders that still exist.
+/// Returns the temporary folders that have not been removed.
 fn left(home: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(home.join("tmp")).unwrap().flatten().map(|entry| entry.path()).collect()
 }
@@ -257,7 +257,7 @@ fn worker_with_write_folders_keeps_its_subuid_id() {
     }
 }
 
-/// The test also checks that the files of the first keeper's workers are removed.
+/// Files of workers whose keeper was killed must be removed.
 #[test]
 fn replacement_keeper_uses_the_subuid_ids() {
     let Some(user) = User::with_ids() else { return };

@@ -77,7 +77,7 @@ impl Files {
         Self { begun: folder.join("begun"), ended: folder.join("ended") }
     }
 
-    /// Returns the number of lines for each job. The job number is the trace ID in a line.
+    /// Returns the number of lines that each job has written. The trace ID in a line is the job number.
     fn count(file: &Path) -> BTreeMap<u64, usize> {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         tally(text.lines().filter_map(|line| u64::from_str_radix(line.split('-').nth(1)?, 16).ok()))
@@ -119,7 +119,8 @@ async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -
     Ok(JobEnd { number, outcome })
 }
 
-/// Submits all jobs and waits for their outcomes. Returns `None` early if `given_up` is set or its sender is dropped.
+/// Submits all jobs and waits for their outcomes. Returns `None` without waiting any longer if `given_up` becomes true
+/// or its sender is dropped.
 async fn submit_all(
     fleet: Fleet,
     plan: &Plan,
@@ -170,7 +171,7 @@ pub(super) fn pause(time: Duration) {
     std::thread::park_timeout(time);
 }
 
-/// Injects a random fault and repairs it.
+/// Injects a random fault, then restores normal operation.
 fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &'static str {
     let host = random.below(2) as usize;
     let short = Duration::from_millis(random.below(3000));

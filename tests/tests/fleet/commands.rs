@@ -283,7 +283,7 @@ fn fleet_try_command_runs_a_complete_fleet() {
     assert!(text(&output.stderr).contains("pip download"), "{output:?}");
 }
 
-/// Returns the status and body of one of the agent's pages.
+/// Sends a GET request to the agent, and returns the HTTP status and the body of the response.
 pub(crate) fn get(port: u16, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("the agent listens");
     socket.set_read_timeout(Some(PATIENCE)).unwrap();

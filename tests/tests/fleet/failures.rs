@@ -129,7 +129,7 @@ fn outage_of_all_servers_does_not_end_running_jobs() {
         std::thread::park_timeout(HOST_LOST_AFTER + HOST_LOST_AFTER / 2);
         fleet.servers[0].restart();
         wait_for("the server listens", || fleet.servers[0].is_listening().then_some(()));
-        // The message is delivered to the other host, which leaves the job to the host that holds it.
+        // The other host receives the message too, but leaves the job to the host that already holds it.
         std::thread::park_timeout(HOST_LOST_AFTER / 2);
         std::fs::write(fleet.folder.path().join("go"), "").unwrap();
         assert_eq!(outcome(&client, "patient").await, "ok");

@@ -4,7 +4,7 @@ use bulkhead_fleet::FleetError;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of, streams};
 use bulkhead_tests::{run, wait_for};
 
-/// A bulkhead whose worker misbehaves on request.
+/// Configuration of a bulkhead whose worker misbehaves in the way that a job requests.
 pub(crate) const BULKHEADS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nprocesses = 1\ndeadline = \"30s\"\n\
                          max_queue = 10\n";
 

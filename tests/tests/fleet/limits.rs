@@ -1,4 +1,4 @@
-//! Limits: backlogs, sizes, full streams, lanes, and messages that are not jobs.
+//! Limits of a fleet: backlogs, message sizes, full streams, the number of lanes, and messages that are not jobs.
 
 use std::process::Output;
 use std::time::Duration;
@@ -154,7 +154,7 @@ fn invalid_options_never_reach_the_servers() {
     assert_eq!(fleet.pending("b"), Some(0));
 }
 
-/// Publishes a message with hand-written headers.
+/// Publishes a message with arbitrary headers, which need not be valid for a job.
 fn publish_raw(fleet: &TestFleet, subject: &str, headers: &[&str]) {
     let lines: String = headers.iter().map(|line| format!("{line}\r\n")).collect();
     let head = if headers.is_empty() { String::new() } else { format!("NATS/1.0\r\n{lines}\r\n") };

@@ -1,5 +1,5 @@
-//! Durable jobs on several hosts, with real NATS servers. `.ci/run` unpacks the servers; without them, the tests report
-//! that they did not run.
+//! Durable jobs on several hosts, with real NATS servers, which `.ci/run` unpacks. The tests report that they did not
+//! run if the servers are missing.
 
 mod chaos;
 mod commands;

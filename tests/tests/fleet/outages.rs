@@ -1,5 +1,5 @@
-//! One long fault under load: frozen agents and leaders, stopped servers, a wrong clock, and lost power. No job held by
-//! a live agent is lost.
+//! A single long fault under load: frozen agents and leaders, stopped servers, a wrong clock, or a power failure. No
+//! job held by a live agent is lost.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -27,8 +27,8 @@ fn plan(version: &'static str, fault_seconds: u64) -> Plan {
     Plan { version, seconds, seed: 0, rate: 200, run_ms: 20, copied: 5, planted: None, outcomes: &["ok"] }
 }
 
-/// Runs a plan in a fleet of three servers and two hosts, and calls `fault` after [`MARGIN`]. Returns `None` if the
-/// server program is missing.
+/// Runs a plan in a fleet of three servers and two hosts. Injects the fault by calling `fault` once [`MARGIN`] has
+/// passed. Returns `None` if the server program is missing.
 fn during(plan: &Plan, is_clock_ahead: bool, fault: impl FnOnce(&mut TestFleet)) -> Option<Report> {
     let settings = format!("{}[bulkhead.b]\n", streams(3));
     let fleet = TestFleet::start(plan.version, 3, &settings)?;
@@ -207,8 +207,8 @@ fn start_on(disks: &[Disk], version: &str, settings: &str, server_settings: &str
     Some(TestFleet::prepare(folder, servers, settings, (String::new(), "nats")))
 }
 
-/// Submits 50 jobs to a single server without agents and cuts its power. Returns the number of jobs that the server
-/// still has afterwards.
+/// Submits 50 jobs to a single server without agents, then simulates a power failure and restarts the server. Returns
+/// the number of jobs that have survived.
 fn jobs_after_a_power_cut(version: &str, server_settings: &str) -> Option<u64> {
     let disks = Disk::create(1)?;
     let mut fleet = start_on(&disks, version, &settings(), server_settings)?;

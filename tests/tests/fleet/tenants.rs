@@ -1,4 +1,4 @@
-//! Tenants that send hostile messages or exceed their share. No other tenant's job may suffer.
+//! Tenants that send hostile messages or exceed their share, which must not affect the jobs of other tenants.
 
 use std::time::Duration;
 
@@ -45,7 +45,7 @@ fn job_with_a_long_traceparent_does_not_occupy_a_permit() {
     assert!(letters.iter().all(|letter| letter["reason"] == "invalid"), "{letters:?}");
 }
 
-/// Headers that `async-nats` cannot parse. The last ones make the library panic.
+/// Message headers that `async-nats` cannot parse. The last two make this library panic.
 const UNREADABLE: [&[u8]; 6] = [
     b"GARBAGE\r\n\r\n",
     b"NATS/1.0\r\nno colon\r\n\r\n",
@@ -80,7 +80,7 @@ fn unreadable_messages_are_deleted_and_harm_no_other_job() {
     }
 }
 
-/// Returns the number of attempts after which the agent returned a job.
+/// Returns the number of attempts after which the agent returned the job to the queue.
 fn returned(fleet: &TestFleet) -> Option<u64> {
     let page = get(fleet.hosts[0].http, "/metrics").1;
     let line = page.lines().find(|line| line.starts_with("bulkhead_fleet_returned_total"))?;
@@ -89,7 +89,7 @@ fn returned(fleet: &TestFleet) -> Option<u64> {
 
 #[test]
 fn tenant_above_its_rate_limit_does_not_stop_other_tenants() {
-    // More than the agent requests with one pull.
+    // Number of jobs, chosen to exceed the number that the agent requests with one pull.
     const JOBS: u64 = 30;
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let limit = "rate_limit = { per_second = 0.001, burst = 1, per = \"tenant\" }\n";
@@ -101,7 +101,7 @@ fn tenant_above_its_rate_limit_does_not_stop_other_tenants() {
             client.job("b", "").tenant("acme").submit().await.unwrap();
         }
         wait_for("all other jobs are returned", || returned(&fleet).filter(|count| *count >= JOBS));
-        // The supervisor has asked to wait for at least a minute.
+        // The supervisor has asked the agent to wait for at least a minute before it submits the jobs of `acme` again.
         let quiet = client.job("b", "").tenant("quiet").deadline(Duration::from_secs(40));
         result_of(quiet.submit().await.unwrap()).await.unwrap();
     });
@@ -134,7 +134,8 @@ fn permit_reserved_for_critical_jobs_does_not_stop_others() {
         for submitted in running {
             result_of(submitted).await.unwrap();
         }
-        // More jobs than the agent requests with one pull, which can be pending when the rejection arrives.
+        // Submits more jobs than the agent requests with one pull, because one pull can be pending when the rejection
+        // arrives.
         for _ in 0..10 {
             let job = client.job("b", "").deadline(Duration::from_secs(12));
             result_of(job.submit().await.unwrap()).await.unwrap();
@@ -161,7 +162,8 @@ fn open_breaker_of_an_isolated_tenant_does_not_stop_others() {
         while !matches!(&crash().await, Err(error) if asks_for_pause(error)) {}
         client.job("b", "").tenant("acme").submit().await.unwrap();
         wait_for("the job is returned", || returned(&fleet).filter(|count| *count > 0));
-        // More jobs than the agent requests with one pull, which can be pending when the rejection arrives.
+        // Submits more jobs than the agent requests with one pull, because one pull can be pending when the rejection
+        // arrives.
         for _ in 0..20 {
             let quiet = client.job("b", "").tenant("quiet").deadline(Duration::from_secs(40));
             result_of(quiet.submit().await.unwrap()).await.unwrap();
@@ -191,8 +193,7 @@ fn isolated_tenant_at_its_limit_does_not_delay_others() {
     });
 }
 
-/// While a tenant's jobs keep ending, another tenant's jobs do not wait for the whole backlog. The tenant's own jobs
-/// use all of its permits.
+/// A tenant's backlog must not delay the jobs of another tenant. The backlog must still use all permits of its tenant.
 #[test]
 fn backlog_of_an_isolated_tenant_neither_delays_others_nor_starves() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };

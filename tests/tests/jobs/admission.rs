@@ -151,7 +151,7 @@ fn evictions_are_distributed_among_tenants() {
     });
 }
 
-/// The test also checks that the tenant can still use its full rate.
+/// The tenant that exceeds its rate must still get its full rate.
 #[test]
 fn tenant_over_its_rate_does_not_affect_other_tenants() {
     let supervisor = Supervisor::start(

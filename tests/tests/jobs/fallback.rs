@@ -11,7 +11,8 @@ use bulkhead_tests::{
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-/// Starts the bulkheads `entry` and `safe`, each with additional keys. `safe` is the fallback of `entry`.
+/// Starts a supervisor with the bulkheads `entry` and `safe`, which have the given additional keys. `safe` is the
+/// fallback of `entry`.
 fn start(entry: &str, safe: &str) -> Supervisor {
     start_more(&format!("fallback = [\"safe\"]\n{entry}"), &format!("[bulkhead.safe]\n{WORKER}\n{safe}\n"))
 }
@@ -27,7 +28,7 @@ const WORKER: &str = "command = [\"MISBEHAVE\"]";
 
 const FORCED_OPEN: &str = r#"{"breaker": "forced_open"}"#;
 
-/// Returns a job for `entry` that performs `steps`.
+/// Returns a job for the bulkhead `entry`. The worker executes the given steps.
 fn steps(client: &Client, steps: &str) -> Job {
     client.job("entry", "").operation(format!("steps:{steps}"))
 }
@@ -68,7 +69,7 @@ fn open_breaker_diverts_jobs_to_fallback() {
         assert_eq!((told.bulkhead.as_str(), told.attempts, told.worker_pid), ("safe", 1, Some(safe[0])));
         assert_eq!(told.deadline, Duration::from_secs(60));
     });
-    // The job is counted once, at the entry.
+    // The job is counted once, in the bulkhead that the client named.
     assert_eq!(counted(&supervisor, "entry"), [1, 1, 0, 0, 0]);
     assert_eq!(counted(&supervisor, "safe"), [0, 0, 0, 0, 0]);
     let told = supervisor.wait_events("fallback_used", 1);
@@ -78,7 +79,7 @@ fn open_breaker_diverts_jobs_to_fallback() {
         (&"safe".into(), &"circuit_open".into()),
         "{told:?}"
     );
-    // Once the breaker is closed, jobs run in the entry again.
+    // Once the breaker is closed, jobs run in `entry` again.
     supervisor.resize("entry", r#"{"breaker": "auto"}"#);
     run(async {
         let client = connect(&supervisor).await;
@@ -468,7 +469,7 @@ fn full_fallback_reports_the_entrys_reject_reason() {
         supervisor.wait_number("safe", "in_flight", 1);
         let waiting = spawn(steps(&client, "echo"));
         supervisor.wait_number("safe", "queued", 1);
-        // Jobs in the fallback are counted at the entry.
+        // Jobs that run in the fallback are counted in `entry`.
         assert_eq!(counted(&supervisor, "entry"), [2, 0, 0, 0, 2]);
         let entry = supervisor.snapshot("entry");
         assert_eq!((&entry["in_flight"], &entry["queued"]), (&0.into(), &0.into()), "{entry}");
@@ -517,7 +518,7 @@ fn fallback_respects_tenant_and_priority() {
         // A job that has not begun could be recalled, and its permit would not be available for a while.
         wait_for("the job has begun", || (supervisor.file_bytes("begun") == 1).then_some(()));
         assert_eq!(supervisor.snapshot("safe")["tenants"][0]["name"], "one");
-        // The tenant has reached its quota in the fallback, so the client gets the reject reason of the entry.
+        // The tenant has reached its quota in the fallback, so the client gets the reject reason of `entry`.
         let over = steps(&client, "echo").tenant("one").priority(Priority::Critical).send().await;
         assert_eq!(end(&over), ended("rejected/circuit_open", "entry"));
         let critical = steps(&client, "echo").tenant("two").priority(Priority::Critical).send().await;
@@ -633,7 +634,7 @@ fn entry_deadline_applies_in_the_fallback() {
         let client = connect(&supervisor).await;
         let reply = steps(&client, "sleep 300").send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
-        // The entry's maximum deadline applies, even if the job runs in the fallback.
+        // The maximum deadline of `entry` applies, even if the job runs in the fallback.
         let reply = steps(&client, "echo").deadline(Duration::from_secs(600)).send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
     });

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bulkhead_tests::ledger::{self, Plan};
 
-/// The test also checks that the number of concurrent jobs never exceeds the limit.
+/// The number of concurrent jobs must never exceed the limit.
 #[test]
 fn every_job_begins_once_and_has_one_outcome() {
     for has_hangs in [true, false] {

@@ -33,7 +33,7 @@ fn steps(client: &Client, steps: &str) -> Job {
     client.job("b", "").operation(format!("steps:{steps}"))
 }
 
-/// Runs a few short jobs. The supervisor prefetches jobs only for workers that are known to be fast.
+/// Runs a few short jobs, because the supervisor prefetches jobs only for workers that are known to be fast.
 async fn warm_up(client: &Client) {
     for _ in 0..20 {
         assert!(client.job("b", "x").send().await.is_ok());
@@ -132,7 +132,8 @@ fn jobs_behind_slow_job_go_to_another_worker() {
     });
 }
 
-/// Prefetched jobs count as queued until they begin. They can be cancelled, and they make room for critical jobs.
+/// A prefetched job counts as queued until the job begins. Clients can cancel such jobs, and critical jobs can overtake
+/// them.
 #[test]
 fn prefetched_jobs_count_as_queued() {
     let supervisor = start(LONG);

@@ -461,7 +461,7 @@ fn removed_bulkhead_waits_for_jobs_in_fallback() {
     });
 }
 
-/// The test also checks that `bulkhead reload` reports an invalid file in `conf.d` as an error and changes nothing.
+/// An invalid file in `conf.d` must change nothing, and `bulkhead reload` must report it as an error.
 #[test]
 fn files_in_conf_d_are_reloaded() {
     let supervisor = start(B);
@@ -694,7 +694,8 @@ fn shutdown_waits_for_jobs_of_removed_bulkhead() {
 
 // Many reloads under load.
 
-/// Sends jobs until `is_over` is set. Some jobs name bulkheads that reloads add and remove. Returns the outcomes.
+/// Sends jobs until `is_over` is set, some of them to bulkheads that are added and removed by reloads. Returns the
+/// outcomes.
 async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<AtomicBool>) -> Vec<String> {
     let mut ends = Vec::new();
     let mut turn = 0;

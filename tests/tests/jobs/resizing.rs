@@ -70,7 +70,8 @@ fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
     })
 }
 
-/// Checks that no worker was killed. Ignores idle workers that did not exit in time because the machine was busy.
+/// Checks that no worker was killed. Ignores idle workers that were killed because they did not exit in time on a busy
+/// machine.
 fn assert_none_killed(supervisor: &Supervisor) {
     let mut killed = supervisor.events("worker_killed");
     killed.retain(|event| event["reason"] != "the worker was asked to stop but was still running");
@@ -960,7 +961,7 @@ fn invalid_limits_are_rejected_and_change_nothing() {
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
-/// A check of a configuration file with the same conflict reports the same error.
+/// Checking a configuration file with the same conflict must report the same error as the live change.
 #[test]
 fn queue_required_by_other_keys_cannot_be_removed() {
     let some = "max_queue = 5\n";
@@ -1001,7 +1002,8 @@ fn worker_maximum_includes_spares_of_isolated_tenants() {
     assert_eq!(code(&resize(&supervisor, &["b", "--processes", "14"])), 0);
 }
 
-/// The maximum counts the processes of each tenant separately, as in a configuration file.
+/// The maximum applies to the sum of all tenants' processes, including tenants with a separate limit. Configuration
+/// files have the same maximum.
 #[test]
 fn worker_maximum_adds_processes_of_isolated_tenants() {
     let supervisor = start("tenants = { isolate = true, max_active = 1024 }\nprocesses = 15");
@@ -1038,7 +1040,7 @@ fn resize_during_shutdown_is_rejected() {
     assert!(supervisor.wait().success());
 }
 
-/// The test also checks that a longer queue accepts more jobs immediately.
+/// A queue that is lengthened again must accept more jobs immediately.
 #[test]
 fn shortening_the_queue_drops_no_jobs() {
     let supervisor = start("max_queue = 3");

@@ -22,7 +22,7 @@ fn runs(scenario: &str) {
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
 }
 
-/// The test also checks that no processes are left after the shutdown.
+/// The shutdown must leave no processes behind.
 #[test]
 fn embedded_supervisor_runs_jobs_and_restarts_workers() {
     runs("jobs");
@@ -48,13 +48,13 @@ fn application_reaps_only_its_own_children() {
     runs("waits-for-all");
 }
 
-/// The test covers signal handlers, resource limits and file descriptors.
+/// The application's signal handlers, resource limits and file descriptors must stay the same.
 #[test]
 fn embedding_does_not_change_process_state() {
     runs("keeps-its-own");
 }
 
-/// The test also checks that the application's own children survive.
+/// The application's other child processes must survive.
 #[test]
 fn killed_keeper_or_guard_is_replaced() {
     runs("loses-its-keeper");
@@ -70,7 +70,7 @@ fn supervisor_fails_if_the_keeper_cannot_be_replaced() {
     runs("loses-all-keepers");
 }
 
-/// The test also checks that no job begins twice.
+/// A job must never begin twice.
 #[test]
 fn each_job_has_one_outcome_despite_killed_processes() {
     let _turn = heavy();
@@ -89,7 +89,7 @@ fn shutdown_answers_a_thousand_waiting_jobs() {
     runs("local-is-told");
 }
 
-/// The test also covers clients on other threads and runtimes.
+/// The test covers clients on other threads and in other runtimes.
 #[test]
 fn supervisor_survives_panics_and_dropped_futures() {
     runs("local-goes-on");

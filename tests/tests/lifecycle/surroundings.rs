@@ -23,7 +23,7 @@ fn state(pid: u32) -> Option<char> {
 
 // The configuration file.
 
-/// The test covers reload, `--check` and shutdown.
+/// The test covers a reload, `--check` and a shutdown while the configuration file is a FIFO.
 #[test]
 fn fifo_as_configuration_is_rejected_without_hanging() {
     let mut supervisor = Supervisor::start(B);
@@ -142,7 +142,7 @@ fn supervisor_works_with_blocked_signals_and_file_size_limit() {
     assert!(supervisor.wait().success());
 }
 
-/// The signal is pending when the supervisor's program begins.
+/// Starts the supervisor with a signal that is blocked and already pending.
 #[test]
 fn signal_during_start_takes_effect_after_the_start() {
     let launch = |signal: &str| {

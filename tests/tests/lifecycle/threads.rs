@@ -1,9 +1,9 @@
-//! Panics of essential threads. The supervisor stops its workers, logs the reason and exits. Only debug builds panic on
-//! request.
+//! Panics of essential threads. The supervisor stops its workers, logs the reason and exits. The tests require a debug
+//! build, because a release build has no way to trigger a panic.
 
 use bulkhead_tests::{Supervisor, is_alive, not_run, wait_for};
 
-/// The test also checks that the keeper and the workers exit.
+/// The keeper and the workers must exit together with the supervisor.
 #[test]
 fn panic_of_essential_thread_stops_the_supervisor() {
     if !cfg!(debug_assertions) {

@@ -448,7 +448,7 @@ impl Upgrading {
         while !self.line().expect("the step is reached").starts_with(step) {}
     }
 
-    /// Waits until the new program serves. Returns the PID of the new program.
+    /// Waits until the new program serves clients. Returns the PID of the new program.
     fn until_switched(&self, manager: &Manager, old: u32) -> u32 {
         self.until("switched");
         manager.supervisors().into_iter().find(|&pid| pid != old).expect("two programs run")

@@ -37,12 +37,12 @@ fn supervisor_stops_when_its_while_open_descriptor_closes() {
         assert!(pids.iter().all(|&pid| !is_alive(pid)), "{pids:?}");
         assert_eq!(job.wait().unwrap_err().outcome().and_then(|o| o.verdict.reason()), Some("stopped"));
     };
-    // A pipe that carries some bytes before it is closed.
+    // Watches a pipe that carries some bytes before it is closed.
     let (read, mut write) = std::io::pipe().unwrap();
     let supervisor = Supervisor::start_as(&["--while-open", &inherited(read.as_fd())], &[], LONG);
     write.write_all(&[7; 10_000]).unwrap();
     ends(supervisor, Box::new(|| drop(write)));
-    // A process, watched by a pidfd.
+    // Watches a process by its pidfd.
     let mut program = Command::new("sleep").arg("900").spawn().unwrap();
     let pid = Pid::from_raw(program.id() as i32).unwrap();
     let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();

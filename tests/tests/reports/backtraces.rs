@@ -131,7 +131,7 @@ fn worker_dies_at_a_breakpoint() {
     }
 }
 
-/// A package replaces the program's file. The supervisor keeps running until it is upgraded or restarted.
+/// Simulates a package update that replaces the program's file while the supervisor is running.
 #[test]
 fn replaced_program_file_does_not_prevent_backtraces() {
     let (_library, path) = compile_library(LIBRARY, &["-g", "-O1"]);
@@ -166,7 +166,7 @@ fn report_of_crash_in_stripped_library_names_module_and_offset() {
     assert_eq!(frames(&report)[1]["function"], "bulkhead_handle");
 }
 
-/// The test also covers workers that a template forks, and a panic that aborts the process.
+/// The test covers several sandbox profiles, a worker forked from a template, and a panic that aborts the process.
 #[test]
 fn report_of_rust_worker_crash_has_a_backtrace() {
     for (keys, operation, function) in [
@@ -200,7 +200,7 @@ fn report_explains_missing_backtrace() {
     assert!(String::from_utf8_lossy(&shown.stdout).contains("no backtrace: the worker wrote no record"));
 }
 
-/// Registers can contain parts of a payload.
+/// Registers can contain parts of a payload, so the monitoring token must not grant access to registers.
 #[test]
 fn registers_are_hidden_from_monitoring_token() {
     let folder = tempfile::tempdir().unwrap();

@@ -113,7 +113,8 @@ fn report_of_signal_death_describes_worker_and_job() {
     assert_ne!(told["replays"][0]["worker_pid"], report["pid"]);
 }
 
-/// The data plane assigns an ID to the report before the report is stored.
+/// The outcome can name the report before the report is stored, because the data plane assigns the report's ID in
+/// advance.
 #[test]
 fn crashed_outcome_names_its_report() {
     let exec =

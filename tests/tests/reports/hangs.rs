@@ -146,7 +146,7 @@ fn report_of_stopped_worker_contains_its_stack() {
     assert_eq!((&thread["state"], &frame["line"]), (&"T".into(), &line_of("that spins").into()));
 }
 
-/// The test also covers each profile, and workers that are forked from a template.
+/// The test covers each sandbox profile, and a worker forked from a template.
 #[test]
 fn report_of_late_job_shows_rust_handler() {
     for (keys, operation, state) in [

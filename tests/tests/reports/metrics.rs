@@ -615,7 +615,7 @@ fn metrics_are_consistent_in_every_scrape() {
     }
 }
 
-/// Counters survive reloads. This includes the counters of bulkheads that are no longer fallbacks.
+/// Counters survive reloads, even in bulkheads that are no longer fallbacks.
 #[test]
 fn metrics_stay_consistent_across_reloads() {
     const ROUNDS: usize = 20;
@@ -689,7 +689,7 @@ fn metrics_still_count_jobs_from_forgotten_tenants() {
             assert_eq!(outcome(&job(tenant).operation("abort").send().await), "crashed/signal");
         }
         supervisor.resize("apart", r#"{"breaker": "forced_open"}"#);
-        // More tenants than the supervisor remembers.
+        // Submits jobs for more tenants than the supervisor remembers.
         for number in 0..4500 {
             let refused = job(&format!("stranger {number}")).send().await;
             assert_eq!(outcome(&refused), "rejected/circuit_open");
@@ -748,7 +748,7 @@ fn alerts_and_dashboard_use_existing_metrics() {
     }
 }
 
-/// `alerts_test.yml` tests the expressions of two panels, so it must contain the dashboard's current expressions.
+/// The tests in `alerts_test.yml` contain copies of two expressions, which must be the same as in the dashboard.
 #[test]
 fn alert_tests_contain_dashboard_expressions() {
     let dashboard: serde_json::Value = serde_json::from_str(&read("deploy/grafana/dashboard.json")).unwrap();

@@ -1,5 +1,5 @@
 //! Tenants that come and go during other changes: recycled workers, keeper deaths, shutdown and changed limits. Also
-//! covers programs, which know nothing about tenants.
+//! covers programs that are unaware of tenants.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

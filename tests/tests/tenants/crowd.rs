@@ -130,7 +130,7 @@ fn max_active_limit_holds_with_two_hundred_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"50ms\"", "max_queue = 10"));
     let end = AtomicBool::new(false);
     let checks = Arc::new(AtomicUsize::new(0));
-    // The order is the same in every run. The prime step mixes the tenants.
+    // The order of the tenants is mixed, but the same in every run. The step of 149 is a prime number.
     let order: Arc<Vec<usize>> = Arc::new((0..400).map(|n| (n * 149 + n / 200 * 31) % 200).collect());
     let told = std::thread::scope(|scope| {
         let watched = SetOnDrop(&end);
@@ -488,8 +488,8 @@ fn rejected_tenants_use_bounded_memory() {
     });
 }
 
-/// A tenant whose jobs are waiting in the fallback must not be forgotten. Such tenants do not keep the supervisor from
-/// forgetting others.
+/// The supervisor must remember tenants whose jobs are waiting in the fallback, and must still forget other tenants
+/// when there are too many.
 #[test]
 fn jobs_at_a_fallback_do_not_keep_other_tenants_remembered() {
     const WAITING: usize = 30;

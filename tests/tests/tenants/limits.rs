@@ -188,7 +188,7 @@ fn raised_rate_limit_applies_to_the_next_job() {
     }
 }
 
-/// The test also checks that a smaller share drops no jobs.
+/// Reducing a tenant's share must not drop any jobs.
 #[test]
 fn larger_share_starts_the_tenants_waiting_jobs() {
     let supervisor = Supervisor::start(&shared(
@@ -283,7 +283,7 @@ fn bulkhead_limits_must_fit_live_limits_of_isolated_tenants() {
     assert_eq!(patch(&supervisor, "b", r#"{"processes": 1}"#).0, 200);
 }
 
-/// The check of the total number of processes counts this tenant's larger number once, and the bulkhead's number for
+/// A tenant's separate limit counts only once towards the maximum number of processes. The bulkhead's limit counts for
 /// each other tenant.
 #[test]
 fn large_isolated_tenant_does_not_prevent_live_changes() {
@@ -293,7 +293,7 @@ fn large_isolated_tenant_does_not_prevent_live_changes() {
     assert_eq!((status, &snapshot["breaker"]), (200, &"forced_open".into()), "{snapshot}");
 }
 
-/// The test also checks that the limits apply immediately to running workers.
+/// New limits must take effect immediately in running workers.
 #[test]
 fn live_limits_for_isolated_tenant_survive_idle_shutdown() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"300ms\"", "max_queue = 10"));
@@ -427,7 +427,7 @@ fn invalid_tenant_limits_are_rejected_without_effect() {
     assert_eq!((status, own), (200, json!({"max_queue": 7})));
 }
 
-/// The test covers a tenant that shares the bulkhead's workers.
+/// The test covers a tenant that shares the bulkhead's workers with other tenants.
 #[test]
 fn tenant_share_has_same_maximum_live_and_in_configuration() {
     let own = "[bulkhead.b.tenant.acme]\nmax_in_flight = 1000000";

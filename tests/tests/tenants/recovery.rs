@@ -226,7 +226,7 @@ fn with_fallback(entry: &str, safe: &str) -> String {
     )
 }
 
-/// The test also checks that each job counts once, in the bulkhead that the client named.
+/// Each job must be counted once, in the bulkhead that the client named.
 #[test]
 fn fallback_serves_tenant_beyond_max_active() {
     let supervisor = Supervisor::start(&with_fallback("", "max_queue = 20"));
@@ -259,7 +259,7 @@ fn fallback_serves_tenant_beyond_max_active() {
     });
 }
 
-/// The supervisor keeps the tenant's record even if jobs for many other tenants arrive.
+/// The supervisor keeps the tenant's record even if jobs of many other tenants arrive.
 #[test]
 fn tenant_with_job_in_fallback_is_remembered() {
     let supervisor = Supervisor::start(&with_fallback("deadline_max = \"1h\"", ""));

@@ -1,4 +1,4 @@
-//! Workers that are forked from a template that is initialised once (`start.mode = "fork"`).
+//! Workers forked from a template, which is initialised only once (`start.mode = "fork"`).
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -83,7 +83,7 @@ fn error_names_threads_of_rejected_template() {
     }
 }
 
-/// When the next worker dies, the keeper starts another template.
+/// If the template dies, its workers keep running. The keeper starts another template when the next worker dies.
 #[test]
 fn workers_outlive_their_template() {
     let supervisor = Supervisor::start(&bulkhead(FORK));

@@ -1,5 +1,5 @@
-//! The two hosts: `exec` runs unmodified programs, and `library` loads C libraries. The tests check the
-//! promises of the `exec` contract and of `bulkhead.h`.
+//! The two hosts: `exec` runs unmodified programs, and `library` loads C libraries. The tests check that both behave as
+//! the `exec` contract and `bulkhead.h` specify.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -545,7 +545,7 @@ fn worker_death_kills_process_trees_of_programs() {
     assert_eq!(supervisor.number("x", "crashed"), 10);
 }
 
-/// The test covers success, failure and death by a signal.
+/// The test covers programs that succeed, programs that fail, and programs that are killed by a signal.
 #[test]
 fn finished_programs_leave_no_processes_or_descriptors() {
     let _turn = heavy();
@@ -764,7 +764,7 @@ fn library_crash_kills_only_its_worker() {
     assert!(error.to_string().contains("SIGSEGV"), "{error}");
 }
 
-/// Threads of a C program have stacks of this size, too.
+/// The library gets stacks of the size that threads of an ordinary C program would have under the same limit.
 #[test]
 fn library_can_use_the_stack_of_rlimits() {
     let (_folder, _supervisor, client) = library("max_in_flight = 2\nrlimits = { stack = \"8MiB\" }\n");
@@ -850,7 +850,7 @@ fn log_explains_why_library_cannot_be_used() {
     assert_eq!(text(client.job("good", "well").send()), "well");
 }
 
-/// No user can raise the limit on open files to this value.
+/// The configured limit on open files is higher than any user can set.
 #[test]
 fn rlimit_above_hard_limit_prevents_start_of_exec() {
     let keys = "rlimits = { nofile = 1099511627776 }\nrestart = { backoff = \"10ms\", max = 2 }\n";
@@ -872,8 +872,8 @@ fn exec_programs_can_have_the_supervisors_limit_on_open_files() {
     assert_eq!(text(client.job("x", "").send()), "1024\n");
 }
 
-/// If a start fails, the host first sends the reason in STATUS. Operators then need not search the output of a dead
-/// process.
+/// If a start fails, the host first sends the reason in STATUS, so that operators need not search the output of the
+/// dead process.
 #[test]
 fn event_explains_failed_library_start() {
     let (_folder, path) = compile_library(FAILS_AT_INIT, &[]);

@@ -31,7 +31,7 @@ fn start_with(program: &str, keys: &str) -> Supervisor {
     ))
 }
 
-/// Returns an idempotent job of `b` that performs `steps`.
+/// Returns an idempotent job for the bulkhead `b`. The worker executes the given steps.
 fn steps(client: &Client, steps: &str) -> Job {
     client.job("b", "").operation(format!("steps:{steps}")).idempotent(true)
 }
@@ -203,7 +203,7 @@ fn retry_preserves_payload_bytes() {
     auditor.finish();
 }
 
-/// The test also checks that the payloads no longer count towards the limit once the jobs have ended.
+/// The payloads must no longer count towards the limit once the jobs have ended.
 #[test]
 fn payloads_waiting_for_retry_count_towards_max_buffered() {
     let supervisor = Supervisor::start_with(
@@ -474,7 +474,7 @@ fn suspect_is_retried_alone_in_its_worker() {
     let auditor = Auditor::of(&supervisor);
     run(async {
         let client = connect(&supervisor).await;
-        // A stream of jobs that would fill every free permit.
+        // Sends a stream of jobs that would fill every free permit.
         let stream: Vec<_> = (0..8)
             .map(|_| {
                 let (client, over) = (client.clone(), supervisor.file("over"));
@@ -570,7 +570,7 @@ fn innocent_jobs_succeed_among_many_culprits() {
 
 const POISONOUS: &str = "steps:die-on poison;echo";
 
-/// Returns a job of `b`. The job kills its worker if the payload is "poison".
+/// Returns a job for the bulkhead `b`. The job kills its worker if the payload is "poison".
 fn dose(client: &Client, payload: &str) -> Job {
     client.job("b", payload).operation(POISONOUS)
 }

@@ -80,7 +80,7 @@ fn spare_takes_slot_before_killed_worker_exits() {
 /// Maximum number of replaced workers of a bulkhead that can be exiting at the same time.
 const EXITING_MAX: usize = 16;
 
-/// The number of workers never exceeds the sum of slots, spares and exiting workers.
+/// The number of workers never exceeds the sum of slots, spares and the maximum number of exiting workers.
 #[test]
 fn spares_provide_a_fresh_process_for_each_job() {
     let keys = "recycle = { jobs = 1 }\nstart = { spares = 2 }";

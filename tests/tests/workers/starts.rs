@@ -1,5 +1,5 @@
-//! Replacements, late starts and failed starts. The limit on running jobs holds, keeper delays do not count against a
-//! worker, and failures are reported immediately.
+//! Replacements, late starts and failed starts. The limit on running jobs is never exceeded, keeper delays do not count
+//! against a worker, and failures are reported immediately.
 
 use bulkhead_client::Client;
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, kill_pid, outcome, run, wait_for};

@@ -92,7 +92,7 @@ fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     Some((resource, Rlimit { current, maximum }))
 }
 
-/// Returns an error if this limit cannot be set for programs, because every job would then fail.
+/// Checks at startup that this limit can be set for programs. An impossible limit would make every job fail.
 fn check_limit(resource: Resource, limit: Rlimit) -> Result<(), HandlerError> {
     let own = getrlimit(resource);
     let Some(most) = own.maximum.filter(|most| limit.maximum.is_none_or(|wanted| wanted > *most)) else {

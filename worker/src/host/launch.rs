@@ -22,7 +22,8 @@ use crate::rules::{FOLDER_VARIABLES, Ruleset};
 const JOB_VARIABLES: [&str; 4] =
     ["BULKHEAD_OPERATION", "BULKHEAD_TENANT", "BULKHEAD_JOB", "BULKHEAD_DEADLINE_MS"];
 
-/// The environment variables that all programs share, and the names of those set for each program.
+/// Environment variables that all programs share, and the names of the variables that are set separately for each
+/// program.
 pub(super) struct Environment {
     common: Vec<CString>,
     /// Names of the variables in [`FOLDER_VARIABLES`] that are set to the program's temporary folder.
@@ -96,7 +97,7 @@ pub(super) struct Launch {
 }
 
 impl Launch {
-    /// Prepares a program. `place` is the path to execute, and `name` becomes `argv[0]`.
+    /// Prepares a program for execution. `place` is the path passed to `execve`, and `name` is passed as `argv[0]`.
     pub(super) fn new(
         (name, place): (&str, &str),
         arguments: &[String],

@@ -20,7 +20,7 @@ const RETRYABLE: u32 = 1;
 const CALLER_FAULT: u32 = 2;
 const INIT_MESSAGE_BYTES: usize = 1024;
 
-/// Stack size of handler threads if the limit on stacks is unlimited, in bytes.
+/// Stack size of handler threads in bytes, used if the limit on the stack size is unlimited.
 const STACK_BYTES: usize = 8 << 20;
 const STACK_BYTES_MIN: usize = 2 << 20;
 const STACK_BYTES_MAX: usize = 64 << 20;
@@ -177,7 +177,7 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
     }
 }
 
-/// Returns the call that a job pointer from the library belongs to.
+/// Returns the handler call for a job pointer that the library has passed back.
 #[expect(unsafe_code, reason = "the C library passes the pointer back")]
 fn call_from_job<'c>(job: *const CJob) -> Option<&'c Call<'c>> {
     // SAFETY: the header requires that `job` is the pointer passed to the handler. It refers to a live call

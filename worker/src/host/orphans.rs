@@ -56,13 +56,14 @@ pub(super) struct Orphans {
 
 #[derive(Default)]
 struct Programs {
-    /// Children of the host that SIGKILL has not ended, for example because they have gained another user's ID. The
-    /// host does not wait for them again.
+    /// Children of the host that survived SIGKILL, for example because they run as another user. The host no longer
+    /// waits for these children.
     unkillable: Vec<ProcessIdentity>,
     /// Programs whose jobs have not ended, by PID, which is also the session ID. The value is true once the program's
     /// orphans have been recorded.
     unfinished: HashMap<u32, bool>,
-    /// For each process or session outside the programs' sessions, the programs that it may descend from.
+    /// For each process or session outside the programs' sessions, the PIDs of the programs that are possible
+    /// ancestors.
     owners: HashMap<Key, Vec<u32>>,
 }
 
@@ -74,7 +75,7 @@ fn keys(found: ProcessIdentity) -> [Key; 2] {
 }
 
 impl Programs {
-    /// Returns the programs that a process may descend from, or `None` if the process is not recorded.
+    /// Returns the programs that are possible ancestors of a process, or `None` if the process is not recorded.
     fn known_owners(&self, found: ProcessIdentity) -> Option<Vec<u32>> {
         if self.unfinished.contains_key(&found.session) {
             return Some(vec![found.session]);
@@ -127,7 +128,7 @@ impl Programs {
         }
     }
 
-    /// Records for each descendant of the host which programs it may descend from. Returns an error if `/proc`
+    /// Records the programs that are possible ancestors of each descendant of the host. Returns an error if `/proc`
     /// cannot be read.
     fn record_all(&mut self) -> io::Result<()> {
         for (found, child) in list_descendants()? {
@@ -174,7 +175,7 @@ impl Orphans {
         drop((programs, starting));
     }
 
-    /// Returns true if the exited program has left orphans. Must be called while the orphans are still protected.
+    /// Returns true if the exited program has left orphans. Must be called before [`Orphans::unprotect`].
     pub(super) fn has_orphans(&self, number: u32) -> bool {
         // Reaps orphans that have already died.
         self.reap();
@@ -208,8 +209,7 @@ impl Orphans {
         named.chain((more > 0).then(|| format!("{more} more"))).collect()
     }
 
-    /// Ends the protection of a program's orphans. The next cleanup kills them. Must be called before the program
-    /// is reaped.
+    /// Allows the next cleanup to kill a program's orphans. Must be called before the program is reaped.
     pub(super) fn unprotect(&self, number: u32) {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
     }

@@ -29,8 +29,8 @@ struct Fixture {
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
-    /// Kind and number of each result, returned job and heartbeat. Used instead of `answered` if there is a
-    /// journal.
+    /// Kind and number of each frame with a result, a returned job or a heartbeat. Used instead of `answered` if the
+    /// pool has a journal.
     frames: Receiver<(u8, u64)>,
     init_thread: ThreadId,
 }

@@ -14,7 +14,7 @@ static PAYLOAD: [u8; 60_000] = [7; 60_000];
 /// Capability of a worker whose heartbeats do not depend on its handlers.
 const DISPATCH_THREAD: u64 = 1;
 
-/// Starts a supervisor, and a worker that behaves as the test of `rule` requires.
+/// Starts a supervisor with a worker that exercises the protocol rule named `rule`.
 fn start(rule: &str, keys: &str) -> Supervisor {
     let heartbeat =
         if keys.contains("health") { "" } else { "health = { heartbeat = \"200ms\", missed = 50 }" };
@@ -38,7 +38,8 @@ fn mark(name: &str) -> u64 {
     before
 }
 
-/// Reads as much of the first job as `rule` specifies, then aborts. Workers that start later serve jobs normally.
+/// Reads as much of the first job as `rule` specifies, then aborts the process. Workers that start later serve jobs
+/// normally.
 fn leave(worker: &mut Worker, rule: &str) {
     while !worker.has_bytes() {
         worker.send(HEARTBEAT, 0, empty(), b"");
@@ -137,7 +138,7 @@ pub(super) fn work(mut worker: Worker, rule: &str) {
     }
 }
 
-/// Sends STOPPING while the supervisor is still sending jobs. Continues to serve jobs until DRAIN arrives.
+/// Sends STOPPING while the supervisor is still sending jobs. Keeps serving jobs until DRAIN arrives.
 fn stop(worker: &mut Worker) {
     if mark("came") > 0 {
         return serve(worker);
@@ -218,7 +219,7 @@ fn worker_with_closed_link_counts_as_hung() {
     supervisor.wait_number("rules-closes", "limit", 1);
 }
 
-// Other rules of the page.
+// Tests of the other rules on the protocol page.
 
 /// "There is no half-close".
 #[test]

@@ -1,4 +1,4 @@
-//! Upgrades in which a program dies, hangs, or cannot start. Afterwards, exactly one program serves.
+//! Upgrades in which a program dies, hangs, or cannot start. Afterwards, exactly one program serves clients.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -75,12 +75,13 @@ const DEATHS: [&str; 26] = [
     "receive 33",
 ];
 
-/// Number of upgrades during which a program dies. The `BULKHEAD_UPGRADE_DEATHS` variable overrides the default.
+/// Number of upgrades during which a program dies. The environment variable `BULKHEAD_UPGRADE_DEATHS` overrides the
+/// default.
 fn deaths() -> usize {
     std::env::var("BULKHEAD_UPGRADE_DEATHS").ok().and_then(|count| count.parse().ok()).unwrap_or(10)
 }
 
-/// Number of upgrades that run concurrently. In each, one of the two programs dies.
+/// Number of upgrades to run concurrently. In each upgrade, either the old or the new program dies.
 const DEATHS_AT_ONCE: usize = 5;
 
 #[test]
@@ -109,7 +110,8 @@ fn one_program_serves_if_the_other_dies_at_any_message() {
     println!("{} deaths: {:?}", deaths(), all.lock().unwrap());
 }
 
-/// Runs an upgrade under load in which a program dies at the given point. Returns the number of jobs by outcome.
+/// Runs an upgrade under load, during which one of the two programs dies at the given point. Returns the number of jobs
+/// by outcome.
 fn die_at(death: &str) -> BTreeMap<String, usize> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("death");
@@ -174,8 +176,8 @@ fn old_program_serves_after_death_of_its_successor() {
     upgraded(&manager);
 }
 
-/// The new program shuts down in order after a thread has failed. The listeners and socket files that both programs
-/// share must remain usable.
+/// A thread of the new program fails, and the new program shuts down cleanly. The listeners and socket files that both
+/// programs share must remain usable.
 #[test]
 fn old_program_serves_after_shutdown_of_its_successor() {
     if !cfg!(debug_assertions) {

@@ -283,7 +283,7 @@ is_over.set()
 print(json.dumps(outcomes))
 ";
 
-/// Number of upgrades under load. The `BULKHEAD_UPGRADES` variable overrides the default.
+/// Number of upgrades under load. The environment variable `BULKHEAD_UPGRADES` overrides the default.
 fn upgrades() -> usize {
     std::env::var("BULKHEAD_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(2)
 }
