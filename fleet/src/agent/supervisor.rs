@@ -145,7 +145,12 @@ fn limit(snapshot: &Snapshot) -> u64 {
     if has_isolated_tenants(snapshot) {
         // The first job of a tenant makes the supervisor start workers for the tenant, so there must be permits for one
         // more tenant.
-        let limit = snapshot.limit.saturating_add(limit_per_tenant(snapshot));
+        let mut new_tenant = limit_per_tenant(snapshot);
+        if snapshot.isolated {
+            // The limit of some tenants can be higher than the bulkhead's, which can be 0.
+            new_tenant = new_tenant.max(1);
+        }
+        let limit = snapshot.limit.saturating_add(new_tenant);
         return if is(BulkheadState::Draining) { 0 } else { limit };
     }
     if is(BulkheadState::Ready) || is(BulkheadState::Degraded) { snapshot.limit } else { 0 }
@@ -190,6 +195,8 @@ mod tests {
         }
         assert_eq!(limit(&isolated(BulkheadState::Ready, 13)), 21);
         assert_eq!(limit(&isolated(BulkheadState::Draining, 8)), 0);
+        // Some tenants may have a higher limit.
+        assert_eq!(limit(&Snapshot { max_in_flight: 0, ..isolated(BulkheadState::Ready, 0) }), 1);
         // This supervisor does not report whether tenants are isolated.
         assert_eq!(limit(&snapshot(BulkheadState::Ready, 0)), 8);
         let worker = Worker { tenant: Some("acme".into()), ..Worker::default() };
