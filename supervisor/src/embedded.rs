@@ -115,8 +115,8 @@ impl Builder {
         self
     }
 
-    /// Starts the supervisor like [`Builder::start_blocking`], without blocking the calling thread. Works with every
-    /// async runtime. Dropping the future stops the supervisor.
+    /// Starts the supervisor as [`Builder::start_blocking`] does, but without blocking the calling thread. Works with
+    /// every async runtime. Dropping the future stops the supervisor.
     pub async fn start(self) -> Result<Supervisor, StartError> {
         let (sender, started) = oneshot::channel();
         let start = move || drop(sender.send(self.start_blocking()));
@@ -262,7 +262,7 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Starts a supervisor whose keeper runs the program of this process; see [`keeper_main_if_asked`] and
+    /// Starts a supervisor that uses the program of this process as its keeper; see [`keeper_main_if_asked`] and
     /// [`Builder::start`].
     pub async fn start(config: Config) -> Result<Self, StartError> {
         Self::builder(config).start().await
@@ -337,7 +337,8 @@ impl Supervisor {
     }
 }
 
-/// Returns an error in a forked child, which has a copy of the supervisor but none of its threads.
+/// Returns an error if this process is a forked child, which has a copy of the supervisor but none of the supervisor's
+/// threads.
 fn check_owner(owner: u32) -> Result<(), RunError> {
     if owner == std::process::id() {
         return Ok(());

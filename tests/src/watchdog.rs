@@ -23,7 +23,7 @@ const FAILURE_TIME: Duration = Duration::from_secs(150);
 /// Maximum length of a command line in a report, in characters.
 const COMMAND_LINE_MAX: usize = 160;
 
-/// Names of the tests that have used a program, by thread ID.
+/// Names of the tests that have used one of the workspace's programs, by thread ID.
 static TESTS: Mutex<BTreeMap<i32, String>> = Mutex::new(BTreeMap::new());
 
 /// Records the test that runs in this thread. The test harness names each thread after its test.

@@ -67,7 +67,7 @@ pub(crate) enum SlotState {
     /// The slot has no worker, because the bulkhead has not been started, is scaled to zero, or is stopping.
     #[default]
     Empty,
-    /// A worker will start on [`Event::Start`](crate::Event::Start) or after the previous worker is gone.
+    /// The next worker starts when [`Event::Start`](crate::Event::Start) arrives or the previous worker is gone.
     Awaiting,
     /// The slot is not needed for the configured number of workers.
     Closed,
@@ -86,8 +86,8 @@ impl SlotState {
         if let Self::Occupied(place) = self { Some(place) } else { None }
     }
 
-    /// Returns true if the slot has a worker or will get one. A stopped slot does not count, even if it will
-    /// be probed.
+    /// Returns true if the slot has a worker or will get one. Returns false for a stopped slot, even if a worker will
+    /// later be started there as a probe.
     pub(crate) fn is_live(self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
     }

@@ -350,8 +350,8 @@ fn keeps_its_own() {
     assert_same_state(&before);
 }
 
-/// Triggers the one-time initialisation that would distort later measurements: the first thread makes the C library
-/// reserve a signal, and tokio creates a socket pair.
+/// Performs one-time initialisation that would distort later measurements. The first thread makes the C library reserve
+/// a signal, and tokio creates a socket pair.
 fn once() {
     std::thread::spawn(|| run(async {})).join().unwrap();
 }
@@ -560,11 +560,11 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= KILLS_MIN);
 }
 
-/// Configuration of a bulkhead that runs one job at a time, so that `WAITS` further jobs wait in the queue.
+/// Configuration of a bulkhead that runs one job at a time and can queue `WAITS` further jobs.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
-/// Checks that the job failed and that the error does not say that the job ran.
+/// Checks that a job failed and that the job's error does not report the job as executed.
 fn assert_told(told: &Result<Reply, JobError>) {
     let told = told.as_ref().expect_err("no job was served");
     assert!(told.executed() != Executed::Yes, "{told}");
@@ -691,8 +691,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Time after which the kernel kills a forked child, in seconds. The child hangs if another thread held a lock
-/// during the fork.
+/// Time after which the kernel kills a forked child, in seconds. Without this limit, a child would hang forever if
+/// another thread held a lock during the fork.
 const CHILD_SECONDS_MAX: u32 = 60;
 
 /// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot shut down the
@@ -1066,7 +1066,7 @@ async fn local_limits_files() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Waits to be killed without driving the data plane. The keeper must detect on its own that the application has
+/// Does not drive the data plane and waits to be killed. The keeper must detect on its own that the application has
 /// exited.
 async fn local_is_killed() {
     let (mut supervisor, client) = start_local("");

@@ -780,12 +780,12 @@ impl Raw {
         self.frame(kind::HELLO, MAGIC, &hello, b"");
     }
 
-    /// Waits for the next job or the welcome. Returns the frame's number.
+    /// Waits for the next job frame or welcome frame. Returns the number of the frame.
     fn next(&mut self) -> u64 {
         self.next_job().0
     }
 
-    /// Waits for the next job or the welcome. Returns the frame's number and the operation.
+    /// Waits for the next job frame or welcome frame. Returns the number of the frame and the operation.
     fn next_job(&mut self) -> (u64, String) {
         use std::os::fd::AsFd;
         loop {
@@ -876,7 +876,7 @@ fn die_without_record() -> Result<(), HandlerError> {
     Ok(())
 }
 
-/// Writes a crash record in which the registers and the stack are random and the mapped files are not programs.
+/// Writes a crash record with random registers and a random stack. The mapped files are not programs.
 fn forge_record() -> Result<(), HandlerError> {
     use std::hash::{BuildHasher, Hasher, RandomState};
     use std::os::unix::fs::{FileExt, MetadataExt};

@@ -221,7 +221,7 @@ fn lock_of(byte: usize) -> nix::libc::flock {
 /// replaced, but a later round then succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until the bulkhead is running its maximum number of jobs. The first job to notice this creates a
+/// Waits until the bulkhead is running its maximum number of jobs. The first job that detects this state creates a
 /// file, which releases the other jobs.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
@@ -248,7 +248,7 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
 
 /// Result of [`take_place`]. Each place represents one of the bulkhead's permits.
 enum Place {
-    /// The attempt has locked a byte of the file and written its identity there.
+    /// The attempt has taken a place by locking a byte of the file, and has written its identity there.
     Taken(TakenPlace),
     /// All places are taken. The attempts in `holders` have held the places since `since_us`, a time in µs.
     None { since_us: u64, holders: Vec<Attempt> },

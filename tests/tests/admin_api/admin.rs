@@ -173,7 +173,8 @@ fn configured(config: &str) -> TempDir {
 }
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
-/// The grace period is long so that a cancelled `yield` job ends before the worker is killed, even on a busy machine.
+/// Configuration of a bulkhead with a long grace period, so that a cancelled `yield` job ends before the worker is
+/// killed, even on a busy machine.
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20s\"\ndeadline = \"300s\"\n";
 
 fn program(folder: &Path, arguments: &[&str]) -> Command {

@@ -451,7 +451,7 @@ fn drain(mut socket: Socket) -> Vec<u8> {
     bytes
 }
 
-/// The test sends jobs that the control plane rejects before they reach the data plane.
+/// The metrics include jobs that the control plane rejects, although these jobs never reach the data plane.
 #[test]
 fn metrics_count_jobs_with_invalid_headers() {
     let supervisor = Supervisor::start(ONE);

@@ -396,7 +396,7 @@ fn invalid_requests_are_answered_and_run_no_job() {
     assert_eq!(job(&mut connection, "echo", b"x").unwrap().status, 200);
 }
 
-/// Sends a request with both `Content-Length` and `Transfer-Encoding`. The latter takes precedence, so no part of the
+/// If a request has both `Content-Length` and `Transfer-Encoding`, the latter takes precedence, so no part of the
 /// payload is parsed as another request.
 #[test]
 fn smuggled_request_is_never_served() {
@@ -586,7 +586,7 @@ fn second_signal_ends_the_drain_notice_period() {
     assert_eq!(supervisor.wait().code(), Some(0));
 }
 
-/// A client with a token sends chunked payloads until the client's share of the memory is used up. The supervisor's own
+/// A client that sends chunked payloads with a token can use up only its own share of the memory. The supervisor's own
 /// user keeps a share.
 #[test]
 fn token_holder_cannot_use_another_users_memory_share() {

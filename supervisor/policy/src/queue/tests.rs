@@ -261,7 +261,7 @@ fn tenants_with_different_job_costs_get_equal_shares() {
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
 }
 
-/// None of the five tenants suffers more than 30 % of the evictions.
+/// If five tenants submit jobs at the same rate, no tenant loses more than 30 % of the evicted jobs.
 #[test]
 fn evictions_are_nearly_even_at_equal_rates() {
     let (mut random, mut evicted) = (Random(5), [0_u32; 5]);
@@ -591,10 +591,11 @@ fn queue_matches_model_under_random_use() {
 
 // Work and memory.
 
-/// Measures the work done by each operation for the given numbers of tenants and jobs, and for costs up to `cost_max`.
+/// Measures the work done by each queue operation. The test uses the given numbers of tenants and jobs, and random job
+/// costs up to `cost_max`.
 fn steps_with(tenants: u32, jobs: u32, cost_max: u32) -> Steps {
     let (mut random, mut queue, mut steps) = (Random(3), Queue::default(), Steps::default());
-    // Grows the slots first, because this work is done only once.
+    // Allocates the slots before the measurement, because this work is done only once.
     queue.push(0, Normal, 0, COST_MAX);
     queue.remove(0);
     let cost = |random: &mut Random| 1 + random.below(cost_max);
@@ -632,7 +633,7 @@ fn operations_take_a_constant_number_of_steps() {
     }
 }
 
-/// Each operation takes at most twelve steps, even if a job is very expensive.
+/// Each queue operation takes at most twelve steps, even if a job is very expensive.
 #[test]
 fn job_with_huge_cost_is_served_in_bounded_time() {
     let (mut queue, mut steps) = (Queue::default(), Steps::default());
@@ -699,7 +700,7 @@ fn cancelled_jobs_release_memory() {
     }
 }
 
-/// Repeatedly adding and removing one job with a high number does not resize a table each time.
+/// Adding and removing a job with a high number does not resize a table each time.
 #[test]
 fn large_tables_shrink_only_after_many_operations() {
     let mut queue = Queue::default();

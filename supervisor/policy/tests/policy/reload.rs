@@ -62,8 +62,8 @@ fn reload_keeps_rate_limit_charges() {
     fixture.job();
 }
 
-/// Once a rate limit has been removed, earlier charges no longer count, regardless of how the limit was removed and set
-/// again.
+/// After a rate limit has been removed and another limit has been set, earlier charges no longer count. This applies to
+/// every way of removing and setting a limit.
 #[test]
 fn rate_limit_that_was_removed_leaves_no_charges() {
     let slow = RateLimit { per_second: 1.0, burst: 4, per: RatePer::Tenant };
@@ -157,7 +157,7 @@ fn reload_of_other_keys_keeps_breaker_state() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
     fixture.wait(5 * SECOND);
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::HalfOpen);
-    // The result of a probe that was claimed under the previous limits has no effect.
+    // A probe that was admitted under the previous limits does not affect the breaker.
     let probe = fixture.job();
     reconfigure(&mut fixture, with(breaker(0.8), 7));
     fixture.reply(probe);

@@ -222,7 +222,7 @@ fn write_beside_own_program(_: &Targets) -> Tried {
     unnamed_file(parent(program.to_str().unwrap_or_default())?.to_str().unwrap_or_default())
 }
 
-/// Creates a link where another process might look for a program.
+/// Creates a symbolic link where another process might look for a program.
 fn link_beside_own_program(_: &Targets) -> Tried {
     let program = std::env::current_exe().at("find its own program")?;
     let link = fresh(parent(program.to_str().unwrap_or_default())?);

@@ -129,8 +129,8 @@ impl Model {
         self.begin(id);
     }
 
-    /// Checks that the bulkhead was allowed to send a job to the same worker again, after recalling the job together
-    /// with other jobs.
+    /// Checks that the bulkhead was allowed to send a job again to the worker from which the job had been recalled
+    /// together with other jobs.
     fn resend(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];

@@ -15,7 +15,7 @@ const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 /// first jobs.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Minimum interval between attempts to start a worker in a slot that has failed too often.
+/// Minimum interval between attempts to start a worker in a slot whose workers have failed too often.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 
 /// Minimum time between the failure of a successor and the start of the next successor.
@@ -51,8 +51,8 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// The slot's worker was removed in the current step. The `NextStart` value describes how the next worker must be
-    /// started.
+    /// The slot's worker was removed in the current step. The `NextStart` value says when the next worker must start,
+    /// if at all.
     Vacant(NextStart),
 }
 
@@ -86,7 +86,8 @@ impl Slot {
 }
 
 impl Model {
-    /// Returns the number of slots that have a worker or will get one, excluding slots that have failed too often.
+    /// Returns the number of slots that have a worker or will get one, excluding slots whose workers have failed too
+    /// often.
     pub(super) fn live_slots(&self) -> usize {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_spare_slot).count()
     }
@@ -96,7 +97,8 @@ impl Model {
         worker.slot == slot && worker.left.is_none()
     }
 
-    /// Releases the slots of replaced workers whose jobs have all ended, without waiting for these workers to exit.
+    /// Releases the slots of replaced workers that have finished all their jobs, without waiting for these workers to
+    /// exit.
     pub(super) fn release_slots(&mut self) {
         let leaves = |worker: &&Worker| {
             let is_done = worker.jobs.is_empty() && worker.prefetched.is_empty() && worker.is_alive();
@@ -202,7 +204,7 @@ impl Model {
         let Dead { is_failure, is_clean, is_early_death } = dead;
         let worker = self.workers.remove(&id.place).expect("the worker must be in the model");
         let slot = worker.slot as usize;
-        // The worker was killed while starting, because it was started before a restart or a new program.
+        // The worker was killed while starting, because a restart or a program change had made it outdated.
         let is_unwanted = worker.killed == Some(KillReason::NotNeeded);
         if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
             self.open(slot);
@@ -270,7 +272,7 @@ impl Model {
         let slot = &mut self.slots[slot];
         slot.streak += 1;
         slot.failures.push(now);
-        // Failures beyond the previous `max` were dropped. They do not count under a higher `max` either.
+        // Failures beyond the previous `max` were dropped. Dropped failures do not count under a higher `max` either.
         let forgotten = slot.failures.len().saturating_sub(limits.max as usize + 1);
         slot.failures.drain(..forgotten);
         let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
