@@ -466,7 +466,7 @@ fn frame(link: &mut UnixStream, deadline: Instant) -> io::Result<(Header, Vec<u8
 mod tests {
     use super::*;
 
-    /// When a worker's output is quoted, each line is indented, control characters are escaped, and tabs are kept.
+    /// In quoted output of a worker, each line is indented, control characters are escaped, and tabs are kept.
     #[test]
     fn quoted_worker_output_contains_no_control_characters() {
         let actual = quote_output("one\ttwo\n\x1b[31mred\x07\rover\0");

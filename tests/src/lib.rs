@@ -101,7 +101,8 @@ pub fn programs() -> PathBuf {
     watchdog::record_test();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
-        // A test target makes cargo select the features of `cargo test --workspace`, so that nothing is compiled twice.
+        // With a test target, cargo selects the same features as `cargo test --workspace`, so that nothing is compiled
+        // twice.
         cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
         // `RUSTC_BOOTSTRAP` is set for `--report-time`, and would cause recompilations.

@@ -147,7 +147,8 @@ impl Drop for Manager {
             self.supervisors().into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
             std::thread::park_timeout(Duration::from_millis(10));
         }
-        // Waiting for a thread that has missed the exit of the main process would block the test.
+        // Joins the thread only if the thread has finished. Joining a thread that has missed the exit of the main
+        // process would block the test.
         if thread.is_finished() {
             let _ = thread.join();
         }

@@ -66,7 +66,7 @@ fn report(problem: &str) {
         let name = name(pid).unwrap_or_default();
         let _ = writeln!(text, "process {pid} of {parent}: {name}: {}: {line}", describe_wait(&task));
     }
-    // `eprintln` would add this to the captured output of the test that started the watchdog.
+    // `eprintln` would add the report to the captured output of the test that started the watchdog.
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 

@@ -53,7 +53,7 @@ pub(crate) struct SlotRecord {
     /// State of the slot before the bulkhead was scaled to zero. Saved only if the slot was waiting for its next
     /// worker.
     pub(crate) saved_state: Option<SlotState>,
-    /// True if the slot has had a worker before. Starting its next worker then counts as a restart.
+    /// True if the slot has had a worker before. Starting the slot's next worker then counts as a restart.
     pub(crate) has_had_worker: bool,
     /// Reason for the exit of the slot's last worker, if recorded.
     pub(crate) last_end: Option<RestartCause>,
@@ -71,7 +71,7 @@ pub(crate) enum SlotState {
     Awaiting,
     /// The slot is not needed for the configured number of workers.
     Closed,
-    /// The worker in this table entry fills the slot.
+    /// The worker with this table index fills the slot.
     Occupied(u32),
     /// The next worker will start at this time.
     Backoff { until: Time },
@@ -686,7 +686,7 @@ impl Workers {
         SlotPermits { overcommit, in_use, held: taken + excess }
     }
 
-    /// Recomputes all derived numbers and checks that they match.
+    /// Recomputes all derived numbers and checks that the stored numbers are equal to the results.
     #[cfg(debug_assertions)]
     pub(crate) fn check(&self, limits: &Limits, is_stopping: bool) {
         let mut totals = Totals::default();

@@ -106,7 +106,7 @@ impl LocalSupervisor {
             Ok(output) => Ok(output),
             Err(ended) => {
                 self.end(ended)?;
-                // The supervisor has stopped, which may be what `future` is waiting for.
+                // The supervisor has stopped, and `future` may have been waiting for this.
                 Ok(future.await)
             }
         }
@@ -152,7 +152,7 @@ impl LocalSupervisor {
         poll_fn(|context| {
             combined.enter(context);
             for _ in 0..POLLS_MAX {
-                // Polled first, because the future may be ready without any work by the data plane.
+                // The future is polled first, because it may be ready without any work by the data plane.
                 if let Some(Poll::Ready(output)) = future_waker.poll(future.as_mut()) {
                     return Poll::Ready(Ok(output));
                 }
@@ -297,7 +297,7 @@ fn panicked() -> io::Error {
 impl Drop for LocalSupervisor {
     fn drop(&mut self) {
         if self.owner != std::process::id() {
-            // A forked child must not drop anything here, because it has none of the threads and does not own the
+            // A forked child must not drop anything here, because it does not have the threads and does not own the
             // keeper.
             std::mem::forget(self.ready.take());
             std::mem::forget(std::mem::take(&mut self.served));

@@ -97,8 +97,8 @@ fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     (ip, UnwindRegsNative::new(ip, sp, bp))
 }
 
-/// Finds the code that called an invalid address. Such a call has no stack frame of its own. Returns the return address
-/// and the caller's registers.
+/// Finds the code that called an invalid address. Such a call has no stack frame. Returns the return address and the
+/// caller's registers.
 #[cfg(target_arch = "x86_64")]
 fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {
     let (_, registers) = registers(thread);
@@ -115,8 +115,8 @@ fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     (pc, UnwindRegsNative::new(lr, sp, fp))
 }
 
-/// Finds the code that called an invalid address. Such a call has no stack frame of its own. Returns the return address
-/// and the caller's registers.
+/// Finds the code that called an invalid address. Such a call has no stack frame. Returns the return address and the
+/// caller's registers.
 #[cfg(target_arch = "aarch64")]
 fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {
     let (_, registers) = registers(thread);

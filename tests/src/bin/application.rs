@@ -28,7 +28,8 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // Longer than any wait in a scenario, but shorter than the time limit of the test that reports the failure.
+    // This timeout is longer than any wait in a scenario, but shorter than the time limit of the test that reports the
+    // failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),

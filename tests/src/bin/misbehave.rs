@@ -89,7 +89,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
                     let _ = runs.send(());
                     forever()
                 })?;
-                // A new thread sets its own name, so this waits until the name is set.
+                // A new thread sets its own name. Waits until the name is set.
                 let _ = is_running.recv();
             }
             Ok::<_, HandlerError>((std::process::id(), 0))
@@ -483,7 +483,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "progress" => {
             for step in 1..=4 {
                 ctx.progress(step as f32 / 4.0, &format!("step {step}"));
-                // Long enough for the client to receive each report.
+                // The pause is long enough for the client to receive each report.
                 std::thread::sleep(Duration::from_millis(110));
             }
         }

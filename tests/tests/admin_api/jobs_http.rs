@@ -448,8 +448,8 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
         );
         assert_eq!(place.ask("GET", "/readyz", &[], b"").status, 200);
     }
-    // Opens more silent connections than are allowed to wait. The oldest are refused, and health checks are still
-    // served.
+    // Opens more silent connections than the supervisor allows. The oldest connections are refused, and health checks
+    // are still served.
     let mut silent: Vec<KeptAlive> = (0..10).map(|_| place.keep_alive()).collect();
     assert_eq!(silent[0].answer().expect("the oldest is refused").status, 503);
     assert_eq!(place.ask("GET", "/healthz", &[], b"").status, 200);
@@ -463,7 +463,8 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
         assert_eq!(connection.answer().expect("an answer").status, 200);
     }
     drop(silent);
-    // An idle connection is closed to make room for another. A connection becomes idle shortly after its response.
+    // An idle connection is closed to make room for a new connection. A connection becomes idle shortly after its
+    // response.
     let _later = wait_for("a further connection is served", || {
         let mut later = place.keep_alive();
         (job(&mut later, "echo", b"x").unwrap().status == 200).then_some(later)

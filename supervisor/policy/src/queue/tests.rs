@@ -286,7 +286,7 @@ fn evictions_are_nearly_even_at_equal_rates() {
     assert!(all > 10_000 && evicted.iter().all(|&of| of * 100 <= all * 30), "{evicted:?}");
 }
 
-// Comparison with the paper and with a model.
+// Comparison of the queue with the original paper and with a model.
 
 /// Returns the jobs served in each round by deficit round robin with a quantum of 1, as described in the
 /// original paper.
@@ -334,7 +334,7 @@ fn rounds_match_the_algorithm_in_the_paper() {
             let pop = |_: &_| queue.pop(Normal).map_or((usize::MAX, 0), |job| jobs[job as usize]);
             let mut got: Vec<(usize, u32)> = expected.iter().map(pop).collect();
             if cost_max > 1 {
-                // Only the order within a round can differ.
+                // The two results can differ only in the order of jobs within a round.
                 got.sort_unstable();
                 expected.sort_unstable();
             }
@@ -361,7 +361,7 @@ struct Model {
     /// All waiting jobs, from oldest to newest.
     jobs: Vec<Waiting>,
     standings: BTreeMap<(Priority, u32), (u64, i64)>,
-    /// Tenants with jobs that were returned to the queue, most recent first.
+    /// Tenants whose jobs were returned to the queue. The tenant of the most recently returned job comes first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
     /// Time at which the number of each tenant's waiting jobs last changed.
@@ -641,7 +641,7 @@ fn job_with_huge_cost_is_served_in_bounded_time() {
     (1..10_000).for_each(|job| queue.push(job, Normal, 1, 1));
     let place = (0..10_000_u32).find(|_| steps.of(|| queue.pop(Normal)) == Some(0));
     assert!(place.is_some_and(|place| place.abs_diff(COST_MAX) <= 1), "{place:?}");
-    // While the queue has only one tenant, rounds are skipped rather than visited.
+    // If the queue has only one tenant, rounds are skipped and not visited individually.
     let mut queue = Queue::default();
     (0..100).for_each(|job| queue.push(job, Normal, 0, u32::MAX));
     (0..100).for_each(|_| _ = steps.of(|| queue.pop(Normal)));

@@ -289,7 +289,7 @@ fn retrying(max_in_flight: u32, budget: f64) -> Limits {
     Limits { retry: Some(RetryLimits { attempts: 2, budget }), ..limits(1, max_in_flight, 100) }
 }
 
-/// As with the budget of failsafe-go's `RetryPolicy`, a few retries are always allowed. Beyond that, the number of
+/// Follows the budget of failsafe-go's `RetryPolicy`: a few retries are always allowed. Beyond that, the number of
 /// retries is limited to a fraction of the number of jobs.
 #[test]
 fn retry_budget_always_allows_a_few_retries() {

@@ -168,8 +168,8 @@ fn oversized_result_holds_its_permit_until_it_has_arrived() {
     assert_eq!((fixture.bulkhead.counters().late_replies, fixture.bulkhead.available()), (0, 1));
 }
 
-/// A worker is killed if it stops in the middle of an oversized result, or if it is still sending the result after the
-/// job's deadline.
+/// A worker is killed if it stops in the middle of an oversized result or is still sending the result after the job's
+/// deadline.
 #[test]
 fn kills_worker_with_endless_oversized_result() {
     for (parts, lives_for) in [(0, 1), (5, 6), (1000, 10)] {
@@ -274,8 +274,8 @@ fn queue_timeout_and_deadline_have_different_reasons() {
     fixture.expect(running, "deadline_exceeded", Some("running"));
 }
 
-/// Checks a rule in `docs/semantics.md`: a job never starts after its deadline, even if no tick was handled
-/// before then.
+/// Checks a rule in `docs/semantics.md`: a job never starts after its deadline, even if another event is handled
+/// between the deadline and the next tick.
 #[test]
 fn expired_job_never_runs() {
     let mut fixture = Fixture::ready(limits(1, 1, 2));

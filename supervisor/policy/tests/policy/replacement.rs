@@ -262,7 +262,7 @@ fn restarting_a_starting_worker_does_not_stop_its_slot() {
     }
 }
 
-/// Returns the retry delays in the events about failed replacements.
+/// Returns the retry delays from all events about failed replacements.
 fn failed_replacements(fixture: &Fixture) -> Vec<Option<Duration>> {
     let delay = |note: &OperatorEvent| match note {
         OperatorEvent::ReplacementFailed { retry_in, .. } => Some(*retry_in),

@@ -69,7 +69,7 @@ pub(crate) struct Model {
     is_restarting: bool,
     counters: Counters,
     newest_generation: u32,
-    /// Number of calls to `release_slots`. Determines the order in which workers left their slots.
+    /// Number of calls to `release_slots`. Used to determine the order in which workers left their slots.
     release_count: u64,
     newest_job: JobId,
     step: Step,
@@ -551,8 +551,8 @@ impl Model {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
-    /// Returns the jobs that can be dispatched next: the oldest job of each tenant below its quota, in the highest
-    /// priority class that has such jobs and can use a permit.
+    /// Returns the jobs that can be dispatched next. These are the oldest job of each tenant below its quota, in the
+    /// highest priority class that can use a permit.
     fn next_candidates(&self) -> Vec<JobId> {
         let may_go = |id: &&JobId| {
             let job = &self.jobs[*id];

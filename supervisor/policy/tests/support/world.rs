@@ -202,7 +202,8 @@ impl World {
         // Chooses a worker that exists or has existed.
         let mut workers: Vec<WorkerId> = self.processes.keys().chain(&self.exited).copied().collect();
         workers.sort_unstable();
-        // Derived from the job's number rather than from a random number, so that the random sequence stays the same.
+        // The choice is derived from the job's number and not from a random number, so that the random sequence stays
+        // the same.
         let tag = usize::try_from(self.next_tag).unwrap_or_default();
         let preferred_worker =
             (tag % 4 == 0).then(|| workers.get(tag / 4 % workers.len().max(1)).copied()).flatten();

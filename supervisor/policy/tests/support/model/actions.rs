@@ -162,8 +162,8 @@ impl Model {
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
         let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
-        // When a worker leaves its slot, the oldest exiting worker may be killed. A worker that has exceeded its own
-        // time limit is killed before that.
+        // If a worker is killed before its own exit timeout, another worker has left its slot and too many workers are
+        // exiting.
         if *reason == KillReason::ExitTimeout && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
             self.release_slots();
         }

@@ -55,7 +55,7 @@ impl Model {
             Event::ResultTooLarge { worker, job, failure } => self.oversized(*worker, *job, failure),
             Event::ChangeTenantLimits { .. } => {}
             Event::ForceBreaker { .. } => {}
-            // Not generated in the simulation. The rules for upgrades are in `cases.rs`.
+            // The simulation does not generate these events. The rules for upgrades are in `cases.rs`.
             Event::CapPermits { .. } | Event::PredecessorHolds { .. } | Event::Quarantine { .. } => {}
             Event::LostWithKeeper { worker } => {
                 let is_dead =

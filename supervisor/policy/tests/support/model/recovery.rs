@@ -120,7 +120,8 @@ impl Model {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
                 worker.is_exclusive = view.is_exclusive;
-                // A worker that got a job in this step was not stalled before, so the job must have been recalled.
+                // A worker that was given a job in this step was not stalled at that time. If the worker is stalled
+                // now, the job must have been recalled.
                 let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_prefetched: false, .. } if *worker == view.id);
                 worker.stalls = view.is_stalled;
                 worker.is_stalled = view.is_stalled && !actions.iter().any(is_given);

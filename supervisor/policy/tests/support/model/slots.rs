@@ -134,7 +134,7 @@ impl Model {
                 self.coverage.see("probe");
                 None
             }
-            // A rolling restart that was waiting can now reach a slot whose worker is gone.
+            // A rolling restart that was waiting can now continue in a slot whose worker is gone.
             SlotState::Vacant(_) if self.rolling.remove(&slot) => None,
             SlotState::Vacant(_) => panic!("slot {slot} must not get a worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
