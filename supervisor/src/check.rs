@@ -466,7 +466,7 @@ fn frame(link: &mut UnixStream, deadline: Instant) -> io::Result<(Header, Vec<u8
 mod tests {
     use super::*;
 
-    /// In quoted output of a worker, each line is indented, control characters are escaped, and tabs are kept.
+    /// Each line of a worker's quoted output is indented. Control characters are escaped, and tabs are kept.
     #[test]
     fn quoted_worker_output_contains_no_control_characters() {
         let actual = quote_output("one\ttwo\n\x1b[31mred\x07\rover\0");

@@ -368,13 +368,13 @@ impl Confinement {
 /// Result of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// The attempt succeeded. The text describes the success.
+    /// The attempt succeeded. Contains a description of the result.
     Succeeded(String),
     /// The attempt was refused. Contains the error and the attempted action.
     Refused(String, String),
     /// The worker was killed because the attempt is a violation. Contains the supervisor's message.
     Violation(String),
-    /// The attempt ended in any other way. The text describes the outcome.
+    /// The attempt ended in any other way. Contains a description of the outcome.
     Otherwise(String),
 }
 

@@ -170,7 +170,7 @@ pub fn keep(plan: Plan) -> Findings {
     let (second, more) = load(&supervisor, notes.path(), rest, 1);
     deeds.extend(more);
     fill_all(&supervisor);
-    // Crash records that wait for the symbolizer hold descriptors.
+    // Each crash record that waits for the symbolizer keeps descriptors open.
     let began = Instant::now();
     findings.descriptors.1 = at_rest(&supervisor);
     while has_more_descriptors(&findings) && began.elapsed() < PATIENCE {

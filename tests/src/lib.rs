@@ -658,8 +658,8 @@ fn begun(result: Ended) -> Option<Ended> {
     (outcome(&result) != "deadline_exceeded/queued").then_some(result)
 }
 
-/// Sends the job repeatedly until a worker begins the job before the job's deadline. Returns the outcome of the attempt
-/// in which this happened.
+/// Sends the job repeatedly until a worker begins an attempt before the job's deadline. Returns the outcome of this
+/// attempt.
 pub async fn overrun(job: &Job) -> Ended {
     let began = Instant::now();
     while began.elapsed() < PATIENCE {
@@ -670,8 +670,8 @@ pub async fn overrun(job: &Job) -> Ended {
     panic!("no worker begins the job before the deadline")
 }
 
-/// Sends the job repeatedly with the blocking client until a worker begins the job before the job's deadline. Returns
-/// the outcome of the attempt in which this happened.
+/// Sends the job repeatedly with the blocking client until a worker begins an attempt before the job's deadline.
+/// Returns the outcome of this attempt.
 pub fn overrun_blocking(job: &blocking::Job) -> Ended {
     wait_for("a worker begins the job before the deadline", || begun(job.clone().send()))
 }

@@ -32,7 +32,7 @@ pub(crate) struct Tenant {
     /// quota.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Number of places that cannot be used in the tenant's quota, because the tenant's jobs may have killed workers.
+    /// Number of places in the tenant's quota that cannot be used, because the tenant's jobs may have killed workers.
     pub(crate) withheld: u32,
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,

@@ -128,7 +128,7 @@ impl Derived {
     fn of(worker: &Worker, limits: &Limits) -> Self {
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        // Prefetched jobs are subtracted because they may already have started.
+        // Prefetched jobs count as started, because the worker may already have started these jobs.
         let left = worker.jobs_left(limits).saturating_sub(worker.prefetched.len() as u64);
         let left = u32::try_from(left).unwrap_or(u32::MAX);
         let capacity = limits.max_in_flight.min(worker.sent_max_in_flight).min(level.saturating_add(left));
@@ -449,8 +449,8 @@ impl Workers {
             let place = self.touched[index];
             let Some(worker) = self.get(place) else { continue };
             match self.due(limits, is_stopping, worker) {
-                // Each frame from a worker postpones its deadline, but not its timer. When the timer fires,
-                // the deadline is checked.
+                // Each frame postpones the worker's deadline, but not the worker's timer. When the timer fires, the
+                // deadline is checked.
                 Some(at) => self.timers.set_at_latest(place, at),
                 None => self.timers.clear(place),
             }

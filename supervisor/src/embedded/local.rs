@@ -106,7 +106,7 @@ impl LocalSupervisor {
             Ok(output) => Ok(output),
             Err(ended) => {
                 self.end(ended)?;
-                // The supervisor has stopped, and `future` may have been waiting for this.
+                // `future` may have been waiting for the supervisor to stop.
                 Ok(future.await)
             }
         }

@@ -270,7 +270,7 @@ fn waits_for_all() {
         match libc::fork() {
             0 => {
                 libc::close(may_end.as_raw_fd());
-                // Blocks until the parent closes its end. By then, the parent knows the child's PID.
+                // Blocks until the parent closes its end of the pipe. By then, the parent knows the child's PID.
                 libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
@@ -395,7 +395,7 @@ fn loses_its_keeper() {
     own.wait().unwrap();
 }
 
-/// Checks that a keeper that is killed while it is starting is replaced.
+/// Checks that the keeper is replaced if it is killed while starting.
 fn loses_starting_keepers() {
     let folder = std::env::var("FOLDER").unwrap();
     let is_own = |pid: &u32| {

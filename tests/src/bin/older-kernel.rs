@@ -18,8 +18,8 @@ fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Makes every later call of `setsockopt(2)` with the option `SO_PASSRIGHTS` fail with the error `ENOPROTOOPT`. This
-/// stays in force after `execve(2)`.
+/// Makes every later call of `setsockopt(2)` with the option `SO_PASSRIGHTS` fail with the error `ENOPROTOOPT`, even
+/// after `execve(2)`.
 fn forget_pass_rights() -> std::io::Result<()> {
     // Offsets of the system call number and of the lower halves of the arguments (little-endian).
     const NUMBER: u32 = 0;

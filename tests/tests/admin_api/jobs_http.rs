@@ -409,7 +409,7 @@ fn smuggled_request_is_never_served() {
         "Transfer-Encoding : chunked\r\nContent-Length: 4".to_owned(),
         "Transfer-Encoding: xchunked\r\nContent-Length: 4".to_owned(),
     ] {
-        // A reader that trusts the length sees a payload; a reader that trusts the encoding sees another request.
+        // A reader that trusts the length sees a payload. A reader that trusts the encoding sees another request.
         let request = format!(
             "POST {JOBS} HTTP/1.1\r\nHost: x\r\n{TOKEN}\r\nConnection: close\r\n{order}\r\n\r\n0\r\n\r\n{inner}"
         );

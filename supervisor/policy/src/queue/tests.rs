@@ -17,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// Maximum number of steps in a single operation, and total number of steps.
+/// Work done by queue operations: the maximum number of steps in a single operation, and the total number of steps.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -241,10 +241,11 @@ fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64>
 
 #[test]
 fn tenants_with_unequal_numbers_of_clients_get_equal_shares() {
-    // From the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats get shares that are equal within 1 %.
+    // Follows a test of Kubernetes' queue set: if 8 and 7 clients compete for 4 seats, both groups get the same share,
+    // within 1 %.
     let got = closed_loop(&[(8, 1), (7, 1)], 4, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
-    // In this case, the numbers of clients differ far more.
+    // The shares are also equal if the numbers of clients differ far more.
     let got = closed_loop(&[(5, 1), (50, 1), (5000, 1)], 4, 3000);
     assert!(got.iter().all(|&share| share.abs_diff(4000) <= 40), "{got:?}");
 }

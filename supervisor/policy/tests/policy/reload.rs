@@ -27,7 +27,7 @@ fn reload_keeps_deadlines_of_existing_jobs() {
     fixture.expect(before, "rejected", Some("queue_timeout"));
 }
 
-/// After the limit has been lowered, queued jobs start only once the number of running jobs has fallen below the new
+/// After the limit has been lowered, queued jobs do not start until the number of running jobs has fallen below the new
 /// limit.
 #[test]
 fn lower_limits_do_not_drop_any_jobs() {
@@ -189,7 +189,8 @@ fn lower_missed_does_not_apply_to_workers_with_rare_heartbeats() {
     for (before, is_checked) in [(RARE_HEARTBEATS_MISSED, false), (RARE_HEARTBEATS_MISSED - 1, true)] {
         let mut fixture = Fixture::ready(health(before));
         reconfigure(&mut fixture, health(1));
-        // A silent worker is observed for one more interval before the supervisor checks the cause.
+        // A silent worker is observed for one more heartbeat interval before the supervisor checks the cause of the
+        // silence.
         for time in [3 * SECOND, SECOND] {
             fixture.now = fixture.now + time;
             fixture.apply(Event::Tick);

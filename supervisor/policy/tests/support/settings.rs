@@ -30,7 +30,7 @@ fn crowded_or_not(random: &mut Random) -> Limits {
     if !random.percent(30) {
         return limits;
     }
-    // These settings make many jobs wait and many jobs be prefetched.
+    // With these settings, many jobs wait and many jobs are prefetched.
     let deadline = random.millis(1000, 10_000);
     Limits {
         max_in_flight: random.pick(&[1, 1, 2, 4]),

@@ -16,7 +16,7 @@ use super::journal::Registry;
 use super::random::Random;
 use super::settings::{self, Behaviour, RSS_LIMIT_BYTES};
 
-/// A scheduled event. If the event concerns a worker, it is dropped if the worker has exited before the event is due.
+/// A scheduled event. An event that concerns a worker is dropped if the worker exits before the event is due.
 #[derive(Debug)]
 enum WorldEvent {
     Arrival,

@@ -362,7 +362,7 @@ impl Model {
             None if is_evicted => panic!("{id:?} was evicted although another job must be evicted first"),
             None => panic!("{id:?} got the outcome {answer:?} too early"),
         }
-        // A prefetched job that gets its outcome has started, which counts as an attempt.
+        // If a prefetched job gets its outcome, the job has started, and the start counts as an attempt.
         assert_eq!(answer.attempts, job.attempts + u32::from(job.is_prefetched()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
