@@ -315,7 +315,7 @@ impl Place {
     }
 }
 
-/// The part of the snapshot that describes a worker's confinement. Other tests do not read this part.
+/// The part of the snapshot that describes a worker's confinement. Only the tests of confinement read this part.
 #[derive(Debug)]
 pub struct Confinement {
     /// PID of the worker.

@@ -441,7 +441,7 @@ impl Worker {
         self.last_begun.max(self.recalled_up_to) < self.sent
     }
 
-    /// Returns true if the time since the worker's last sign of life exceeds the time for `missed` heartbeats.
+    /// Returns true if the worker has been silent for long enough to have missed `missed` heartbeats.
     pub(crate) fn is_silent(&self, now: Time, missed: u32) -> bool {
         self.last_heard_at + self.silence_max(missed) <= now
     }

@@ -118,7 +118,7 @@ struct Derived {
     stalled_permits: u32,
     /// Number of permits that the worker contributes to the limit.
     permits: u32,
-    /// Number of the worker's jobs that count as overcommit of the slot to which they are charged.
+    /// Number of the worker's jobs that are charged to a slot as overcommit.
     overcommit: u32,
     /// Number of jobs in flight in the worker, or `None` if the worker cannot be given another job.
     load_level: Option<u32>,

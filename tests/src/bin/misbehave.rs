@@ -719,7 +719,7 @@ impl Raw {
         true
     }
 
-    /// Receives the descriptor of the journal, which is sent before the welcome.
+    /// Receives the descriptor of the journal, which is sent before the welcome frame.
     fn lent(&mut self) -> Option<OwnedFd> {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
         let (mut frame, mut space) =

@@ -485,7 +485,7 @@ fn clients_without_a_token_cannot_hold_connections() {
     let (_supervisor, place) = start_with("jobs_http_max = 8", ONE);
     let mut known = place.keep_alive();
     assert_eq!(job(&mut known, "echo", b"x").unwrap().status, 200);
-    // Connections that have begun a request, have sent a wrong token, or are silent.
+    // Opens connections that begin a request, send a wrong token, or stay silent.
     let mut strangers: Vec<KeptAlive> = Vec::new();
     for n in 0..40 {
         let mut stranger = place.keep_alive();

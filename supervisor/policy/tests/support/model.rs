@@ -109,7 +109,7 @@ struct Job {
     /// True if the worker's own record is the only evidence that the job was not started.
     is_by_journal: bool,
     attempts: u32,
-    /// Number of workers that died before reading this job. Not included in `attempts`.
+    /// Number of workers that died before reading this job. These deaths do not count as attempts.
     unread_returns: u32,
     is_answered: bool,
     /// True if the client got the job's outcome while the job was still prefetched, and another job prevented the

@@ -7,8 +7,7 @@ use bulkhead_shared::RejectReason;
 
 use super::{Cause, Dead, Model, Phase, Worker};
 
-/// Time for which a worker must be ready before its slot's failure history is cleared. The worker must also have
-/// completed a job.
+/// A slot's failure history is cleared once the slot's worker has been ready for this time and has completed a job.
 const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
 /// Minimum interval between starts in a bulkhead after more than ten consecutive workers have died during their
