@@ -1,5 +1,5 @@
-//! Sockets passed by the service manager (socket activation, `sd_listen_fds(3)`). The name of each socket
-//! (`FileDescriptorName=` in systemd) says which configured socket it replaces.
+//! Sockets passed by the service manager (socket activation, `sd_listen_fds(3)`). The name of a socket
+//! (`FileDescriptorName=` in systemd) determines which configured socket the passed socket replaces.
 
 use std::io;
 use std::net::TcpListener;
@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 
 use bulkhead_linux::listener::{InheritedListener, inherit};
 
-/// Listening sockets passed in by the service manager. The supervisor binds each missing socket itself.
+/// Listening sockets passed in by the service manager. The supervisor binds the remaining sockets itself.
 #[derive(Debug, Default)]
 pub(crate) struct ActivatedSockets {
     pub(crate) jobs: Option<UnixListener>,

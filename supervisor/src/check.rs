@@ -38,8 +38,8 @@ const FRAME_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of bytes of a worker's output that are quoted in an error message.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
-/// Returns the source of user IDs for workers. For root, the source is always [`WorkerIds::Host`]. The check
-/// itself then shows whether root can change user IDs.
+/// Returns the source of user IDs for workers. For root, the source is always [`WorkerIds::Host`], and starting a
+/// worker then shows whether root can change user IDs.
 pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
@@ -236,8 +236,8 @@ impl StartCheck {
         Ok(StartedProcess { number, readers: [read_in_background(stdout), read_in_background(stderr)] })
     }
 
-    /// Waits until the keeper sends a report for which `wanted` returns `Some`. Returns `None` if no such report
-    /// arrives within `timeout`.
+    /// Waits for a report from the keeper for which `wanted` returns a value, and returns this value. Returns `None` if
+    /// no such report arrives within `timeout`.
     fn wait<T>(
         &mut self,
         timeout: Duration,
@@ -466,7 +466,7 @@ fn frame(link: &mut UnixStream, deadline: Instant) -> io::Result<(Header, Vec<u8
 mod tests {
     use super::*;
 
-    /// Each line of the quoted output is indented, control characters are escaped, and tabs are kept.
+    /// Each line of a worker's quoted output is indented. Control characters are escaped, and tabs are kept.
     #[test]
     fn quoted_worker_output_contains_no_control_characters() {
         let actual = quote_output("one\ttwo\n\x1b[31mred\x07\rover\0");

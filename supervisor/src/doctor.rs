@@ -20,7 +20,7 @@ pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{}", table(&abilities))
 }
 
-/// Returns the row that says whether workers get separate user IDs when `user` is not set in the configuration.
+/// Returns the row of the results that says whether workers get separate user IDs if `user` is not configured.
 fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();

@@ -78,7 +78,7 @@ pub enum StartError {
          start of `main`"
     )]
     IsToBeKeeper,
-    /// The configuration was loaded for a standalone supervisor, which has sockets.
+    /// The configuration was loaded for a standalone supervisor, which listens on sockets.
     #[error(
         "failed to start a supervisor: the configuration is for a supervisor with sockets: read the file with \
          `config::load_embedded` or `config::parse_embedded`"
@@ -115,8 +115,8 @@ impl Builder {
         self
     }
 
-    /// Starts the supervisor like [`Builder::start_blocking`], without blocking the calling thread. Works with every
-    /// async runtime. Dropping the future stops the supervisor.
+    /// Starts the supervisor as [`Builder::start_blocking`] does, but without blocking the calling thread. Works with
+    /// every async runtime. Dropping the future stops the supervisor.
     pub async fn start(self) -> Result<Supervisor, StartError> {
         let (sender, started) = oneshot::channel();
         let start = move || drop(sender.send(self.start_blocking()));
@@ -134,7 +134,7 @@ impl Builder {
             let ready = match self.prepare(&keeper) {
                 Ok(ready) => ready,
                 Err(error) => {
-                    // Cannot fail, because the receiver waits for this message.
+                    // Sending cannot fail, because the receiver waits for this message.
                     let _ = sender.send(Err(error));
                     return Ok(());
                 }
@@ -157,7 +157,7 @@ impl Builder {
         // `sendfile` on a closed connection would raise SIGPIPE in the application.
         bulkhead_shared::connection::disable_sendfile();
         let prepare = move || self.prepare(&keeper);
-        // Runs on a separate thread, because `prepare` changes the current thread's signal mask and scheduler slice.
+        // `prepare` runs on a separate thread, because it changes the signal mask and scheduler slice of its thread.
         let thread = std::thread::Builder::new().name("bulkhead".into());
         let thread = thread.spawn(prepare).map_err(system("start a thread"))?;
         let panicked =
@@ -180,7 +180,7 @@ impl Builder {
                 Err(StartError::NotAKeeper)
             }
             KeeperProgram::ThisProgram => Ok("/proc/self/exe".into()),
-            // Made absolute, because the program is executed again if the keeper is lost.
+            // The path is made absolute, because the program is executed again if the keeper is lost.
             KeeperProgram::Program(program) => {
                 Ok(std::path::absolute(program).map_err(system("start the keeper"))?)
             }
@@ -190,13 +190,13 @@ impl Builder {
     /// Starts all parts of the supervisor except for the data plane. Must run on one of the supervisor's threads,
     /// because new threads inherit the current thread's signal mask and scheduler slice.
     fn prepare(self, keeper: &Path) -> Result<Ready, RunError> {
-        // Blocked, because the application's signals must be handled on its own threads.
+        // All signals are blocked, because the application's signals must be handled on its own threads.
         let all = nix::sys::signal::SigSet::all();
         all.thread_set_mask().map_err(|errno| system("block signals")(errno.into()))?;
         // Errors are ignored, because short slices are optional, and old kernels do not support them.
         let _ = set_time_slice(SLICE);
         let Self { config, host, .. } = self;
-        // Made absolute, because the keeper and the workers have other working directories.
+        // The path is made absolute, because the keeper and the workers have other working directories.
         let host = host.map(std::path::absolute).transpose().map_err(system("find the host program"))?;
         let host = program::require_host(&config, host)?;
         let (keeper, found) = Keeper::start_detached(keeper).map_err(system("start the keeper"))?;
@@ -262,7 +262,7 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Starts a supervisor whose keeper runs the program of this process; see [`keeper_main_if_asked`] and
+    /// Starts a supervisor that uses the program of this process as its keeper; see [`keeper_main_if_asked`] and
     /// [`Builder::start`].
     pub async fn start(config: Config) -> Result<Self, StartError> {
         Self::builder(config).start().await
@@ -337,7 +337,8 @@ impl Supervisor {
     }
 }
 
-/// Returns an error in a forked child, which has a copy of the supervisor but none of its threads.
+/// Returns an error if this process is a forked child, which has a copy of the supervisor but none of the supervisor's
+/// threads.
 fn check_owner(owner: u32) -> Result<(), RunError> {
     if owner == std::process::id() {
         return Ok(());

@@ -26,7 +26,7 @@ pub(crate) fn defer_signals() -> io::Result<()> {
     Ok(handled.collect::<SigSet>().thread_set_mask()?)
 }
 
-/// Unblocks all signals for this thread. Signals that arrived during the start then take effect.
+/// Unblocks all signals for this thread. Signals that arrived while the supervisor was starting then take effect.
 pub(crate) fn unblock_signals() -> io::Result<()> {
     Ok(SigSet::empty().thread_set_mask()?)
 }
@@ -57,7 +57,8 @@ pub(crate) fn require_open_files() -> io::Result<()> {
     }
 }
 
-/// Raises soft limits to the hard limits. Logs a warning for each limit that is still too low.
+/// Raises the soft resource limits to the hard limits. Logs a warning for each limit that is still too low for the
+/// supervisor.
 pub(crate) fn raise_limits(config: &Config) {
     for (resource, ..) in required_limits(config) {
         let limit = getrlimit(resource);

@@ -1,4 +1,4 @@
-//! The supervisor as a library.
+//! Library that implements the supervisor.
 //!
 //! - The data plane is one thread that owns every job connection and every decision.
 //! - The control plane (HTTP, events, logs, signals) runs on separate threads and reads snapshots.

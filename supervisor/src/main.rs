@@ -88,8 +88,8 @@ fn print(text: &str) -> ExitCode {
     exit_code_after_write(standard_output::get().and_then(|mut out| out.write_all(text.as_bytes())))
 }
 
-/// Converts the result of writing to standard output into an exit code. It is not an error if the reader closes the
-/// pipe early.
+/// Converts the result of writing to standard output into an exit code. A pipe that the reader has closed early is not
+/// an error.
 fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     match written.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {

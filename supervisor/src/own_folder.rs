@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use bulkhead_linux::folder;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
-/// Maximum number of entries to remove. A folder normally contains about a dozen: sockets, locks, and files of
-/// the program that created the folder.
+/// Maximum number of directory entries to remove. A folder normally contains about a dozen entries: sockets, locks, and
+/// files of the program that created the folder.
 const ENTRIES_MAX: usize = 100_000;
 
 /// A folder that is removed on drop, including all its contents.

@@ -14,7 +14,7 @@ use crate::args::Args;
 /// Manual section of the programs: section 8, system administration.
 const SECTION: &str = "8";
 
-/// Writes all pages to a folder, which is created if it does not exist. Returns the paths of the pages.
+/// Writes all man pages to a folder, which is created if it does not exist. Returns the paths of the man pages.
 pub fn write(folder: &Path) -> io::Result<Vec<PathBuf>> {
     std::fs::create_dir_all(folder)?;
     let mut command = Args::command().disable_help_subcommand(true);
@@ -39,7 +39,7 @@ fn page(name: &str, section: &str, about: &str) -> Roff {
     page
 }
 
-/// Adds a section that consists of paragraphs.
+/// Adds a section with the given paragraphs to a man page.
 fn section(page: &mut Roff, heading: &str, paragraphs: &[&str]) {
     page.control("SH", [heading]);
     for (index, paragraph) in paragraphs.iter().enumerate() {
@@ -50,7 +50,7 @@ fn section(page: &mut Roff, heading: &str, paragraphs: &[&str]) {
     }
 }
 
-/// Adds a section that consists of preformatted lines.
+/// Adds a section with the given preformatted lines to a man page.
 fn example(page: &mut Roff, heading: &str, lines: &str) {
     page.control("SH", [heading]).control("nf", []);
     for line in lines.lines() {

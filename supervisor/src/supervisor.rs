@@ -59,7 +59,7 @@ pub enum RunError {
     /// A bulkhead needs the host program for `exec` or `library`, but the host program cannot be found.
     #[error(transparent)]
     NoHost(#[from] program::HostNotFound),
-    /// During an upgrade, the other supervisor exited, and this supervisor could not continue without it.
+    /// During an upgrade, the other supervisor exited, and this supervisor could not continue alone.
     #[error("failed to complete the upgrade; see the log for the reason")]
     Upgrade,
     /// A system call failed.
@@ -96,7 +96,7 @@ pub fn run(
     while_open: Option<LivenessDescriptor>,
     link: Option<Link>,
 ) -> Result<(), RunError> {
-    // Duplicated, so that a failed start can be reported to the predecessor.
+    // The link is duplicated, so that a failed start can be reported to the predecessor.
     let failure_link = link.as_ref().and_then(|link| link.try_clone().ok());
     let result = start(config, while_open.as_ref().map(|_| ()), link);
     let ready = result.inspect_err(|error| {
@@ -105,7 +105,7 @@ pub fn run(
         }
     })?;
     drop(failure_link);
-    // Now the control plane handles signals.
+    // From here on, the control plane handles signals.
     crate::inherited::unblock_signals().map_err(system("unblock signals"))?;
     if let Some(while_open) = while_open {
         let commands = ready.commands.clone();
@@ -141,7 +141,7 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
     if let (Some(ids), Some((_, taken))) = (support.ids(), &taken) {
         ids.inherit(taken.permanent_ids.clone());
     }
-    // Must be done before the keeper starts, because the keeper inherits this process's state.
+    // These settings must be made before the keeper starts, because the keeper inherits the state of this process.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_proc_visibility().map_err(system(
         "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
@@ -150,7 +150,7 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
     // Errors are ignored, because short slices are optional, and old kernels do not support them.
     let _ = set_time_slice(SLICE);
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    // Raised only after the keeper has started, so that workers keep the original limits.
+    // The limits are raised only after the keeper has started, so that workers keep the original limits.
     crate::inherited::raise_limits(&config);
     let open_files = OpenFiles::raise(descriptors::reserve(), control::tcp_descriptors);
     let prerequisites = Prerequisites {
@@ -185,7 +185,8 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     if let Some(at) = arguments.iter().position(|argument| argument == TAKE_OVER_ARGUMENT) {
         arguments.drain(at..(at + 2).min(arguments.len()));
     }
-    // The path is not resolved, so that it leads to the new program after an update of the package or link.
+    // The path is not resolved, so that the path still leads to the current program after an update of the package or
+    // link.
     let name = PathBuf::from(arguments.first().ok_or("the name of the program is unknown")?);
     let path = if name.components().count() > 1 {
         std::path::absolute(&name).map_err(|error| error.to_string())?
@@ -422,8 +423,8 @@ fn bind_tcp(
     })
 }
 
-/// Logs a warning if the mode of the jobs socket's folder excludes users that `[[access]]` allows. The supervisor does
-/// not change existing folders.
+/// Logs a warning if users to whom `[[access]]` grants access cannot reach the jobs socket, because of the mode of the
+/// socket's folder. The supervisor does not change existing folders.
 fn warn_about_closed_folder(socket: &Path) {
     const OTHERS_SEARCH: u32 = 0o011;
     let Some(folder) = socket.parent() else { return };
@@ -456,8 +457,8 @@ mod tests {
         }
     }
 
-    /// Not a real test. Another test runs this function in a child process that stands for a supervisor whose data
-    /// plane panics.
+    /// Not a real test. Another test runs this function in a child process to simulate a supervisor whose data plane
+    /// panics.
     #[test]
     fn helper_child_data_plane_panics() {
         if std::env::var_os(MARK).is_none() {

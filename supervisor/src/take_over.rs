@@ -30,7 +30,7 @@ const STATE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Resources whose soft limits a supervisor raises for itself.
 const RAISED: [Resource; 4] = [Resource::Nofile, Resource::Fsize, Resource::As, Resource::Data];
 
-/// Link to the predecessor during an upgrade. Uses an inherited descriptor.
+/// Link to the predecessor during an upgrade. The link uses an inherited descriptor.
 #[derive(Debug)]
 pub struct Link(OwnedFd);
 
@@ -59,7 +59,7 @@ impl Link {
 
     /// Tells the predecessor why this program is about to exit.
     pub fn fail(&self, message: &str) {
-        // If this fails, the predecessor still notices the exit.
+        // If sending fails, the predecessor still notices the exit.
         let _ = encode(kind::FAILED, &Failed { message }, &[]).map(|bytes| self.send(bytes));
     }
 
@@ -131,7 +131,8 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 /// State that a supervisor takes over from its predecessor.
 #[derive(Debug, Default)]
 pub struct TakeOver {
-    /// Inherited descriptors, by name. Each entry includes the descriptor's address or path, if any.
+    /// Inherited descriptors, by name. Each entry also contains the address or path that belongs to the descriptor, if
+    /// any.
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,
@@ -169,7 +170,8 @@ impl TakeOver {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }
 
-    /// Restores the soft limits from before the predecessor raised them. Workers must inherit the original limits.
+    /// Restores the soft limits that were in force before the predecessor raised its limits. Workers must inherit the
+    /// original limits.
     pub(crate) fn restore_limits(&self) {
         for (number, soft) in self.state.iter().flat_map(|state| &state.soft_limits) {
             if let Some(resource) = RAISED.into_iter().find(|resource| *resource as u32 == *number) {
@@ -186,7 +188,7 @@ impl TakeOver {
         self.take_same(inherited::CRASHES_LOCK, "crash_dir", folder.as_deref())
     }
 
-    /// Returns the listening sockets, which the predecessor still serves.
+    /// Returns the listening sockets that the predecessor has passed and still serves.
     pub(crate) fn listeners(
         mut self,
         link: Link,
@@ -225,7 +227,7 @@ impl TakeOver {
             _ => None,
         };
         let listeners = Listeners {
-            // The data plane gets this listener when the supervisor begins to serve.
+            // The data plane gets the listener of the jobs socket when the supervisor begins to serve.
             jobs: None,
             mode: RunMode::Standalone { admin, sockets },
             http,

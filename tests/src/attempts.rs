@@ -395,7 +395,7 @@ pub const ELSEWHERE: &[&str] = &[
     "write-temporary-file-of-sibling",
 ];
 
-/// Attempts that only recent kernels refuse. On an older kernel, the attempt is permitted, and the supervisor kills the
+/// Attempts that only recent kernels refuse. An older kernel permits the attempt, and the supervisor then kills the
 /// worker.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 

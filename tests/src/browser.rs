@@ -1,5 +1,5 @@
-//! A real headless browser, controlled through the WebDriver protocol: JSON over the HTTP client of
-//! [`crate::http`].
+//! A real headless browser, controlled through the WebDriver protocol. The JSON messages of the protocol are sent with
+//! the HTTP client in [`crate::http`].
 
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -33,7 +33,7 @@ const FLAGS: [&str; 11] = [
     "--hide-scrollbars",
 ];
 
-/// Key under which WebDriver responses contain references to elements.
+/// Key of an element reference in a WebDriver response.
 const ELEMENT: &str = "element-6066-11e4-a52e-4f735466cecf";
 
 /// A tab in a browser with a new profile. The browser is terminated on drop.
@@ -95,7 +95,7 @@ impl Browser {
         self.post("/url", &json!({"url": url}));
     }
 
-    /// Runs a script in the page, as the body of a function, and returns the function's result.
+    /// Runs a script as the body of a function in the page, and returns the function's result.
     pub fn run(&self, script: &str) -> Value {
         self.post("/execute/sync", &json!({"script": script, "args": []}))
     }
@@ -167,8 +167,8 @@ impl Browser {
         STANDARD.decode(taken.as_str().expect("base64")).expect("base64")
     }
 
-    /// Returns the log entries since the last call. `kind` is `browser` for the console, or `performance` for
-    /// all requests.
+    /// Returns the log entries since the last call. `kind` is `browser` for console messages, or `performance` for
+    /// requests.
     pub fn log(&self, kind: &str) -> Vec<Value> {
         let entries = self.post("/se/log", &json!({"type": kind}));
         entries.as_array().expect("entries").clone()

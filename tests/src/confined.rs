@@ -1,5 +1,5 @@
-//! Supervisors with confined workers, for tests. Provides a folder with programs that any user can execute, targets to
-//! attack, and the results of attempts.
+//! Test supervisors with confined workers. This module prepares a folder of programs that any user can execute, opens
+//! targets to attack, and collects the results of attempts.
 
 use std::any::Any;
 use std::fs;
@@ -315,7 +315,7 @@ impl Place {
     }
 }
 
-/// The part of the snapshot that describes a worker's confinement. Other tests do not read this part.
+/// The part of the snapshot that describes a worker's confinement. Only the tests of confinement read this part.
 #[derive(Debug)]
 pub struct Confinement {
     /// PID of the worker.
@@ -368,13 +368,13 @@ impl Confinement {
 /// Result of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// The attempt succeeded. Contains a description.
+    /// The attempt succeeded. Contains a description of the result.
     Succeeded(String),
     /// The attempt was refused. Contains the error and the attempted action.
     Refused(String, String),
-    /// The worker was killed because the attempt is a violation. Contains the message.
+    /// The worker was killed because the attempt is a violation. Contains the supervisor's message.
     Violation(String),
-    /// The attempt ended in any other way. Contains a description.
+    /// The attempt ended in any other way. Contains a description of the outcome.
     Otherwise(String),
 }
 

@@ -18,8 +18,8 @@ use crate::{PATIENCE, Supervisor, kill_pid, not_run, output, programs, wait_for}
 /// Oldest and newest versions of the NATS server with which the fleet is tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
 
-/// Returns the path to which `.ci/run` unpacks the server program for a version. If the program is missing, prints a
-/// note and returns `None`.
+/// Returns the path of the NATS server program for a version, as unpacked by `.ci/run`. If the program is missing,
+/// prints a note and returns `None`.
 pub fn server_program(version: &str) -> Option<PathBuf> {
     let program = programs().join("..").join("nats-server").join(version).join("nats-server");
     if program.exists() {
@@ -50,7 +50,7 @@ impl NatsServer {
         Self::start_configured(program, folder, name, port, &text)
     }
 
-    /// Starts a server with this configuration, which must contain the port.
+    /// Starts a server with the configuration `text`, in which the port must be `port`.
     pub fn start_configured(program: &Path, folder: &Path, name: &str, port: u16, text: &str) -> Self {
         let config = folder.join(format!("{name}.conf"));
         std::fs::write(&config, text).expect("a writable folder");
@@ -102,7 +102,8 @@ impl NatsServer {
         kill_pid(self.child.id(), signal);
     }
 
-    /// Sends hand-written messages, as a third-party client could, and returns a reader for the server's lines.
+    /// Sends hand-written messages, as a third-party client could. Returns a reader for the lines that the server
+    /// sends.
     fn send(&self, messages: &[u8]) -> BufReader<TcpStream> {
         let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).expect("the server listens");
         socket.set_read_timeout(Some(PATIENCE)).expect("an open socket");
@@ -156,7 +157,7 @@ impl Host {
         self.spawn_agent(command, &[]);
     }
 
-    /// Starts another program as the agent. The program gets `arguments` after the configuration.
+    /// Starts another program as the agent. The program gets `arguments` after the agent's usual arguments.
     pub fn start_agent_with(&mut self, program: &Path, arguments: &[&str]) {
         self.spawn_agent(Command::new(program), arguments);
     }
@@ -324,8 +325,8 @@ impl TestFleet {
         });
     }
 
-    /// Runs `bulkhead-fleet` with the submitters' configuration. The program has a time limit, because it
-    /// can wait for a job's outcome for an hour.
+    /// Runs `bulkhead-fleet` with the submitters' configuration. The program has a time limit, because waiting for a
+    /// job's outcome can take up to an hour.
     pub fn command(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(programs().join("bulkhead-fleet"));
         command.arg("--config").arg(self.config()).args(arguments);
@@ -372,8 +373,8 @@ impl TestFleet {
         assert!(lines.map_while(Result::ok).any(|line| line == "PONG"));
     }
 
-    /// Sends a hand-written request to the first server and returns the response. Headers begin with the version line,
-    /// or are empty.
+    /// Sends a hand-written request to the first server and returns the response. `headers` is empty or begins with the
+    /// version line.
     pub fn request(&self, subject: &[u8], headers: &[u8], payload: &[u8]) -> String {
         let (kind, sizes) = match headers.len() {
             0 => ("PUB", payload.len().to_string()),

@@ -150,7 +150,7 @@ impl Write for Socket {
     }
 }
 
-/// A connection that is kept alive.
+/// A keep-alive connection, which can be used for several requests.
 #[derive(Debug)]
 pub struct KeptAlive(BufReader<Socket>);
 
@@ -162,13 +162,14 @@ impl KeptAlive {
         Self(BufReader::new(socket))
     }
 
-    /// Sends a request and reads the response. Returns `None` if the connection is closed first.
+    /// Sends a request and reads the response. Returns `None` if the connection is closed before the response is
+    /// complete.
     pub fn ask(&mut self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Option<Answer> {
         self.send(method, path, headers, body);
         self.answer()
     }
 
-    /// Sends a request. A connection that is already closed is detected when the response is read.
+    /// Sends a request. Ignores write errors, because a closed connection is detected when the response is read.
     pub fn send(&mut self, method: &str, path: &str, headers: &[&str], body: &[u8]) {
         self.socket().send_head(method, path, headers, Some(body.len()));
         let _ = self.socket().write_all(body);
@@ -202,7 +203,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Reads a response to its end. Returns `None` if the connection closes first.
+    /// Reads a complete response. Returns `None` if the connection is closed before the response is complete.
     pub fn read(socket: Socket) -> Option<Self> {
         Self::read_from(&mut BufReader::new(socket))
     }

@@ -135,7 +135,7 @@ pub struct Findings {
     pub resident: (u64, u64),
 }
 
-/// Value of `grace` for all bulkheads in a run with hangs.
+/// Value of `grace` for all bulkheads in a run in which jobs hang.
 const GRACE: Duration = Duration::from_millis(50);
 
 /// Maximum time that a worker can continue to start jobs after the supervisor has decided to kill the worker, in µs.
@@ -144,7 +144,7 @@ const KILL_TIMEOUT_US: u64 = 500_000;
 /// Maximum number of faults of each kind that are reported in full.
 const TOLD_MAX: usize = 5;
 
-/// Maximum increase in the number of descriptors that the idle supervisor has open after the load.
+/// Maximum number of additional descriptors that the idle supervisor can have open after the load.
 const DESCRIPTORS_SLACK: usize = 12;
 
 /// Maximum growth of the resident memory between the two measurements, in bytes. Allocators keep some memory after
@@ -170,7 +170,7 @@ pub fn keep(plan: Plan) -> Findings {
     let (second, more) = load(&supervisor, notes.path(), rest, 1);
     deeds.extend(more);
     fill_all(&supervisor);
-    // Crash records that wait for the symbolizer hold descriptors.
+    // Each crash record that waits for the symbolizer keeps descriptors open.
     let began = Instant::now();
     findings.descriptors.1 = at_rest(&supervisor);
     while has_more_descriptors(&findings) && began.elapsed() < PATIENCE {
@@ -182,7 +182,7 @@ pub fn keep(plan: Plan) -> Findings {
     judge(told, deeds, findings, notes.path(), plan)
 }
 
-/// Compares the clients' records with those of the workers, and adds the results to the findings.
+/// Compares the clients' records with the workers' records, and adds the results to the findings.
 fn judge(
     told: HashMap<u64, Entry>,
     deeds: Vec<Deed>,

@@ -101,7 +101,8 @@ pub fn programs() -> PathBuf {
     watchdog::record_test();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
-        // A test target makes cargo select the features of `cargo test --workspace`, so that nothing is compiled twice.
+        // With a test target, cargo selects the same features as `cargo test --workspace`, so that nothing is compiled
+        // twice.
         cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
         // `RUSTC_BOOTSTRAP` is set for `--report-time`, and would cause recompilations.
@@ -290,8 +291,8 @@ impl Supervisor {
         serde_json::from_str(&body).expect("JSON")
     }
 
-    /// Waits until a crash report is available, and returns the report. An outcome can name a report that is not
-    /// available yet.
+    /// Waits until a crash report is available, and returns the report. Waiting is necessary because an outcome can
+    /// name a report that is not available yet.
     pub fn crash_report(&self, id: &str) -> Value {
         wait_for("the crash report can be read", || {
             let (status, body) = self.try_get(&format!("/v1/crashes/{id}"))?;
@@ -436,7 +437,7 @@ pub struct Auditor {
 }
 
 impl Auditor {
-    /// Starts a thread that checks a supervisor's counters.
+    /// Starts a thread that repeatedly checks whether a supervisor's counters are consistent.
     pub fn of(supervisor: &Supervisor) -> Self {
         let admin = supervisor.folder.path().join("admin.sock");
         let is_over = Arc::new(AtomicBool::new(false));
@@ -657,7 +658,8 @@ fn begun(result: Ended) -> Option<Ended> {
     (outcome(&result) != "deadline_exceeded/queued").then_some(result)
 }
 
-/// Sends the job repeatedly until a worker begins it before the deadline. Returns the outcome of that attempt.
+/// Sends the job repeatedly until a worker begins an attempt before the job's deadline. Returns the outcome of this
+/// attempt.
 pub async fn overrun(job: &Job) -> Ended {
     let began = Instant::now();
     while began.elapsed() < PATIENCE {
@@ -668,8 +670,8 @@ pub async fn overrun(job: &Job) -> Ended {
     panic!("no worker begins the job before the deadline")
 }
 
-/// Sends the job repeatedly with the blocking client until a worker begins it before the deadline. Returns the
-/// outcome of that attempt.
+/// Sends the job repeatedly with the blocking client until a worker begins an attempt before the job's deadline.
+/// Returns the outcome of this attempt.
 pub fn overrun_blocking(job: &blocking::Job) -> Ended {
     wait_for("a worker begins the job before the deadline", || begun(job.clone().send()))
 }

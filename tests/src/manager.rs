@@ -1,4 +1,4 @@
-//! A stand-in for systemd. Starts a supervisor with `NOTIFY_SOCKET`, follows `MAINPID`, answers barriers, and
+//! A stand-in for systemd. Passes `NOTIFY_SOCKET` to the supervisor, handles `MAINPID` and `BARRIER` notifications, and
 //! restarts the service as systemd does with `Restart=on-failure` and `KillMode=mixed`.
 
 use std::collections::BTreeSet;
@@ -34,7 +34,7 @@ struct State {
     main: u32,
     /// True once a stop has been requested. The main process is then not restarted.
     is_stopping: bool,
-    /// Exit status of the main process; `None` until the service has stopped.
+    /// Exit status of the main process, or `None` if the service has not stopped yet.
     ended: Option<WaitStatus>,
     restarts: u32,
     is_ready: bool,
@@ -147,7 +147,8 @@ impl Drop for Manager {
             self.supervisors().into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
             std::thread::park_timeout(Duration::from_millis(10));
         }
-        // Waiting for a thread that has missed the exit of the main process would block the test.
+        // Joins the thread only if the thread has finished. Joining a thread that has missed the exit of the main
+        // process would block the test.
         if thread.is_finished() {
             let _ = thread.join();
         }

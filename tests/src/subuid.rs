@@ -17,15 +17,15 @@ pub struct User {
     has_ids: bool,
 }
 
-/// First UID of test users. Their subordinate IDs begin at `IDS`. No ID from `USERS` upwards may be in use on the
-/// machine.
+/// First UID of test users. The subordinate IDs of these users begin at `IDS`. The IDs from `USERS` upwards must not be
+/// in use on the machine.
 const USERS: u32 = 1_879_000_000;
 const IDS: u32 = 1_879_200_000;
 
 /// Number of subordinate IDs per user.
 const COUNT: u32 = 100;
 
-/// Layers needed to run workers with subordinate IDs.
+/// Layers of confinement that are needed to run workers with subordinate IDs.
 pub const LAYERS: &[&str] =
     &["landlock scopes", "seccomp notify", "user namespace", "tree end", "mount_setattr"];
 
@@ -64,8 +64,8 @@ impl User {
         self.first..=self.first + COUNT - 1
     }
 
-    /// Returns a command that runs its arguments as this user, with `home` as the home folder. `more` contains
-    /// additional options for `setpriv`.
+    /// Returns a command that runs the program in its arguments as this user, with `home` as the home folder. `more`
+    /// contains additional options for `setpriv`.
     pub fn command(&self, home: &Path, more: &[&str]) -> Command {
         let Self { uid, first, has_ids } = self;
         let etc = home.join("etc");

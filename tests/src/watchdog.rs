@@ -23,7 +23,7 @@ const FAILURE_TIME: Duration = Duration::from_secs(150);
 /// Maximum length of a command line in a report, in characters.
 const COMMAND_LINE_MAX: usize = 160;
 
-/// Names of the tests that have used a program, by thread ID.
+/// Names of the tests that have used one of the workspace's programs, by thread ID.
 static TESTS: Mutex<BTreeMap<i32, String>> = Mutex::new(BTreeMap::new());
 
 /// Records the test that runs in this thread. The test harness names each thread after its test.
@@ -66,7 +66,7 @@ fn report(problem: &str) {
         let name = name(pid).unwrap_or_default();
         let _ = writeln!(text, "process {pid} of {parent}: {name}: {}: {line}", describe_wait(&task));
     }
-    // `eprintln` would add this to the captured output of the test that started the watchdog.
+    // `eprintln` would add the report to the captured output of the test that started the watchdog.
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 

@@ -139,7 +139,7 @@ mod tests {
         let mut forgotten = bucket;
         forgotten.rescale(ms(0), None, &fast);
         assert_eq!(forgotten, Bucket::default(), "without a limit, the bucket's time has no cost");
-        // Charges that are carried over never exceed the new burst.
+        // When the limit changes, the remaining charges are reduced to at most the new burst.
         bucket.rescale(ms(0), Some(&slow), &RateLimit { burst: 10, ..slow });
         assert_eq!(bucket.take(ms(1000), &RateLimit { burst: 10, ..slow }, 1), Ok(()));
     }

@@ -7,11 +7,11 @@ use std::time::Duration;
 use crate::limits::Restart;
 use crate::time::Time;
 
-/// Time for which a worker must be ready before its slot's failure history is cleared. The worker must also have
-/// completed a job.
+/// A slot's failure history is cleared once the slot's worker has been ready for this time and has completed a job.
 pub(crate) const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Maximum number of consecutive workers in a bulkhead that can die during their first jobs without delaying restarts.
+/// Maximum number of consecutive workers that can die during their first jobs before the bulkhead's restarts are
+/// delayed.
 const UNSPACED_DEATHS_MAX: u32 = 10;
 
 /// Minimum interval between delayed restarts in a bulkhead. The kernel needs milliseconds to start and end a process,
@@ -104,8 +104,8 @@ mod tests {
     use super::*;
     use crate::limits::Limits;
 
-    /// A death is early if it happens during a worker's first jobs. After several consecutive early deaths, restarts
-    /// are no longer immediate.
+    /// Restarts are delayed after several consecutive early deaths. A death is early if it happens during a worker's
+    /// first jobs.
     #[test]
     fn delays_restarts_after_many_early_deaths() {
         let mut spacing = RestartSpacing::default();

@@ -41,7 +41,8 @@ impl RetryAfter {
         Duration::from_secs(self.seconds)
     }
 
-    /// Adjusts the `Retry-After` value based on the number of rejections during the last `self.seconds` seconds.
+    /// Raises or lowers the `Retry-After` value, depending on the number of rejections during the last `self.seconds`
+    /// seconds.
     fn adapt(&mut self, second: u64) {
         let is_recent = |at: u64| at < second && second - at <= self.seconds;
         let recent: u64 = self.history.iter().filter(|(at, _)| is_recent(*at)).map(|(_, count)| count).sum();
@@ -59,8 +60,8 @@ impl RetryAfter {
 mod tests {
     use super::*;
 
-    /// Table from `TestDroppedRequestsTracker` in Kubernetes. The columns are the second, the number of rejections in
-    /// that second, and the expected value.
+    /// Test table from `TestDroppedRequestsTracker` in Kubernetes. Each row contains a second, the number of rejections
+    /// in that second, and the expected value.
     #[test]
     fn retry_after_matches_kubernetes_test_table() {
         let table = [

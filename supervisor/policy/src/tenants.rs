@@ -28,10 +28,11 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Tenant {
     name: Arc<str>,
-    /// Total number of the tenant's queued jobs, jobs in flight and withheld places.
+    /// Number of the tenant's jobs, both queued and in flight, plus the number of places withheld from the tenant's
+    /// quota.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Number of places withheld from the tenant's quota, because its jobs may have killed workers.
+    /// Number of places in the tenant's quota that cannot be used, because the tenant's jobs may have killed workers.
     pub(crate) withheld: u32,
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,
@@ -79,7 +80,7 @@ impl Tenants {
             idle: 0,
             idle_max,
         };
-        // The entry for jobs without a tenant counts as having a job, so that it is never forgotten.
+        // The entry for jobs without a tenant is given one job, so that it never becomes idle and is never removed.
         tenants.add("");
         tenants.get(TenantId::NONE).jobs = 1;
         tenants
@@ -151,7 +152,8 @@ impl Tenants {
         (0..self.table.len() as u32).map(TenantId)
     }
 
-    /// Converts tenants' rate-limit buckets to a new general rate limit. Skips tenants with a rate limit of their own.
+    /// Rescales the tenants' rate-limit buckets when the general rate limit changes. Skips tenants with their own rate
+    /// limit.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
         for tenant in self.table.iter_mut().filter(|tenant| tenant.overrides.rate_limit.is_none()) {
             tenant.bucket.rescale(now, before, after);

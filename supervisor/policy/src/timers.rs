@@ -7,15 +7,16 @@ use std::collections::VecDeque;
 
 use crate::time::Time;
 
-/// Position of a timer: an index in the heap or, if [`IN_QUEUE`] is set, the number of a place in the queue.
+/// Encoded position of a timer. If [`IN_QUEUE`] is set, the other bits are a place number in the queue. Otherwise, the
+/// value is an index in the heap.
 type Position = u32;
 
 const ABSENT: Position = u32::MAX;
 const IN_QUEUE: Position = 1 << 31;
-/// Mask for place numbers, which wrap around.
+/// Mask that makes place numbers in the queue wrap around.
 const PLACE_MASK: u32 = (1 << 30) - 1;
 
-/// Number of stale places that are always tolerated in the queue, even if few timers are set.
+/// Number of stale places that the queue can always contain without being compacted, even if few timers are set.
 const STALE_MAX: usize = 64;
 
 /// Timers identified by number. Numbers should be small, because the table has an entry for every number up to the
@@ -128,7 +129,7 @@ impl Timers {
 
     // The queue.
 
-    /// Returns the encoded position of a place in the queue.
+    /// Returns the encoded position of the entry at index `place` of the queue.
     fn position_of(&self, place: usize) -> Position {
         IN_QUEUE | (self.first.wrapping_add(place as u32) & PLACE_MASK)
     }
@@ -143,7 +144,8 @@ impl Timers {
             .is_some_and(|(_, number)| self.position[*number as usize] == self.position_of(place))
     }
 
-    /// Removes stale places from both ends of the queue. If too many stale places remain, removes all of them.
+    /// Removes stale places from both ends of the queue. If too many stale places remain in the middle, removes these
+    /// as well.
     fn compact(&mut self) {
         while !self.queue.is_empty() && !self.is_live(0) {
             self.queue.pop_front();
@@ -214,7 +216,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// The number of stale places in the queue is bounded by the number of set timers.
+    /// Setting and clearing timers many times leaves only a bounded number of stale places in the queue.
     #[test]
     fn timers_set_in_order_use_bounded_space() {
         let mut timers = Timers::default();

@@ -33,8 +33,8 @@ pub(crate) struct Worker {
     pub(crate) has_dispatch_thread: bool,
     /// Value of `health.heartbeat` when the worker received its welcome message.
     pub(crate) heartbeat: Duration,
-    /// Minimum number of heartbeats that the worker must miss before it counts as hung. Above 0 if the welcome message
-    /// requested rare heartbeats.
+    /// Minimum number of heartbeats that the worker must miss before it counts as hung. Greater than 0 if the welcome
+    /// message allowed the worker to send only every second heartbeat.
     pub(crate) missed_min: u32,
     pub(crate) revision: Revision,
     /// True if the worker can change its `max_in_flight` while it is running.
@@ -77,8 +77,8 @@ pub(crate) struct Worker {
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
     pub(crate) jobs_given: u64,
-    /// Earliest time of the next attempt to replace this worker. For a standby, the next time to check whether
-    /// the slot's worker is idle.
+    /// Earliest time of the next attempt to replace this worker. If the worker is a standby, the next time to check
+    /// whether the worker in its slot is idle.
     pub(crate) next_replacement_at: Time,
     /// Next time to check whether the worker has exceeded `recycle.age`.
     pub(crate) next_age_check: Time,
@@ -112,7 +112,7 @@ impl Default for Assignment {
 }
 
 impl Assignment {
-    /// Returns the assignment for a worker that has the slot to itself.
+    /// Returns the assignment for a worker in a slot that has no other worker.
     pub(crate) fn of_slot(slot: u32, is_spare_slot: bool) -> Self {
         if is_spare_slot { Self::Spare { slot } } else { Self::Active { slot, is_at_job_limit: false } }
     }
@@ -126,7 +126,7 @@ impl Assignment {
         slot
     }
 
-    /// Returns the last slot that the worker filled. Its running jobs and its death are charged to this slot.
+    /// Returns the last slot that the worker filled. The worker's running jobs and its death are charged to this slot.
     pub(crate) fn charged_slot(self) -> u32 {
         match self {
             Self::Replaced { charged_slot, .. } | Self::Displaced { charged_slot, .. } => charged_slot,
@@ -159,7 +159,7 @@ impl Assignment {
         )
     }
 
-    /// Returns true if the worker's running jobs count as overcommit of the slot to which the jobs are charged.
+    /// Returns true if the worker's running jobs count as overcommit of the last slot that the worker filled.
     pub(crate) fn is_overcommit(self) -> bool {
         matches!(self, Self::Replaced { was_killed: false, .. })
     }
@@ -179,22 +179,24 @@ pub(crate) enum Revision {
     /// The worker was started after the last restart and after the last configuration change.
     #[default]
     UpToDate,
-    /// The worker was started before the last restart. If a replacement fails to start, no further attempt is made.
+    /// The worker was started before the last restart. If a replacement fails to start, no further attempt is made to
+    /// replace the worker.
     BeforeRestart,
-    /// The worker has a previous program or configuration. If a replacement failed to start, the next attempt is made
-    /// at `retry_at`.
+    /// The worker has a previous program or configuration. If a replacement failed to start, `retry_at` is the time of
+    /// the next attempt to replace the worker.
     BeforeReload { retry_at: Option<Time> },
 }
 
-/// State of the check for the cause of missed heartbeats.
+/// Progress of the check that determines why the worker missed heartbeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum SilenceCheck {
     /// No check is in progress, because the worker is not silent.
     #[default]
     None,
-    /// The worker is silent. The supervisor measures the worker's processor time until this time.
+    /// The worker is silent, and the supervisor is measuring how much processor time the worker uses. The measurement
+    /// ends at this time.
     Observing { until: Time },
-    /// The measurement is complete. The caller has been asked for the processor time that the worker used.
+    /// The measurement has ended, and the caller has been asked how much processor time the worker used.
     AwaitingResult,
 }
 
@@ -439,7 +441,7 @@ impl Worker {
         self.last_begun.max(self.recalled_up_to) < self.sent
     }
 
-    /// Returns true if the worker has missed its heartbeats.
+    /// Returns true if the worker has been silent for long enough to have missed `missed` heartbeats.
     pub(crate) fn is_silent(&self, now: Time, missed: u32) -> bool {
         self.last_heard_at + self.silence_max(missed) <= now
     }

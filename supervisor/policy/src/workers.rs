@@ -53,7 +53,7 @@ pub(crate) struct SlotRecord {
     /// State of the slot before the bulkhead was scaled to zero. Saved only if the slot was waiting for its next
     /// worker.
     pub(crate) saved_state: Option<SlotState>,
-    /// True if the slot has had a worker before. Starting its next worker then counts as a restart.
+    /// True if the slot has had a worker before. Starting the slot's next worker then counts as a restart.
     pub(crate) has_had_worker: bool,
     /// Reason for the exit of the slot's last worker, if recorded.
     pub(crate) last_end: Option<RestartCause>,
@@ -67,11 +67,11 @@ pub(crate) enum SlotState {
     /// The slot has no worker, because the bulkhead has not been started, is scaled to zero, or is stopping.
     #[default]
     Empty,
-    /// A worker will start on [`Event::Start`](crate::Event::Start) or after the previous worker is gone.
+    /// The next worker starts when [`Event::Start`](crate::Event::Start) arrives or the previous worker is gone.
     Awaiting,
     /// The slot is not needed for the configured number of workers.
     Closed,
-    /// The worker in this table entry fills the slot.
+    /// The worker with this table index fills the slot.
     Occupied(u32),
     /// The next worker will start at this time.
     Backoff { until: Time },
@@ -86,8 +86,8 @@ impl SlotState {
         if let Self::Occupied(place) = self { Some(place) } else { None }
     }
 
-    /// Returns true if the slot has a worker or will get one. A stopped slot does not count, even if it will
-    /// be probed.
+    /// Returns true if the slot has a worker or will get one. Returns false for a stopped slot, even if a worker will
+    /// later be started there as a probe.
     pub(crate) fn is_live(self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
     }
@@ -118,7 +118,7 @@ struct Derived {
     stalled_permits: u32,
     /// Number of permits that the worker contributes to the limit.
     permits: u32,
-    /// Number of the worker's jobs that count as overcommit of the slot to which they are charged.
+    /// Number of the worker's jobs that are charged to a slot as overcommit.
     overcommit: u32,
     /// Number of jobs in flight in the worker, or `None` if the worker cannot be given another job.
     load_level: Option<u32>,
@@ -128,7 +128,7 @@ impl Derived {
     fn of(worker: &Worker, limits: &Limits) -> Self {
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        // Prefetched jobs are subtracted because they may already have started.
+        // Prefetched jobs count as started, because the worker may already have started these jobs.
         let left = worker.jobs_left(limits).saturating_sub(worker.prefetched.len() as u64);
         let left = u32::try_from(left).unwrap_or(u32::MAX);
         let capacity = limits.max_in_flight.min(worker.sent_max_in_flight).min(level.saturating_add(left));
@@ -449,8 +449,8 @@ impl Workers {
             let place = self.touched[index];
             let Some(worker) = self.get(place) else { continue };
             match self.due(limits, is_stopping, worker) {
-                // Each frame from a worker postpones its deadline, but not its timer. When the timer fires,
-                // the deadline is checked.
+                // Each frame postpones the worker's deadline, but not the worker's timer. When the timer fires, the
+                // deadline is checked.
                 Some(at) => self.timers.set_at_latest(place, at),
                 None => self.timers.clear(place),
             }
@@ -686,7 +686,7 @@ impl Workers {
         SlotPermits { overcommit, in_use, held: taken + excess }
     }
 
-    /// Recomputes all derived numbers and checks that they match.
+    /// Recomputes all derived numbers and checks that the stored numbers are equal to the results.
     #[cfg(debug_assertions)]
     pub(crate) fn check(&self, limits: &Limits, is_stopping: bool) {
         let mut totals = Totals::default();

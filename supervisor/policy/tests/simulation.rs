@@ -23,8 +23,8 @@ use support::world::World;
 const STEPS: u64 = 2_000_000;
 const STEPS_PER_HISTORY_MAX: u64 = 2000;
 
-/// Maximum time between the stop timeout, at which remaining workers are killed, and the last event. Includes
-/// delays of the simulated supervisor itself.
+/// Maximum time between the stop timeout and the last event. Remaining workers are killed at the stop timeout. The time
+/// includes delays of the simulated supervisor itself.
 const STOP_MARGIN: Duration = Duration::from_secs(20);
 
 const TRACE_LINES: usize = 60;
@@ -202,7 +202,7 @@ struct History {
     actions: Vec<Action<Tag>>,
     steps: u64,
     steps_max: u64,
-    /// Number of entries in [`TENANTS`] that this history uses.
+    /// Number of tenants in this history. The tenants are the first entries of [`TENANTS`].
     tenants: usize,
     trace: Trace,
 }
@@ -289,7 +289,7 @@ impl History {
     }
 }
 
-/// Trace of a history. Dropping this value prints the most recent events.
+/// Log of the most recent events and actions in a history. The log is printed when this value is dropped.
 enum Trace {
     Off,
     On { seed: u64, lines: VecDeque<String> },

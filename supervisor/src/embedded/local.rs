@@ -106,7 +106,7 @@ impl LocalSupervisor {
             Ok(output) => Ok(output),
             Err(ended) => {
                 self.end(ended)?;
-                // The supervisor has stopped, which may be what `future` is waiting for.
+                // `future` may have been waiting for the supervisor to stop.
                 Ok(future.await)
             }
         }
@@ -152,7 +152,7 @@ impl LocalSupervisor {
         poll_fn(|context| {
             combined.enter(context);
             for _ in 0..POLLS_MAX {
-                // Polled first, because the future may be ready without any work by the data plane.
+                // The future is polled first, because it may be ready without any work by the data plane.
                 if let Some(Poll::Ready(output)) = future_waker.poll(future.as_mut()) {
                     return Poll::Ready(Ok(output));
                 }
@@ -257,7 +257,7 @@ fn failed(error: io::Error) -> RunError {
     RunError::System("run the event loop", error)
 }
 
-/// Kind of work to do in the next iteration.
+/// Kind of work that the next iteration of the event loop must do.
 enum Next {
     /// Only in-process clients need to be served.
     Clients,
@@ -281,7 +281,8 @@ async fn next(
     tokio::time::timeout(timeout, event).await.unwrap_or(Ok(Next::Other))
 }
 
-/// Runs `act` and converts a panic into an error. A panic in the data plane must not terminate the caller's thread.
+/// Runs `act`, and converts a panic into an error so that a panic in the data plane does not terminate the caller's
+/// thread.
 fn guarded<T>(
     data_plane: &mut DataPlane,
     act: impl FnOnce(&mut DataPlane) -> io::Result<T>,
@@ -296,7 +297,8 @@ fn panicked() -> io::Error {
 impl Drop for LocalSupervisor {
     fn drop(&mut self) {
         if self.owner != std::process::id() {
-            // Nothing may be dropped in a forked child, which has none of the threads and does not own the keeper.
+            // A forked child must not drop anything here, because it does not have the threads and does not own the
+            // keeper.
             std::mem::forget(self.ready.take());
             std::mem::forget(std::mem::take(&mut self.served));
         }

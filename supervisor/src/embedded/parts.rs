@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// State of the combined future. The wakers of all parts share this state.
+/// State of a future that combines several parts. The wakers of all parts share this state.
 #[derive(Default)]
 pub(super) struct CombinedWaker {
     /// True while the combined future is being polled. Wake-ups during this time need not reach the runtime, because
@@ -29,8 +29,8 @@ impl CombinedWaker {
         self.is_polled.store(true, Ordering::SeqCst);
     }
 
-    /// Marks the end of a poll. The caller must then check all parts once more, because wake-ups during the poll did
-    /// not reach the runtime.
+    /// Marks the end of a poll. The caller must then check again whether any part was woken, because wake-ups during
+    /// the poll did not reach the runtime.
     pub(super) fn leave(&self) {
         self.is_polled.store(false, Ordering::SeqCst);
     }

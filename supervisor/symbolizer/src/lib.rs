@@ -39,7 +39,7 @@ pub fn run_as_symbolizer(debug_folders: &[String]) -> ! {
     std::process::exit(i32::from(result.is_err()))
 }
 
-/// Takes ownership of the link's descriptor. An environment variable contains the descriptor number.
+/// Takes ownership of the link's descriptor. The number of the descriptor is passed in an environment variable.
 fn inherited_link() -> io::Result<OwnedFd> {
     let number = std::env::var(LINK_VARIABLE).ok().and_then(|number| number.parse().ok());
     let number: i32 = number.filter(|number| *number > 2).ok_or(io::ErrorKind::NotFound)?;
@@ -56,7 +56,7 @@ fn serve(link: &mut std::fs::File, debug_folders: &[String]) -> io::Result<()> {
     link.flush()
 }
 
-/// Returns the backtraces of all threads, or the reason why there are none. The result is always within the limits of
+/// Returns the backtraces of all threads, or the reason why there are none. The result always satisfies
 /// [`NativeCrash::is_valid`].
 pub fn symbolize(bytes: &[u8], debug_folders: &[String]) -> NativeCrash {
     let processes = record::processes(bytes);
@@ -88,7 +88,7 @@ fn backtraces(
 ) {
     let mut modules = Modules::new(&process.mappings, debug_folders);
     let mut unwinder = ProcessUnwinder::new(&mut modules);
-    // A thread without registers could not be stopped.
+    // All registers are zero if the thread could not be stopped.
     let has_registers = |thread: &&record::Thread<'_>| thread.header.registers.iter().any(|it| *it != 0);
     let addresses: Vec<_> = process
         .threads
@@ -246,8 +246,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(1000))]
 
-        /// The registers, the stack and the mappings are random. The mapped files are libraries that have been modified
-        /// at random.
+        /// Records with random registers, stacks and mappings produce documents of bounded size. The mapped files are
+        /// libraries that have been modified at random.
         #[test]
         fn forged_records_produce_bounded_documents(
             registers in prop::collection::vec(prop_oneof![0..0x60_0000_u64, any::<u64>()], 33),

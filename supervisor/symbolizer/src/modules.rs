@@ -1,4 +1,4 @@
-//! Programs and libraries that are named in records, with their unwind tables.
+//! Programs and libraries that the recorded processes have mapped, and the unwind tables of these files.
 //!
 //! A file is used only if its device and inode are those of the mapped file. The file may have been written by a
 //! hostile worker.
@@ -72,7 +72,8 @@ impl Module {
         Some(UnwindSections { text, eh_frame, eh_frame_hdr, got })
     }
 
-    /// Returns the file with separate debug information from the first folder that contains such a file.
+    /// Returns the file that contains this module's separate debug information, from the first folder in which there is
+    /// such a file.
     pub(crate) fn debug_file(&self, folders: &[String]) -> Option<ReadCache<File>> {
         let id = self.build_id.as_ref()?;
         let (start, rest) = id.split_at_checked(2)?;

@@ -84,7 +84,8 @@ fn names(module: &Module, debug_folders: &[String], addresses: &[u64]) -> Vec<Ve
         if names.is_empty() {
             names.push(Name::default());
         }
-        // The symbol is that of the outermost function, whose name in the debug information can lack the path.
+        // The symbol belongs to the outermost function. In the debug information, the name of this function can lack
+        // the path.
         if let (Some(name), Some(symbol)) = (names.last_mut(), symbol)
             && name.function.as_ref().is_none_or(|function| symbol.contains(function))
         {

@@ -1,4 +1,4 @@
-//! Parses the records of threads, which are untrusted.
+//! Parses records of threads. The records are untrusted.
 
 use std::collections::BTreeMap;
 

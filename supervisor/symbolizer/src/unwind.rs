@@ -10,7 +10,7 @@ use bulkhead_api::NATIVE_FRAMES_MAX;
 use crate::modules::{Module, Modules};
 use crate::record::{Mapping, Thread};
 
-/// Position of a stack frame in the code.
+/// Code addresses of a stack frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CodeAddress {
     /// Address at which execution continues in the frame.
@@ -38,7 +38,7 @@ impl<'m, 'r> ProcessUnwinder<'m, 'r> {
         Self { modules, unwinder: UnwinderNative::new(), cache: CacheNative::new() }
     }
 
-    /// Returns the position of each frame, beginning with the function that crashed or was running.
+    /// Returns the code addresses of each frame, beginning with the function that crashed or was running.
     pub(crate) fn unwind(&mut self, thread: &Thread<'_>) -> Vec<CodeAddress> {
         let (current, mut registers) = registers(thread);
         let mut frames = vec![CodeAddress::exact(current)];
@@ -97,7 +97,7 @@ fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     (ip, UnwindRegsNative::new(ip, sp, bp))
 }
 
-/// Finds the caller of a function at an invalid address, which has no stack frame. Returns the return address and the
+/// Finds the code that called an invalid address. Such a call has no stack frame. Returns the return address and the
 /// caller's registers.
 #[cfg(target_arch = "x86_64")]
 fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {
@@ -115,7 +115,7 @@ fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     (pc, UnwindRegsNative::new(lr, sp, fp))
 }
 
-/// Finds the caller of a function at an invalid address, which has no stack frame. Returns the return address and the
+/// Finds the code that called an invalid address. Such a call has no stack frame. Returns the return address and the
 /// caller's registers.
 #[cfg(target_arch = "aarch64")]
 fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {

@@ -28,7 +28,8 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // Longer than any wait in a scenario, but shorter than the time limit of the test that reports the failure.
+    // This timeout is longer than any wait in a scenario, but shorter than the time limit of the test that reports the
+    // failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -269,7 +270,7 @@ fn waits_for_all() {
         match libc::fork() {
             0 => {
                 libc::close(may_end.as_raw_fd());
-                // Blocks until the parent closes its end. By then, the parent knows the child's PID.
+                // Blocks until the parent closes its end of the pipe. By then, the parent knows the child's PID.
                 libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
@@ -350,8 +351,8 @@ fn keeps_its_own() {
     assert_same_state(&before);
 }
 
-/// Triggers the one-time initialisation that would distort later measurements: the first thread makes the C library
-/// reserve a signal, and tokio creates a socket pair.
+/// Performs one-time initialisation that would distort later measurements. The first thread makes the C library reserve
+/// a signal, and tokio creates a socket pair.
 fn once() {
     std::thread::spawn(|| run(async {})).join().unwrap();
 }
@@ -394,7 +395,7 @@ fn loses_its_keeper() {
     own.wait().unwrap();
 }
 
-/// Checks that a keeper that is killed while it is starting is replaced.
+/// Checks that the keeper is replaced if it is killed while starting.
 fn loses_starting_keepers() {
     let folder = std::env::var("FOLDER").unwrap();
     let is_own = |pid: &u32| {
@@ -560,11 +561,11 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= KILLS_MIN);
 }
 
-/// Configuration of a bulkhead that runs one job at a time, so that `WAITS` further jobs wait in the queue.
+/// Configuration of a bulkhead that runs one job at a time and can queue `WAITS` further jobs.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
-/// Checks that the job failed and that the error does not say that the job ran.
+/// Checks that a job failed and that the job's error does not report the job as executed.
 fn assert_told(told: &Result<Reply, JobError>) {
     let told = told.as_ref().expect_err("no job was served");
     assert!(told.executed() != Executed::Yes, "{told}");
@@ -691,8 +692,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Time after which the kernel kills a forked child, in seconds. The child hangs if another thread held a lock
-/// during the fork.
+/// Time after which the kernel kills a forked child, in seconds. Without this limit, a child would hang forever if
+/// another thread held a lock during the fork.
 const CHILD_SECONDS_MAX: u32 = 60;
 
 /// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot shut down the
@@ -1066,7 +1067,7 @@ async fn local_limits_files() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Waits to be killed without driving the data plane. The keeper must detect on its own that the application has
+/// Does not drive the data plane and waits to be killed. The keeper must detect on its own that the application has
 /// exited.
 async fn local_is_killed() {
     let (mut supervisor, client) = start_local("");

@@ -1,5 +1,5 @@
-//! A worker that implements the protocol without the SDK. The operation selects how the worker uses or
-//! misuses memory files.
+//! A worker that implements the protocol without the SDK. A job's operation determines how the worker uses or misuses
+//! memory files.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -14,7 +14,7 @@ use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::memory_files::{LeaseRef, receive_with_files};
 use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, capability};
 
-/// Payload file and result file of each lease, by lease number.
+/// Payload files and result files of all leases, by lease number.
 type Lent = HashMap<u64, (File, File)>;
 
 struct Worker {

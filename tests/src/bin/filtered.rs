@@ -71,8 +71,8 @@ fn profile(file: &str) -> Vec<sock_filter> {
     filter(&rules, default)
 }
 
-/// Returns a filter that applies the given action to each system call in `rules`, and the action `default` to
-/// all others.
+/// Returns a BPF filter. Each entry of `rules` assigns an action to a system call. The action for all other system
+/// calls is `default`.
 fn filter(rules: &[(c_long, u32)], default: u32) -> Vec<sock_filter> {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const JUMP_IF_IS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;

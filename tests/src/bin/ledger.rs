@@ -1,4 +1,4 @@
-//! Runs the ledger and prints the results: `ledger [SECONDS [SEED [calm]]] [embedded | embedded-local]`.
+//! Runs the ledger test and prints the results: `ledger [SECONDS [SEED [calm]]] [embedded | embedded-local]`.
 //!
 //! - `calm` leaves out everything that makes the supervisor kill workers.
 //! - `embedded` and `embedded-local` run the supervisor in the clients' process.

@@ -89,7 +89,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
                     let _ = runs.send(());
                     forever()
                 })?;
-                // A new thread sets its own name, so this waits until the name is set.
+                // A new thread sets its own name. Waits until the name is set.
                 let _ = is_running.recv();
             }
             Ok::<_, HandlerError>((std::process::id(), 0))
@@ -483,7 +483,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "progress" => {
             for step in 1..=4 {
                 ctx.progress(step as f32 / 4.0, &format!("step {step}"));
-                // Long enough for the client to receive each report.
+                // The pause is long enough for the client to receive each report.
                 std::thread::sleep(Duration::from_millis(110));
             }
         }
@@ -719,7 +719,7 @@ impl Raw {
         true
     }
 
-    /// Receives the descriptor of the journal, which is sent before the welcome.
+    /// Receives the descriptor of the journal, which is sent before the welcome frame.
     fn lent(&mut self) -> Option<OwnedFd> {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
         let (mut frame, mut space) =
@@ -780,12 +780,12 @@ impl Raw {
         self.frame(kind::HELLO, MAGIC, &hello, b"");
     }
 
-    /// Waits for the next job or the welcome. Returns the frame's number.
+    /// Waits for the next job frame or welcome frame. Returns the number of the frame.
     fn next(&mut self) -> u64 {
         self.next_job().0
     }
 
-    /// Waits for the next job or the welcome. Returns the frame's number and the operation.
+    /// Waits for the next job frame or welcome frame. Returns the number of the frame and the operation.
     fn next_job(&mut self) -> (u64, String) {
         use std::os::fd::AsFd;
         loop {
@@ -876,7 +876,7 @@ fn die_without_record() -> Result<(), HandlerError> {
     Ok(())
 }
 
-/// Writes a crash record in which the registers and the stack are random and the mapped files are not programs.
+/// Writes a crash record with random registers and a random stack. The mapped files are not programs.
 fn forge_record() -> Result<(), HandlerError> {
     use std::hash::{BuildHasher, Hasher, RandomState};
     use std::os::unix::fs::{FileExt, MetadataExt};

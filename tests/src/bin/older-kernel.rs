@@ -1,4 +1,5 @@
-//! Runs a program as if on a kernel before Linux 6.16, without `SO_PASSRIGHTS`: `older-kernel PROGRAM [ARGUMENT...]`.
+//! Runs a program as if on a kernel that lacks `SO_PASSRIGHTS`, as Linux did before version 6.16. Usage: `older-kernel
+//! PROGRAM [ARGUMENT...]`.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
@@ -17,7 +18,8 @@ fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Makes every further call of `setsockopt(2)` with `SO_PASSRIGHTS` fail with `ENOPROTOOPT`, even after `execve(2)`.
+/// Makes every later call of `setsockopt(2)` with the option `SO_PASSRIGHTS` fail with the error `ENOPROTOOPT`, even
+/// after `execve(2)`.
 fn forget_pass_rights() -> std::io::Result<()> {
     // Offsets of the system call number and of the lower halves of the arguments (little-endian).
     const NUMBER: u32 = 0;

@@ -104,7 +104,7 @@ async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan)
         fill_all(&looks_on).await;
     }
     let mut findings = Findings { descriptors: (before, at_rest().await), ..Findings::default() };
-    // Crash records that wait for the symbolizer hold descriptors.
+    // Each crash record that waits for the symbolizer keeps descriptors open.
     let began = Instant::now();
     while has_more_descriptors(&findings) && began.elapsed() < PATIENCE {
         findings.descriptors.1 = at_rest().await;

@@ -96,7 +96,7 @@ impl Attempt {
 
     /// Creates a record about this attempt. The record contains the identifier of this worker.
     fn record(self, at_us: u64, mark: Mark) -> Record {
-        // Set by the first job, because forked workers share everything that the template has set.
+        // The identifier is set by the first job, because forked workers share everything that the template has set.
         let worker = *WORKER.get_or_init(|| self.began_us);
         Record { job: self.job, began_us: self.began_us, at_us, worker, mark }
     }
@@ -132,7 +132,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
     let notes = PathBuf::from(notes);
     let places = notes.join(format!("places-{bulkhead}"));
     let bound: usize = bound.parse().expect("a number");
-    // Open to all users, because workers can run as different users.
+    // The file is open to all users, because workers can run as different users.
     let records = open(&notes.join(RECORDS)).expect("the records can be opened");
     Server::new()
         .handler(move |job: &Job, ctx: &bulkhead_worker::Ctx| {
@@ -143,7 +143,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
             let number = job.payload().first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
             let number = number.ok_or_else(|| HandlerError::new("no_number", "the payload has no number"))?;
             let attempt = Attempt { job: number, began_us: now_us() };
-            // Uses a single write in append mode, so that records do not mix.
+            // Each record is written with a single call in append mode, so that records are not interleaved.
             let write = |record: Record| (&records).write_all(&record.encode());
             write(attempt.record(attempt.began_us, Mark::Begun))?;
             let place = take_place(&places, bound, attempt)?;
@@ -221,7 +221,7 @@ fn lock_of(byte: usize) -> nix::libc::flock {
 /// replaced, but a later round then succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until the bulkhead is running its maximum number of jobs. The first job to notice this creates a
+/// Waits until the bulkhead is running its maximum number of jobs. The first job that detects this state creates a
 /// file, which releases the other jobs.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
@@ -248,7 +248,7 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
 
 /// Result of [`take_place`]. Each place represents one of the bulkhead's permits.
 enum Place {
-    /// The attempt has locked a byte of the file and written its identity there.
+    /// The attempt has taken a place by locking a byte of the file, and has written its identity there.
     Taken(TakenPlace),
     /// All places are taken. The attempts in `holders` have held the places since `since_us`, a time in µs.
     None { since_us: u64, holders: Vec<Attempt> },

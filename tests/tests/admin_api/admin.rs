@@ -173,7 +173,8 @@ fn configured(config: &str) -> TempDir {
 }
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
-/// The grace period is long so that a cancelled `yield` job ends before the worker is killed, even on a busy machine.
+/// Configuration of a bulkhead with a long grace period. Even on a busy machine, a cancelled `yield` job then ends
+/// before the worker is killed.
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20s\"\ndeadline = \"300s\"\n";
 
 fn program(folder: &Path, arguments: &[&str]) -> Command {
@@ -638,7 +639,7 @@ fn event_stream_continues_stored_events_without_gaps() {
     let newest = seqs("/v1/events?follow=false&limit=1");
     assert!(newest.len() == 1 && newest[0] >= end, "{newest:?}");
     assert_eq!(seqs("/v1/events?follow=false&bulkhead=other&limit=1"), [end]);
-    // A number that this supervisor has not used yet comes from an earlier supervisor, so everything is returned.
+    // A number that this supervisor has not used yet comes from an earlier supervisor, so all events are returned.
     assert_eq!(seqs("/v1/events?follow=false&since=99999999")[..4], [1, 2, 3, 4]);
     assert_eq!(get(&supervisor, "/v1/events?follow=false&bulkhead=nobody").status, 404);
 }
@@ -753,7 +754,8 @@ fn logs_escape_control_characters_in_worker_output() {
     };
     assert_eq!(numbers("/v1/bulkheads/x/logs?since=1")[..3], [2, 3, 4]);
     assert_eq!(numbers("/v1/bulkheads/x/logs?since=1&limit=1").len(), 1);
-    // A number that this supervisor has not used yet comes from an earlier supervisor, so everything is returned.
+    // A number that this supervisor has not used yet comes from an earlier supervisor, so everything in the log is
+    // returned.
     assert_eq!(numbers("/v1/bulkheads/x/logs?since=1000")[..3], [1, 2, 3]);
 
     let lines = wait_for("the log has a line from each stream", || {

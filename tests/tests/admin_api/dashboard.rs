@@ -477,7 +477,7 @@ fn dashboard_keeps_at_most_500_events() {
     check(&site, &browser);
 }
 
-/// Checks that the page has no horizontal overflow on a phone.
+/// Checks that the page has no horizontal overflow at the width of a phone.
 fn look_at_it_on_a_phone(site: &Site, browser: &Browser) {
     site.crash("thumbnail");
     browser.wait("document.querySelector('#crashes summary')");

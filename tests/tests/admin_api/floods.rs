@@ -1,4 +1,4 @@
-//! Floods of requests on the admin socket. Jobs and shutdown must not be delayed.
+//! Tests that floods of requests on the admin socket delay neither jobs nor the shutdown.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -56,7 +56,7 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
     answers.into_inner()
 }
 
-/// The test requests admin pages that describe thousands of tenants.
+/// Requests for admin pages that describe thousands of tenants must not block jobs.
 #[test]
 fn large_admin_responses_do_not_block_jobs() {
     let _turn = heavy();

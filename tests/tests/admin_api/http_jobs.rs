@@ -98,7 +98,7 @@ fn request_headers_set_deadline_tenant_and_trace() {
     assert_eq!(event["tenant"], "größe");
     assert_eq!(event["trace_id"], &TRACEPARENT[3..35]);
 
-    // Waits until all permits are free, so that the next job does not spend its deadline in the queue.
+    // Waits until all permits are free, so that the next job does not wait in the queue until its deadline.
     supervisor.wait_number("b", "available", 4);
     let late =
         place.job("b", "sleep", &["Bulkhead-Deadline-Ms: 2000", "Bulkhead-Idempotent: true"], b"20000");
@@ -365,7 +365,8 @@ fn disconnecting_client_cancels_its_job() {
     socket.end_sending();
     supervisor.wait_number("b", "cancelled", 4);
     assert!(Answer::read(socket).is_none());
-    // Otherwise, the next job could be rejected, because a cancelled job still holds its permit.
+    // Waits until all permits are free, because a cancelled job that still holds its permit could cause the rejection
+    // of the next job.
     supervisor.wait_number("b", "available", 4);
 
     // An incomplete payload never becomes a job.
@@ -451,7 +452,7 @@ fn drain(mut socket: Socket) -> Vec<u8> {
     bytes
 }
 
-/// The test sends jobs that the control plane rejects before they reach the data plane.
+/// The metrics include jobs that the control plane rejects, although these jobs never reach the data plane.
 #[test]
 fn metrics_count_jobs_with_invalid_headers() {
     let supervisor = Supervisor::start(ONE);

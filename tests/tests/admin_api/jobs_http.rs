@@ -396,7 +396,7 @@ fn invalid_requests_are_answered_and_run_no_job() {
     assert_eq!(job(&mut connection, "echo", b"x").unwrap().status, 200);
 }
 
-/// Sends a request with both `Content-Length` and `Transfer-Encoding`. The latter takes precedence, so no part of the
+/// If a request has both `Content-Length` and `Transfer-Encoding`, the latter takes precedence, so no part of the
 /// payload is parsed as another request.
 #[test]
 fn smuggled_request_is_never_served() {
@@ -409,7 +409,7 @@ fn smuggled_request_is_never_served() {
         "Transfer-Encoding : chunked\r\nContent-Length: 4".to_owned(),
         "Transfer-Encoding: xchunked\r\nContent-Length: 4".to_owned(),
     ] {
-        // A reader that trusts the length sees a payload; a reader that trusts the encoding sees another request.
+        // A reader that trusts the length sees a payload. A reader that trusts the encoding sees another request.
         let request = format!(
             "POST {JOBS} HTTP/1.1\r\nHost: x\r\n{TOKEN}\r\nConnection: close\r\n{order}\r\n\r\n0\r\n\r\n{inner}"
         );
@@ -448,8 +448,8 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
         );
         assert_eq!(place.ask("GET", "/readyz", &[], b"").status, 200);
     }
-    // Opens more silent connections than are allowed to wait. The oldest are refused, and health checks are still
-    // served.
+    // Opens more silent connections than the supervisor allows. The oldest connections are refused, and health checks
+    // are still served.
     let mut silent: Vec<KeptAlive> = (0..10).map(|_| place.keep_alive()).collect();
     assert_eq!(silent[0].answer().expect("the oldest is refused").status, 503);
     assert_eq!(place.ask("GET", "/healthz", &[], b"").status, 200);
@@ -463,7 +463,8 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
         assert_eq!(connection.answer().expect("an answer").status, 200);
     }
     drop(silent);
-    // An idle connection is closed to make room for another. A connection becomes idle shortly after its response.
+    // An idle connection is closed to make room for a new connection. A connection becomes idle shortly after its
+    // response.
     let _later = wait_for("a further connection is served", || {
         let mut later = place.keep_alive();
         (job(&mut later, "echo", b"x").unwrap().status == 200).then_some(later)
@@ -484,7 +485,7 @@ fn clients_without_a_token_cannot_hold_connections() {
     let (_supervisor, place) = start_with("jobs_http_max = 8", ONE);
     let mut known = place.keep_alive();
     assert_eq!(job(&mut known, "echo", b"x").unwrap().status, 200);
-    // Connections that have begun a request, have sent a wrong token, or are silent.
+    // Opens connections that begin a request, send a wrong token, or stay silent.
     let mut strangers: Vec<KeptAlive> = Vec::new();
     for n in 0..40 {
         let mut stranger = place.keep_alive();
@@ -586,7 +587,7 @@ fn second_signal_ends_the_drain_notice_period() {
     assert_eq!(supervisor.wait().code(), Some(0));
 }
 
-/// A client with a token sends chunked payloads until the client's share of the memory is used up. The supervisor's own
+/// A client that sends chunked payloads with a token can use up only its own share of the memory. The supervisor's own
 /// user keeps a share.
 #[test]
 fn token_holder_cannot_use_another_users_memory_share() {

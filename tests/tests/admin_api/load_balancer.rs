@@ -1,5 +1,5 @@
-//! Two supervisors behind HAProxy, with the configuration of `deploy/haproxy`. Hosts stop and die under load, and each
-//! host records the jobs that it runs.
+//! Two supervisors behind HAProxy, with the configuration of `deploy/haproxy`. Hosts are stopped and killed under load,
+//! and each host records the jobs that it runs.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -231,7 +231,8 @@ fn killed_host_fails_only_jobs_in_flight() {
     println!("lost: {}, {:?}", lost.len(), results(&seen));
 }
 
-/// Each host is stopped four times, without a drain notice, while jobs are running and waiting.
+/// Connections are not reset if hosts are stopped under load. Each host is stopped four times, without a drain notice,
+/// while jobs are running and waiting.
 #[test]
 fn stopping_hosts_under_load_does_not_reset_connections() {
     const STOPS: usize = 8;
@@ -270,7 +271,8 @@ fn stopping_hosts_under_load_does_not_reset_connections() {
     check_runs(&seen, &runs(&[first, second]));
 }
 
-/// Clients connect to a host directly, with a new connection for each job or with keep-alive connections.
+/// Clients that connect to a host directly see no resets when the host stops. The clients use a new connection for each
+/// job, or keep-alive connections.
 #[test]
 fn direct_clients_see_no_reset_when_a_host_stops() {
     for (keeps, stops) in [(false, 1), (true, 2)] {

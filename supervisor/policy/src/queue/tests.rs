@@ -17,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// Highest number of steps in one operation, and total number of steps in all operations.
+/// Work done by queue operations: the maximum number of steps in a single operation, and the total number of steps.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -55,7 +55,7 @@ impl Random {
     }
 }
 
-/// Pops all jobs and returns them in this order.
+/// Pops all jobs and returns them in the order in which they were popped.
 fn drain(queue: &mut Queue) -> Vec<u32> {
     std::iter::from_fn(|| queue.pop(BestEffort)).collect()
 }
@@ -115,8 +115,7 @@ fn blocked_tenant_keeps_its_credit() {
     queue.push(0, Normal, 0, 5);
     (10..30).for_each(|job| queue.push(job, Normal, 1, 1));
     (10..13).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
-    // The tenant is blocked two rounds before its turn. While the tenant is blocked, served jobs do not bring its turn
-    // closer.
+    // The tenant is blocked two rounds before its turn. Jobs served while the tenant is blocked do not count as rounds.
     queue.block(0);
     (13..20).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
     assert_eq!((queue.len(), queue.len_of_tenant(0), queue.oldest(0)), (11, 1, Some(0)));
@@ -131,7 +130,7 @@ fn blocked_tenant_keeps_its_credit() {
     assert_eq!(drain(&mut queue), [41, 22, 23, 24, 25, 26, 27, 28, 29, 40]);
 }
 
-/// A blocked tenant stays blocked even if the queue releases memory.
+/// A blocked tenant stays blocked even when memory is released.
 #[test]
 fn tenant_stays_blocked_without_jobs() {
     let mut queue = Queue::default();
@@ -158,7 +157,7 @@ fn cancelled_jobs_do_not_earn_extra_turns() {
 
 // Fairness.
 
-/// Queues all jobs and pops up to `pops` of them. Returns the total cost of each tenant's popped jobs after each pop.
+/// Queues all jobs, and pops up to `pops` of them. Returns the total cost of each tenant's served jobs after each pop.
 fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     let (mut queue, mut owner) = (Queue::default(), Vec::new());
     for (tenant, &(count, cost)) in flows.iter().enumerate() {
@@ -176,8 +175,7 @@ fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     (0..pops).map_while(next).collect()
 }
 
-/// Checks that any two tenants with waiting jobs are served equally. Their total costs can differ by at most the
-/// maximum cost plus one.
+/// Checks that the total costs served for any two backlogged tenants differ by at most the maximum cost plus one.
 fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
     let bound = 1 + flows.iter().map(|flow| u64::from(flow.1)).max().unwrap_or(0);
     let all: Vec<u64> = flows.iter().map(|&(count, cost)| count as u64 * u64::from(cost)).collect();
@@ -192,7 +190,7 @@ fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
 fn long_and_short_flows_get_equal_service() {
     assert_equal_while_backlogged(&[(1, 1), (10, 1), (1000, 1)]);
     assert_equal_while_backlogged(&[(1000, 1), (10, 1), (1, 1)]);
-    // A short flow ends after as many rounds as it has jobs, no matter how long the other flows are.
+    // A flow of small jobs ends after as many rounds as it has jobs, regardless of how long the large flow is.
     let after = shares(&[(1000, 1), (10, 1), (1, 1)], 21);
     assert_eq!(after[2], [1, 1, 1]);
     assert_eq!(after[20], [10, 10, 1]);
@@ -243,18 +241,18 @@ fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64>
 
 #[test]
 fn tenants_with_unequal_numbers_of_clients_get_equal_shares() {
-    // The numbers are from the tests of Kubernetes' queue set. Tenants with 8 and 7 clients on 4 seats get equal
-    // shares, within 1 %.
+    // Follows a test of Kubernetes' queue set: if 8 and 7 clients compete for 4 seats, both groups get the same share,
+    // within 1 %.
     let got = closed_loop(&[(8, 1), (7, 1)], 4, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
-    // These numbers of clients differ far more than in the case above.
+    // The shares are also equal if the numbers of clients differ far more.
     let got = closed_loop(&[(5, 1), (50, 1), (5000, 1)], 4, 3000);
     assert!(got.iter().all(|&share| share.abs_diff(4000) <= 40), "{got:?}");
 }
 
 #[test]
 fn unused_share_goes_to_the_other_tenant() {
-    // A tenant that needs less than its share is served completely. The other tenant gets the rest.
+    // A tenant that demands less than its share gets everything it demands. The other tenant gets the rest.
     assert_eq!(closed_loop(&[(4, 1), (1, 1)], 3, 1000), [2000, 1000]);
 }
 
@@ -264,7 +262,7 @@ fn tenants_with_different_job_costs_get_equal_shares() {
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
 }
 
-/// None of the five tenants suffers more than 30 % of the evictions.
+/// If five tenants submit jobs at the same rate, no tenant loses more than 30 % of the evicted jobs.
 #[test]
 fn evictions_are_nearly_even_at_equal_rates() {
     let (mut random, mut evicted) = (Random(5), [0_u32; 5]);
@@ -289,7 +287,7 @@ fn evictions_are_nearly_even_at_equal_rates() {
     assert!(all > 10_000 && evicted.iter().all(|&of| of * 100 <= all * 30), "{evicted:?}");
 }
 
-// Comparison with the paper and with a model.
+// Comparison of the queue with the original paper and with a model.
 
 /// Returns the jobs served in each round by deficit round robin with a quantum of 1, as described in the
 /// original paper.
@@ -337,7 +335,7 @@ fn rounds_match_the_algorithm_in_the_paper() {
             let pop = |_: &_| queue.pop(Normal).map_or((usize::MAX, 0), |job| jobs[job as usize]);
             let mut got: Vec<(usize, u32)> = expected.iter().map(pop).collect();
             if cost_max > 1 {
-                // Only the order within a round can differ.
+                // The two results can differ only in the order of jobs within a round.
                 got.sort_unstable();
                 expected.sort_unstable();
             }
@@ -364,7 +362,7 @@ struct Model {
     /// All waiting jobs, from oldest to newest.
     jobs: Vec<Waiting>,
     standings: BTreeMap<(Priority, u32), (u64, i64)>,
-    /// Tenants with jobs that were returned to the queue, most recent first.
+    /// Tenants whose jobs were returned to the queue. The tenant of the most recently returned job comes first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
     /// Time at which the number of each tenant's waiting jobs last changed.
@@ -594,10 +592,11 @@ fn queue_matches_model_under_random_use() {
 
 // Work and memory.
 
-/// Measures the work done by each operation for the given numbers of tenants and jobs, and for costs up to `cost_max`.
+/// Measures the work done by each queue operation. The test uses the given numbers of tenants and jobs, and random job
+/// costs up to `cost_max`.
 fn steps_with(tenants: u32, jobs: u32, cost_max: u32) -> Steps {
     let (mut random, mut queue, mut steps) = (Random(3), Queue::default(), Steps::default());
-    // Grows the slots first, because this work is done only once.
+    // Allocates the slots before the measurement, because this work is done only once.
     queue.push(0, Normal, 0, COST_MAX);
     queue.remove(0);
     let cost = |random: &mut Random| 1 + random.below(cost_max);
@@ -635,7 +634,7 @@ fn operations_take_a_constant_number_of_steps() {
     }
 }
 
-/// Each operation takes at most twelve steps, even if a job is very expensive.
+/// Each queue operation takes at most twelve steps, even if a job is very expensive.
 #[test]
 fn job_with_huge_cost_is_served_in_bounded_time() {
     let (mut queue, mut steps) = (Queue::default(), Steps::default());
@@ -643,7 +642,7 @@ fn job_with_huge_cost_is_served_in_bounded_time() {
     (1..10_000).for_each(|job| queue.push(job, Normal, 1, 1));
     let place = (0..10_000_u32).find(|_| steps.of(|| queue.pop(Normal)) == Some(0));
     assert!(place.is_some_and(|place| place.abs_diff(COST_MAX) <= 1), "{place:?}");
-    // While the queue has only one tenant, rounds are skipped rather than visited.
+    // If the queue has only one tenant, rounds are skipped and not visited individually.
     let mut queue = Queue::default();
     (0..100).for_each(|job| queue.push(job, Normal, 0, u32::MAX));
     (0..100).for_each(|_| _ = steps.of(|| queue.pop(Normal)));
@@ -702,7 +701,7 @@ fn cancelled_jobs_release_memory() {
     }
 }
 
-/// Repeatedly adding and removing one job with a high number does not resize a table each time.
+/// Adding and removing a job with a high number does not resize a table each time.
 #[test]
 fn large_tables_shrink_only_after_many_operations() {
     let mut queue = Queue::default();

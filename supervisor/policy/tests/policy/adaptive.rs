@@ -46,7 +46,8 @@ impl Load {
             .limit
     }
 
-    /// Runs the clients for `time`. Each job takes `service(running)`, where `running` is the number of running jobs.
+    /// Runs the clients for `time`. The function `service` returns the duration of a job for the given number of
+    /// running jobs.
     fn run(&mut self, time: Duration, service: impl Fn(usize) -> Duration) {
         let end = self.fixture.now + time;
         while self.fixture.now < end {
@@ -82,8 +83,7 @@ impl Load {
         }
     }
 
-    /// Returns the lowest and the highest limit during the final period of the run. `last` is the length of this
-    /// period.
+    /// Returns the lowest and the highest limit during the last part of the run. `last` is the length of this part.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))
@@ -275,7 +275,8 @@ fn monitor_mode_reports_limit_without_enforcing_it() {
     assert_eq!(load.limit(), 64);
 }
 
-/// The limit must rise even if the permits reserved for critical jobs are free. Ordinary jobs cannot use these permits.
+/// Free permits that are reserved for critical jobs must not keep the limit from rising, because ordinary jobs cannot
+/// use these permits.
 #[test]
 fn limit_rises_although_reserved_permits_are_free() {
     for reserved_permits in [0.1, 0.25, 0.5] {
@@ -302,7 +303,7 @@ fn monitored_limit_does_not_rise_if_jobs_are_slow() {
     }
 }
 
-/// Reports of changes to the limit are rate-limited, but the last report always contains the final limit.
+/// Limit changes are reported at a limited rate, but the last report always contains the final limit.
 #[test]
 fn limit_changes_are_reported_at_most_once_every_ten_seconds() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);

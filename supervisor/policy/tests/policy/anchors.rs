@@ -289,8 +289,8 @@ fn retrying(max_in_flight: u32, budget: f64) -> Limits {
     Limits { retry: Some(RetryLimits { attempts: 2, budget }), ..limits(1, max_in_flight, 100) }
 }
 
-/// As with the budget of failsafe-go's `RetryPolicy`, a few retries are always allowed. Further retries are limited to
-/// a fraction of the jobs.
+/// Follows the budget of failsafe-go's `RetryPolicy`: a few retries are always allowed. Beyond that, the number of
+/// retries is limited to a fraction of the number of jobs.
 #[test]
 fn retry_budget_always_allows_a_few_retries() {
     let mut fixture = Fixture::ready(retrying(1, 0.01));
@@ -306,7 +306,8 @@ fn retry_budget_always_allows_a_few_retries() {
     assert_eq!(fixture.bulkhead.counters().crashed, 30);
 }
 
-/// A minimum number of retries is always allowed. Further retries are limited to a fraction of the recent jobs.
+/// A minimum number of retries is always allowed. Beyond that, the number of retries is limited to a fraction of the
+/// number of recent jobs.
 #[test]
 fn retry_budget_grows_with_the_number_of_jobs() {
     let mut fixture = Fixture::ready(retrying(1, 0.1));

@@ -168,7 +168,7 @@ fn oversized_result_holds_its_permit_until_it_has_arrived() {
     assert_eq!((fixture.bulkhead.counters().late_replies, fixture.bulkhead.available()), (0, 1));
 }
 
-/// A worker is killed if it stops sending an oversized result, or if it is still sending the result after the job's
+/// A worker is killed if it stops in the middle of an oversized result or is still sending the result after the job's
 /// deadline.
 #[test]
 fn kills_worker_with_endless_oversized_result() {
@@ -274,8 +274,8 @@ fn queue_timeout_and_deadline_have_different_reasons() {
     fixture.expect(running, "deadline_exceeded", Some("running"));
 }
 
-/// Checks a rule in `docs/semantics.md`: a job never starts after its deadline, even if no tick was handled
-/// before then.
+/// Checks a rule in `docs/semantics.md`: a job never starts after its deadline, even if another event is handled
+/// between the deadline and the next tick.
 #[test]
 fn expired_job_never_runs() {
     let mut fixture = Fixture::ready(limits(1, 1, 2));
@@ -291,7 +291,8 @@ fn expired_job_never_runs() {
     );
 }
 
-/// Checks a rule in `docs/semantics.md`: even without a queue, one job can wait for each permit of a starting worker.
+/// Checks a rule in `docs/semantics.md`: even without a queue, as many jobs can wait for a starting worker as the
+/// worker will have permits.
 #[test]
 fn jobs_wait_for_starting_workers() {
     let mut fixture = Fixture::starting(limits(2, 3, 0));
@@ -517,8 +518,8 @@ fn recycled_worker_continues_until_its_replacement_is_ready() {
     assert_eq!((fixture.bulkhead.last_failure(), fixture.bulkhead.limit()), ("", 1));
 }
 
-/// Checks the rule in `docs/architecture.md` that everything is bounded. Jobs that hang in replaced workers
-/// must not cause the number of workers to grow.
+/// Checks the rule in `docs/architecture.md` that everything is bounded. Jobs that hang in replaced workers must not
+/// increase the number of workers.
 #[test]
 fn slot_has_at_most_two_workers() {
     let mut limits = limits(1, 2, 0);
@@ -629,8 +630,8 @@ fn starved_worker_is_killed_later_than_hung_worker() {
     }
 }
 
-/// A worker that can end individual jobs gets extra time to end an overdue job while clients are waiting for its other
-/// jobs.
+/// If a worker can end individual jobs and clients are waiting for its other jobs, the worker gets extra time to end an
+/// overdue job.
 #[test]
 fn slowly_ending_job_does_not_stop_other_jobs() {
     for is_answered in [true, false] {

@@ -161,7 +161,7 @@ fn critical_job_overtakes_prefetched_jobs() {
     assert_eq!(fixture.recalled_jobs, [normal[2], normal[1], normal[0]]);
     fixture.reply(first);
     assert!(fixture.bulkhead.holds(fixture.holder(first), critical));
-    // Recalled jobs come first in their class.
+    // Recalled jobs are put at the front of their priority class.
     fixture.reply(critical);
     assert!(fixture.bulkhead.holds(fixture.holder(first), normal[0]));
 }

@@ -27,7 +27,7 @@ fn reload_keeps_deadlines_of_existing_jobs() {
     fixture.expect(before, "rejected", Some("queue_timeout"));
 }
 
-/// After the limit has been lowered, queued jobs start only once the number of running jobs has fallen below the new
+/// After the limit has been lowered, queued jobs do not start until the number of running jobs has fallen below the new
 /// limit.
 #[test]
 fn lower_limits_do_not_drop_any_jobs() {
@@ -62,8 +62,8 @@ fn reload_keeps_rate_limit_charges() {
     fixture.job();
 }
 
-/// Once a rate limit has been removed, earlier charges no longer count, regardless of how the limit was removed and set
-/// again.
+/// After a rate limit has been removed and another limit has been set, earlier charges no longer count. This applies to
+/// every way of removing and setting a limit.
 #[test]
 fn rate_limit_that_was_removed_leaves_no_charges() {
     let slow = RateLimit { per_second: 1.0, burst: 4, per: RatePer::Tenant };
@@ -157,7 +157,7 @@ fn reload_of_other_keys_keeps_breaker_state() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
     fixture.wait(5 * SECOND);
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::HalfOpen);
-    // The result of a probe that was claimed under the previous limits has no effect.
+    // A probe that was admitted under the previous limits does not affect the breaker.
     let probe = fixture.job();
     reconfigure(&mut fixture, with(breaker(0.8), 7));
     fixture.reply(probe);
@@ -189,7 +189,8 @@ fn lower_missed_does_not_apply_to_workers_with_rare_heartbeats() {
     for (before, is_checked) in [(RARE_HEARTBEATS_MISSED, false), (RARE_HEARTBEATS_MISSED - 1, true)] {
         let mut fixture = Fixture::ready(health(before));
         reconfigure(&mut fixture, health(1));
-        // A silent worker is observed for one more interval before the supervisor checks the cause.
+        // A silent worker is observed for one more heartbeat interval before the supervisor checks the cause of the
+        // silence.
         for time in [3 * SECOND, SECOND] {
             fixture.now = fixture.now + time;
             fixture.apply(Event::Tick);

@@ -262,7 +262,7 @@ fn restarting_a_starting_worker_does_not_stop_its_slot() {
     }
 }
 
-/// Returns the retry delays in the events about failed replacements.
+/// Returns the retry delays from all events about failed replacements.
 fn failed_replacements(fixture: &Fixture) -> Vec<Option<Duration>> {
     let delay = |note: &OperatorEvent| match note {
         OperatorEvent::ReplacementFailed { retry_in, .. } => Some(*retry_in),
@@ -291,7 +291,8 @@ fn failed_replacement_stops_a_restart_until_the_next_one() {
     assert_eq!((&fixture.drained, failed_replacements(&fixture).len()), (&old, 1));
 }
 
-/// A replacement for any other reason runs the same program, so its failure stops the restart as well.
+/// A restart stops if any replacement fails to start, even a replacement that was started for another reason, because
+/// all replacements run the same program.
 #[test]
 fn failed_replacement_for_another_reason_stops_a_restart() {
     let mut limits = limits(3, 1, 0);
@@ -309,7 +310,8 @@ fn failed_replacement_for_another_reason_stops_a_restart() {
     assert!(fixture.bulkhead.restart_failure().is_some());
 }
 
-/// Workers that are outdated because of a reload are replaced later, so the failure of a restart is not final.
+/// If the workers are also outdated because of a reload, further attempts are made to replace the workers even after a
+/// restart has failed.
 #[test]
 fn failed_restart_after_a_reload_is_retried() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
@@ -418,7 +420,7 @@ fn successor_is_ready_when_last_job_is_dispatched() {
     assert_eq!(fixture.killed, []);
 }
 
-/// Neither a higher `max_in_flight` nor a lower `recycle.jobs` lets a worker start more jobs than allowed.
+/// Raising `max_in_flight` or lowering `recycle.jobs` does not let a worker start more jobs than `recycle.jobs` allows.
 #[test]
 fn worker_never_starts_more_jobs_than_recycle_jobs() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 2, 8)));
@@ -458,7 +460,7 @@ fn failed_successor_is_retried() {
     assert_eq!(fixture.holder(next), fixture.spawned[2]);
 }
 
-/// A standby might be outdated, so a restart also replaces standbys.
+/// A restart also replaces standbys, because a standby might be outdated.
 #[test]
 fn restart_kills_standbys() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -492,7 +494,7 @@ fn standby_takes_over_an_idle_slot() {
     assert_eq!(fixture.holder(next), standby);
 }
 
-/// A successor starts when the worker is given its last job, unless another successor has just failed.
+/// A worker's successor starts as soon as the worker is given its last job, unless another successor has just failed.
 #[test]
 fn worker_at_its_job_limit_immediately_gets_a_successor() {
     let mut limits = counted(2, limits(1, 1, 0));
@@ -545,7 +547,8 @@ fn standby_takes_over_when_the_worker_dies() {
     assert_ne!(fixture.newest_worker(), standby, "no other worker must be started");
 }
 
-/// Once a worker has been given its last job and its successor has been started, no deadline is due immediately.
+/// After a worker has been given its last job and the worker's successor has been started, the next deadline lies in
+/// the future.
 #[test]
 fn timers_are_cleared_when_the_successor_starts() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 0)));

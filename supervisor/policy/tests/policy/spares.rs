@@ -1,4 +1,4 @@
-//! Tests when spares take over slots, which slots they take over, and how they affect the limit.
+//! Tests of spares: when spares take over slots, which slots the spares take over, and how spares affect the limit.
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{Death, Event, KillReason, Limits, OperatorEvent, RestartCause};
@@ -26,8 +26,8 @@ fn spare_has_no_permits_before_takeover() {
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Signal)));
 }
 
-/// Checks a rule in `docs/semantics.md`: a ready spare takes over as soon as SIGKILL is sent. The killed worker's jobs
-/// are not charged to the slot.
+/// Checks a rule in `docs/semantics.md`: a ready spare takes over a hung worker's slot as soon as the worker is sent
+/// SIGKILL. The killed worker's jobs are not charged to the slot.
 #[test]
 fn spare_takes_over_when_a_hung_worker_is_killed() {
     let mut limits = with_spares(limits(1, 1, 1), 1);
@@ -64,7 +64,7 @@ fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
         "the job must be dispatched immediately, without starting a worker"
     );
     assert_ne!(fixture.holder(first), fixture.holder(second));
-    // The next spare starts without waiting for the exit of a worker that has completed its jobs.
+    // When a worker has completed its jobs, the next spare starts without waiting for the worker to exit.
     assert_eq!((fixture.spawned.len(), fixture.causes[3]), (4, Some(RestartCause::Jobs)));
     fixture.exit_worker(fixture.holder(first), Death::Exit(0));
     assert_eq!(fixture.spawned.len(), 4);

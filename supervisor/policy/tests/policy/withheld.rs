@@ -1,4 +1,4 @@
-//! Tests that places are withheld from a tenant's quota after one of the tenant's jobs has taken down a worker.
+//! Tests of withheld places. After a tenant's job has taken down a worker, a place in the tenant's quota is withheld.
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{

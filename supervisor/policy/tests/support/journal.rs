@@ -1,4 +1,4 @@
-//! Worker journals, shared by policy, the world and the model.
+//! Worker journals to which the bulkhead under test, the simulated world and the model have access.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -38,7 +38,8 @@ pub(crate) struct Model {
     /// Number of permits in use before the current event.
     in_use_before_event: usize,
     reserved_before_event: usize,
-    /// Highest `max_queue` configured so far. Waiting jobs stay in the queue when the limit is lowered.
+    /// Highest `max_queue` configured so far. The queue can still be this long, because waiting jobs stay queued when
+    /// the limit is lowered.
     max_queue_ever: u32,
     /// Highest number of permits configured so far.
     permits_ever: u32,
@@ -51,7 +52,8 @@ pub(crate) struct Model {
     queue: VecDeque<JobId>,
     /// Suspect jobs, each waiting to run alone in an idle worker.
     suspects: VecDeque<JobId>,
-    /// Withheld places. Each entry contains the tenant, the slot, and the latest time at which the place is released.
+    /// Places withheld from tenants' quotas. Each entry contains the tenant, the slot of the lost worker, and the
+    /// latest time at which the place is released.
     withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
     /// Workers, by their indexes in the bulkhead's table.
@@ -59,7 +61,7 @@ pub(crate) struct Model {
     slots: Vec<Slot>,
     /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Time of the most recent start to which the minimum interval after early deaths applied.
+    /// Time of the most recent start that was subject to the minimum interval between starts after early deaths.
     last_spaced_start: Option<Time>,
     /// Slots whose workers still have to be replaced by a rolling restart.
     rolling: BTreeSet<u32>,
@@ -67,7 +69,7 @@ pub(crate) struct Model {
     is_restarting: bool,
     counters: Counters,
     newest_generation: u32,
-    /// Number of calls to `release_slots`. Determines the order in which workers left their slots.
+    /// Number of calls to `release_slots`. Used to determine the order in which workers left their slots.
     release_count: u64,
     newest_job: JobId,
     step: Step,
@@ -104,14 +106,14 @@ struct Job {
     is_suspect: bool,
     /// True if the worker died before it could start the job.
     is_unread: bool,
-    /// True if only the worker's own record says that the job was not started.
+    /// True if the worker's own record is the only evidence that the job was not started.
     is_by_journal: bool,
     attempts: u32,
-    /// Number of workers that died before reading this job. Not included in `attempts`.
+    /// Number of workers that died before reading this job. These deaths do not count as attempts.
     unread_returns: u32,
     is_answered: bool,
-    /// True if the job was still prefetched when its client got the outcome, but could not be recalled because of
-    /// another job.
+    /// True if the client got the job's outcome while the job was still prefetched, and another job prevented the
+    /// recall of this job.
     was_fixed: bool,
     is_overdue: bool,
     /// True if the worker is still sending an oversized result for the job.
@@ -142,9 +144,10 @@ struct Worker {
     sent: u64,
     /// Prefetched jobs, oldest first.
     prefetched: Vec<JobId>,
-    /// True if the worker receives no jobs because it was late in starting a job. Copied from the bulkhead.
+    /// True if the worker receives no jobs because it was late in starting a job. The value is copied from the bulkhead
+    /// under test.
     is_stalled: bool,
-    /// Value that `is_stalled` will have at the end of this step.
+    /// New value of `is_stalled`, which takes effect at the end of this step.
     stalls: bool,
     /// Value of `health.heartbeat` when the worker received its welcome message.
     heartbeat: Duration,
@@ -160,7 +163,7 @@ struct Worker {
     retry_replacement_at: Option<Time>,
     /// Most recent `max_in_flight` sent to the worker.
     sent_max_in_flight: u32,
-    /// True if the worker is reserved for a suspect job. Copied from the bulkhead.
+    /// True if the worker is reserved for a suspect job. The value is copied from the bulkhead under test.
     is_exclusive: bool,
     /// True if the worker had already been killed when another worker took over its slot.
     killed_before_replacement: bool,
@@ -216,7 +219,7 @@ enum Phase {
 struct Step {
     cause: Cause,
     submission: Option<PendingSubmission>,
-    /// The accepted job, and its preferred worker.
+    /// The accepted job, and the worker that the job's submission prefers.
     preferred: Option<(JobId, WorkerId)>,
     /// Outcomes that the bulkhead must send in this step.
     required: BTreeMap<JobId, Verdict>,
@@ -548,8 +551,8 @@ impl Model {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
-    /// Returns the candidates for the next dispatch: the oldest job of each tenant below its quota, in the highest
-    /// waiting class that can use a permit.
+    /// Returns the jobs that can be dispatched next. These are the oldest job of each tenant below its quota, in the
+    /// highest priority class that can use a permit.
     fn next_candidates(&self) -> Vec<JobId> {
         let may_go = |id: &&JobId| {
             let job = &self.jobs[*id];
@@ -591,7 +594,7 @@ impl Model {
         };
         let (jobs, capacity) = (worker.jobs.len(), self.capacity(worker));
         let taken = if worker.is_exclusive { jobs.max(capacity) } else { jobs };
-        // The slot's permits that do not count towards the limit absorb the jobs of replaced workers first.
+        // The jobs of replaced workers first use the slot's permits that do not count towards the limit.
         taken + (running - jobs).saturating_sub(own - capacity.min(own))
     }
 

@@ -30,7 +30,7 @@ fn crowded_or_not(random: &mut Random) -> Limits {
     if !random.percent(30) {
         return limits;
     }
-    // Settings under which many jobs are waiting and many are prefetched.
+    // With these settings, many jobs wait and many jobs are prefetched.
     let deadline = random.millis(1000, 10_000);
     Limits {
         max_in_flight: random.pick(&[1, 1, 2, 4]),
@@ -87,7 +87,8 @@ fn any_limits(random: &mut Random) -> Limits {
     }
 }
 
-/// Returns random heartbeat settings. Histories with a long interval contain fewer heartbeats and cover more time.
+/// Returns random heartbeat settings. With a long heartbeat interval, a history contains fewer heartbeats and covers
+/// more time.
 fn health(random: &mut Random) -> Health {
     let (low, high) = if random.percent(70) { (50, 1000) } else { (5000, 30_000) };
     Health { heartbeat: random.millis(low, high), missed: random.pick(&[0, 1, 3, 5]) }

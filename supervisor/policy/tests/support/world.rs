@@ -16,7 +16,7 @@ use super::journal::Registry;
 use super::random::Random;
 use super::settings::{self, Behaviour, RSS_LIMIT_BYTES};
 
-/// A scheduled event. If the event concerns a worker that has exited by then, the event is dropped.
+/// A scheduled event. An event that concerns a worker is dropped if the worker exits before the event is due.
 #[derive(Debug)]
 enum WorldEvent {
     Arrival,
@@ -41,7 +41,7 @@ enum WorkerMessage {
     Ready,
     Beat,
     Reply(JobId),
-    /// The worker starts every job whose sequence number is at most this value.
+    /// The worker starts every job up to this sequence number.
     Begins(u64),
     /// The worker returns the job with this sequence number because the supervisor has recalled the job.
     ReturnsJob(u64),
@@ -99,7 +99,7 @@ pub(crate) struct World {
     processes: HashMap<WorkerId, Process>,
     /// Workers that exited recently. Stale messages from them can still arrive.
     exited: Vec<WorkerId>,
-    /// Recently dispatched jobs, in any state.
+    /// Recently dispatched jobs, including jobs that have already ended.
     dispatched_jobs: Vec<JobId>,
     next_tag: u64,
     next_pid: u32,
@@ -142,7 +142,7 @@ impl World {
         self.agenda.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// Returns a random delay of the supervisor, or `None` if the supervisor is on time.
+    /// Returns the random time by which the supervisor is late, or `None` if the supervisor is on time.
     pub(crate) fn supervisor_delay(&mut self) -> Option<Duration> {
         self.random.percent(self.behaviour.supervisor_delay).then(|| self.random.millis(1, 5000))
     }
@@ -155,8 +155,8 @@ impl World {
         self.random.millis(low, high)
     }
 
-    /// Returns the next due event in the form in which the caller would report it. Returns `None` if the event concerns
-    /// a worker that has exited.
+    /// Returns the next due event as the caller would report it to the bulkhead. Returns `None` if no event is due or
+    /// the event's worker has exited.
     pub(crate) fn take(&mut self, now: Time) -> Option<Event<Tag>> {
         let entry = self.agenda.first_entry().filter(|entry| entry.key().0 <= now)?;
         match entry.remove() {
@@ -202,7 +202,8 @@ impl World {
         // Chooses a worker that exists or has existed.
         let mut workers: Vec<WorkerId> = self.processes.keys().chain(&self.exited).copied().collect();
         workers.sort_unstable();
-        // Derived from the job's number rather than from a random number, so that the random sequence stays the same.
+        // The choice is derived from the job's number and not from a random number, so that the random sequence stays
+        // the same.
         let tag = usize::try_from(self.next_tag).unwrap_or_default();
         let preferred_worker =
             (tag % 4 == 0).then(|| workers.get(tag / 4 % workers.len().max(1)).copied()).flatten();
@@ -217,7 +218,7 @@ impl World {
         })
     }
 
-    /// Handles the acceptance of a job. Sometimes schedules the job's cancellation or a shortage of memory.
+    /// Sometimes schedules the cancellation of an accepted job, or a shortage of memory for the job.
     pub(crate) fn accepted(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.behaviour.cancels) {
             let after = self.random.millis(0, 2 * self.behaviour.job_ms + 20);
@@ -245,7 +246,7 @@ impl World {
                 Event::ScaleToZero
             }
             12 => {
-                // Has an effect only while the bulkhead is scaled to zero. Jobs then wait for the start.
+                // This event has an effect only while the bulkhead is scaled to zero. Jobs then wait for the start.
                 let until = now + self.random.millis(0, 200);
                 self.schedule(until, WorldEvent::Wake);
                 Event::AnnounceStart
@@ -517,7 +518,8 @@ impl World {
         Some(Event::Replied { worker, job, reply })
     }
 
-    /// Schedules the next part of an oversized result. Occasionally, the worker stops sending the result instead.
+    /// Schedules the next part of an oversized result. Occasionally schedules nothing, to simulate a worker that stops
+    /// in the middle of the result.
     fn schedule_part(&mut self, now: Time, worker: WorkerId, job: JobId, left: u64) {
         let within_ms = self.random.pick(&[0, 10, 500, 500, 1500]);
         if !self.random.percent(5) {

@@ -53,7 +53,7 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Makes a raw system call. This bypasses the checks of libraries, which would stop some attacks. Safe only with the
+/// Makes a raw system call, which bypasses checks in libraries that would stop some attacks. Safe only with the
 /// arguments listed in the SAFETY comment.
 pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) -> Result<usize, Errno> {
     let mut all = [0; 6];

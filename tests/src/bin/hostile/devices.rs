@@ -33,8 +33,8 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("read-kernel-addresses", |_| read_kernel_addresses()),
 ];
 
-/// Returns the path of this process's cgroup, read from lines of the form `NUMBER:CONTROLLERS:PATH`. Ignores
-/// the path `/`, because it reveals nothing.
+/// Returns the path of this process's cgroup, read from lines of the form `NUMBER:CONTROLLERS:PATH`. Ignores the path
+/// `/`, because the root cgroup reveals nothing.
 fn find_its_cgroup() -> Tried {
     let what = "find its own control group";
     let text = fs::read_to_string("/proc/self/cgroup").at(what)?;

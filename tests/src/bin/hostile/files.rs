@@ -222,7 +222,7 @@ fn write_beside_own_program(_: &Targets) -> Tried {
     unnamed_file(parent(program.to_str().unwrap_or_default())?.to_str().unwrap_or_default())
 }
 
-/// Creates a link where another process might look for a program.
+/// Creates a symbolic link where another process might look for a program.
 fn link_beside_own_program(_: &Targets) -> Tried {
     let program = std::env::current_exe().at("find its own program")?;
     let link = fresh(parent(program.to_str().unwrap_or_default())?);
@@ -329,7 +329,7 @@ fn make_shared_memory(_: &Targets) -> Tried {
     let what = "make shared memory by name";
     let made = OpenOptions::new().write(true).create_new(true).open("/dev/shm/bulkhead-attempt");
     made.and_then(|file| file.set_len(4096)).at(what)?;
-    // `sem_open` names its semaphores in this way.
+    // `sem_open` gives its semaphores names of this form.
     fs::hard_link("/dev/shm/bulkhead-attempt", "/dev/shm/sem.bulkhead-attempt").at(what)?;
     Ok("made".into())
 }

@@ -1,4 +1,4 @@
-//! Attempts to gain privileges: users, capabilities, priorities.
+//! Attempts to gain privileges by changing users, capabilities, priorities, limits or process attributes.
 
 use std::process::Command;
 

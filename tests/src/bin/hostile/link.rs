@@ -42,7 +42,7 @@ pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Re
     Ok([&header.encode()[..], &metadata].concat())
 }
 
-/// Sends descriptors together with a valid frame over the link.
+/// Sends file descriptors over the link, together with a valid frame.
 fn pass_descriptors() -> Tried {
     /// Number of descriptors per message, close to the maximum that the kernel allows.
     const DESCRIPTORS: usize = 250;

@@ -111,8 +111,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs, during startup, the attempts that are impossible once a worker is sealed. The `prepared` operation returns
-/// the results.
+/// Runs the attempts that are impossible once a worker is sealed. The attempts run during startup, and the `prepared`
+/// operation returns the results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
         let early = ["run-a-program", "pair-of-sockets"];

@@ -97,7 +97,7 @@ fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
     Ok(what)
 }
 
-/// Binds a listening socket to an unused abstract name. If that fails, binds one end of a socket pair instead.
+/// Binds a listening socket to an unused abstract socket name. If that fails, binds one end of a socket pair instead.
 fn take_an_abstract_name(like: &str) -> Tried {
     let what = "take an abstract name";
     let name = format!("{like}-{}", std::process::id());
@@ -121,7 +121,7 @@ fn send_to_path_socket(to: &Targets) -> Tried {
     Ok("sent".into())
 }
 
-/// Returns the supervisor's reply, or an empty reply if the supervisor closes the connection.
+/// Sends a request to the supervisor and returns the reply. The reply is empty if the supervisor closes the connection.
 fn ask_supervisor(path: &str, question: &[u8]) -> Result<Vec<u8>, Refused> {
     const ENOUGH: usize = 1024;
     let what = "be served by the supervisor";

@@ -202,7 +202,7 @@ fn kill_everything(_: &Targets) -> Tried {
     Err(Refused::nothing(what))
 }
 
-/// Sets another process's CPU time limit to its current value. A lower limit could kill the supervisor.
+/// Sets another process's CPU time limit to its current value, because a lower limit could kill the supervisor.
 fn limit(pid: i32) -> Tried {
     let pid = pid as usize;
     let resource = libc::RLIMIT_CPU as usize;

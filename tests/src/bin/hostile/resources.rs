@@ -83,7 +83,8 @@ fn grow_a_file() -> Tried {
     Ok("grown".into())
 }
 
-/// Fills the temporary folder and keeps it full for a while, because a folder on disk is checked only periodically.
+/// Fills the temporary folder and keeps it full for a while, because the size of a folder on disk is checked only
+/// periodically.
 fn fill_temporary_folder() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-full-{}", std::process::id()));
     let file = File::create(&path);
@@ -101,7 +102,7 @@ fn sleep() -> Result<(), Errno> {
     call(libc::SYS_nanosleep, [address(&time), 0]).map(drop)
 }
 
-/// Creates processes until the kernel refuses or [`PROCESSES`] exist, and then kills them all.
+/// Creates processes until the kernel refuses or [`PROCESSES`] processes exist. Then kills all of these processes.
 fn make_many_processes() -> Tried {
     let (mut made, mut end) = (Vec::new(), Ok(()));
     while made.len() < PROCESSES && end.is_ok() {

@@ -12,10 +12,10 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlag
 
 use crate::calls::call;
 
-/// Time after which a forked sibling exits on its own, in seconds.
+/// Time after which a forked sibling process exits on its own, in seconds.
 const LIFETIME_S: u32 = 100;
 
-/// Number of siblings to fork.
+/// Number of sibling processes that the template forks.
 const SIBLINGS: usize = 50;
 
 /// Runs a template that misbehaves. `how` names the kind of misbehaviour.

@@ -129,8 +129,8 @@ impl Model {
         self.begin(id);
     }
 
-    /// Checks that the bulkhead was allowed to send a job to the same worker again, after recalling the job together
-    /// with other jobs.
+    /// Checks that the bulkhead was allowed to send a job again to the worker from which the job had been recalled
+    /// together with other jobs.
     fn resend(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
@@ -162,8 +162,8 @@ impl Model {
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
         let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
-        // When a worker leaves its slot, the oldest exiting worker may be killed. A worker that has exceeded its own
-        // time limit is killed before that.
+        // If a worker is killed before its own exit timeout, another worker has left its slot and too many workers are
+        // exiting.
         if *reason == KillReason::ExitTimeout && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
             self.release_slots();
         }
@@ -362,7 +362,7 @@ impl Model {
             None if is_evicted => panic!("{id:?} was evicted although another job must be evicted first"),
             None => panic!("{id:?} got the outcome {answer:?} too early"),
         }
-        // A prefetched job that gets its outcome has started, which counts as an attempt.
+        // If a prefetched job gets its outcome, the job has started, and the start counts as an attempt.
         assert_eq!(answer.attempts, job.attempts + u32::from(job.is_prefetched()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));

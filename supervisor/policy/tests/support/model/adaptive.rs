@@ -1,4 +1,4 @@
-//! The adaptive limit, computed from a list of all run times in a window.
+//! Model of the adaptive limit, which is computed from a list of all run times in a window.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -107,7 +107,7 @@ impl Model {
         }
     }
 
-    /// Returns the number of permits after applying the adaptive limit.
+    /// Returns the number of permits, reduced to the adaptive limit if this limit is enforced.
     pub(super) fn adaptive_limit(&self, permits: usize) -> usize {
         let enforced = self.adaptive.as_ref().filter(|a| a.limits.mode == AdaptiveMode::Enforce);
         enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))

@@ -1,4 +1,4 @@
-//! Effects of events on the model.
+//! Applies events to the model.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use super::slots::SlotState;
 use super::{Cause, Dead, Job, Mode, Model, PendingSubmission, Phase, Step, Worker};
 use crate::support::Tag;
 
-/// Maximum number of workers that can die before reading a job. If more workers die, the job is not requeued.
+/// Maximum number of workers that can die before reading the same job. After one more death, the job is not requeued.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
 /// Maximum number of times in a row that a worker's silence can be attributed to a busy machine.
@@ -55,7 +55,7 @@ impl Model {
             Event::ResultTooLarge { worker, job, failure } => self.oversized(*worker, *job, failure),
             Event::ChangeTenantLimits { .. } => {}
             Event::ForceBreaker { .. } => {}
-            // Not generated in the simulation. The rules for upgrades are in `cases.rs`.
+            // The simulation does not generate these events. The rules for upgrades are in `cases.rs`.
             Event::CapPermits { .. } | Event::PredecessorHolds { .. } | Event::Quarantine { .. } => {}
             Event::LostWithKeeper { worker } => {
                 let is_dead =
@@ -112,7 +112,7 @@ impl Model {
         }
     }
 
-    /// Records a sign of life if the event comes from a worker.
+    /// Records a sign of life from the worker that sent the event. Ignores events that do not come from a worker.
     fn record_sign_of_life(&mut self, event: &Event<Tag>) {
         let (Event::Spawned { worker, .. }
         | Event::Hello { worker, .. }
@@ -167,7 +167,7 @@ impl Model {
         }
     }
 
-    /// Stops observing each worker whose timestamps show that the worker is no longer silent.
+    /// Ends the observation of each worker that, according to its timestamps, is no longer silent.
     fn end_observations(&mut self) {
         let is_over = |worker: &&Worker| {
             let is_due = worker.observed_since.is_some_and(|at| at + worker.heartbeat <= self.now);
@@ -293,7 +293,8 @@ impl Model {
         None
     }
 
-    /// Finds a prefetched job to recall and reject when rejecting a queued job cannot make room.
+    /// Makes room for a job by recalling and rejecting a prefetched job. Called if rejecting a queued job cannot make
+    /// room.
     fn make_room_by_recall(&mut self, priority: Priority) -> Option<Verdict> {
         let Some(leaving) = self.shed_prefetched(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
@@ -540,7 +541,8 @@ impl Model {
         self.step.required.insert(job, verdict);
     }
 
-    /// Requires a failure outcome for a job whose result is oversized. The job stays in its worker.
+    /// Records that the bulkhead must report a failure for a job with an oversized result. The worker still holds the
+    /// job.
     fn oversized(&mut self, id: WorkerId, job: JobId, failure: &HandlerFailure) {
         let is_held = self.live(id).is_some_and(|worker| worker.jobs.contains(&job));
         let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
@@ -558,7 +560,8 @@ impl Model {
         }
     }
 
-    /// Limits the remaining lifetime of a worker to `grace` if the first of its jobs has just become overdue.
+    /// Limits the remaining lifetime of each worker that now has an overdue job and had none before. The maximum is
+    /// `grace`.
     fn shorten_kill_time(&mut self, were_in_time: &BTreeSet<u32>) {
         let at = self.now + self.limits.grace;
         for (place, worker) in &mut self.workers {
@@ -617,7 +620,7 @@ impl Model {
         {
             self.crashed_as_only_job(job);
         }
-        // In reverse order, so that the oldest job ends up first.
+        // Iterates in reverse order, so that the oldest job comes first in the queue.
         for &job in unread.iter().rev() {
             if self.can_be_requeued(job) {
                 self.coverage.see(if begun.is_empty() {

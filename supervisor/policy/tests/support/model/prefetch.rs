@@ -203,7 +203,8 @@ impl Model {
         self.step.required.insert(id, verdict);
     }
 
-    /// Requeues a dead worker's prefetched jobs. A job that has started must not run again unless it is idempotent.
+    /// Requeues a dead worker's prefetched jobs, except for jobs that have started and are not idempotent, because such
+    /// jobs must not run again.
     pub(super) fn requeue_prefetched(&mut self, place: u32, verdict: &Verdict) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         let begun = self.registry.begun(worker.id);
@@ -222,8 +223,8 @@ impl Model {
         }
     }
 
-    /// Returns the prefetched job that must be recalled and rejected if the queue is full when a job of this class
-    /// arrives.
+    /// Returns the prefetched job that must be recalled and rejected if a job of this class arrives while the queue is
+    /// full.
     pub(super) fn shed_prefetched(&self, priority: Priority) -> Option<JobId> {
         let has_lower =
             |worker: &&Worker| worker.prefetched.iter().any(|id| self.jobs[id].priority < priority);
@@ -264,7 +265,7 @@ impl Model {
         }
     }
 
-    /// Handles a result for a prefetched or recalled job. Sending such a result is a protocol violation.
+    /// Handles the protocol violation of a worker that has sent a result for a prefetched or recalled job.
     pub(super) fn kill_for_invalid_reply(&mut self, id: WorkerId, job: JobId) {
         let Some(worker) = self.live(id) else { return };
         let is_too_soon = worker.prefetched.contains(&job);

@@ -10,7 +10,7 @@ use bulkhead_shared::{Executed, JobId, Verdict};
 use super::{Mode, Model, Phase};
 use crate::support::Tag;
 
-/// Minimum number of retries that every budget allows.
+/// Minimum number of retries that every retry budget allows.
 const RETRIES_FLOOR: u64 = 10;
 
 /// Crashes and quarantined payloads.
@@ -39,7 +39,7 @@ impl Model {
         since.is_some_and(|&since| self.now.since(since) < limits.within)
     }
 
-    /// Records that a worker or program died while this was its only running job.
+    /// Records that a worker or program died while running only this job.
     pub(super) fn crashed_as_only_job(&mut self, job: JobId) {
         let digest = self.jobs[&job].digest;
         let was_quarantined = self.is_quarantined(digest);
@@ -57,8 +57,8 @@ impl Model {
         }
     }
 
-    /// Marks a job whose worker was lost as retryable if the job's limits allow another attempt. The retry budget is
-    /// checked later.
+    /// Marks a job of a lost worker as retryable if the retry limits allow another attempt. The retry budget is checked
+    /// later.
     pub(super) fn allow_retry(&mut self, id: JobId, is_suspect: bool) {
         let Some(limits) = &self.limits.retry else { return };
         let job = &self.jobs[&id];
@@ -105,7 +105,7 @@ impl Model {
     }
 
     /// Returns the verdict that the client receives when a waiting job ends with `verdict`. An earlier crash of the job
-    /// takes precedence.
+    /// takes precedence unless the job was cancelled.
     pub(super) fn overall_verdict_of_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
@@ -120,7 +120,8 @@ impl Model {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
                 worker.is_exclusive = view.is_exclusive;
-                // A worker that got a job in this step was not stalled before, so the job must have been recalled.
+                // A worker that was given a job in this step was not stalled at that time. If the worker is stalled
+                // now, the job must have been recalled.
                 let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_prefetched: false, .. } if *worker == view.id);
                 worker.stalls = view.is_stalled;
                 worker.is_stalled = view.is_stalled && !actions.iter().any(is_given);
@@ -208,7 +209,7 @@ impl Model {
         self.apply_limits(change.max_in_flight.is_some());
     }
 
-    /// Applies changes to the number of permits, workers and queue places.
+    /// Applies changed limits on permits, workers and queue places.
     fn apply_limits(&mut self, is_resized: bool) {
         self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
         self.permits_ever = self.permits_ever.max(self.limits.processes * self.limits.max_in_flight);

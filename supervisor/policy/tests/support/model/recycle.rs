@@ -99,7 +99,7 @@ impl Model {
             assert!(worker.next_replacement_at <= self.now, "the next successor was started too soon");
             return;
         }
-        // A worker that has replaced another one may itself be unable to raise its maximum.
+        // Even a worker that was started for this reason may be unable to raise its maximum number of concurrent jobs.
         let is_behind = worker.sent_max_in_flight < self.limits.max_in_flight;
         assert!(self.rolling.remove(&slot) || is_behind, "slot {slot} was recycled without a reason");
         let on_their_way = self.workers.values().filter(|w| self.is_successor(w) && !self.is_standby(w));

@@ -7,15 +7,14 @@ use bulkhead_shared::RejectReason;
 
 use super::{Cause, Dead, Model, Phase, Worker};
 
-/// Time for which a worker must be ready before its slot's failure history is cleared. The worker must also have
-/// completed a job.
+/// A slot's failure history is cleared once the slot's worker has been ready for this time and has completed a job.
 const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
 /// Minimum interval between starts in a bulkhead after more than ten consecutive workers have died during their
 /// first jobs.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Minimum interval between attempts to start a worker in a slot that has failed too often.
+/// Minimum interval between attempts to start a worker in a slot whose workers have failed too often.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 
 /// Minimum time between the failure of a successor and the start of the next successor.
@@ -51,8 +50,8 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// The slot's worker was removed in the current step. The `NextStart` value describes how the next worker must be
-    /// started.
+    /// The slot's worker was removed in the current step. The `NextStart` value says when the next worker must start,
+    /// if at all.
     Vacant(NextStart),
 }
 
@@ -86,7 +85,8 @@ impl Slot {
 }
 
 impl Model {
-    /// Returns the number of slots that have a worker or will get one, excluding slots that have failed too often.
+    /// Returns the number of slots that have a worker or will get one, excluding slots whose workers have failed too
+    /// often.
     pub(super) fn live_slots(&self) -> usize {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_spare_slot).count()
     }
@@ -96,7 +96,8 @@ impl Model {
         worker.slot == slot && worker.left.is_none()
     }
 
-    /// Releases the slots of replaced workers whose jobs have all ended, without waiting for these workers to exit.
+    /// Releases the slots of replaced workers that have finished all their jobs, without waiting for these workers to
+    /// exit.
     pub(super) fn release_slots(&mut self) {
         let leaves = |worker: &&Worker| {
             let is_done = worker.jobs.is_empty() && worker.prefetched.is_empty() && worker.is_alive();
@@ -132,7 +133,7 @@ impl Model {
                 self.coverage.see("probe");
                 None
             }
-            // A rolling restart that was waiting can now reach a slot whose worker is gone.
+            // A rolling restart that was waiting can now continue in a slot whose worker is gone.
             SlotState::Vacant(_) if self.rolling.remove(&slot) => None,
             SlotState::Vacant(_) => panic!("slot {slot} must not get a worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
@@ -202,7 +203,7 @@ impl Model {
         let Dead { is_failure, is_clean, is_early_death } = dead;
         let worker = self.workers.remove(&id.place).expect("the worker must be in the model");
         let slot = worker.slot as usize;
-        // The worker was killed while starting, because it was started before a restart or a new program.
+        // The worker was killed while starting, because a restart or a program change had made it outdated.
         let is_unwanted = worker.killed == Some(KillReason::NotNeeded);
         if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
             self.open(slot);
@@ -270,7 +271,7 @@ impl Model {
         let slot = &mut self.slots[slot];
         slot.streak += 1;
         slot.failures.push(now);
-        // Failures beyond the previous `max` were dropped. They do not count under a higher `max` either.
+        // Failures beyond the previous `max` were dropped. Dropped failures do not count under a higher `max` either.
         let forgotten = slot.failures.len().saturating_sub(limits.max as usize + 1);
         slot.failures.drain(..forgotten);
         let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();

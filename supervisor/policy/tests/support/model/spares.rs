@@ -112,8 +112,8 @@ impl Model {
         self.slots.iter().any(|slot| slot.is_spare_slot && is_coming(slot.state))
     }
 
-    /// Checks that no spare is ready or starting when a successor is started. Otherwise, there could be more
-    /// workers than slots and spares together.
+    /// Checks that no spare is ready or starting when a successor is started. Otherwise, the number of workers could
+    /// exceed the number of job slots plus spares.
     pub(super) fn check_no_spare_expected(&self, slot: u32) {
         assert!(!self.has_live_spare(), "slot {slot} got a successor although there are spares");
     }

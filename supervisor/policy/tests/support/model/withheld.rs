@@ -38,7 +38,7 @@ impl Model {
         self.withheld.extend(tenants.into_iter().map(|tenant| (tenant, slot, until)));
     }
 
-    /// Returns the number of permits that a tenant cannot use because it has lost workers.
+    /// Returns the number of permits withheld from a tenant because the tenant's jobs have taken down workers.
     pub(super) fn withheld_from(&self, tenant: TenantId) -> usize {
         self.withheld.iter().filter(|&&(of, slot, _)| of == tenant && self.is_without_worker(slot)).count()
     }
