@@ -18,7 +18,7 @@ use super::slab::{BulkheadIndex, CompartmentIndex};
 /// Minimum size, in bytes, of an incomplete frame whose connection can be closed to free memory.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Fixed overhead of a waiting job in bytes. Includes the job's entries in the tables of this module, of policy and of
+/// Fixed memory overhead of a waiting job, in bytes. Includes the job's table entries in this module, in policy and in
 /// the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
@@ -28,10 +28,10 @@ pub(super) const JOB_BYTES: usize =
 const REQUEST_BYTES: usize =
     2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
-/// Overhead of a tenant with jobs, in bytes. Covers the tenant's name, counters and entry in the fair queue.
+/// Memory overhead of a tenant that has jobs, in bytes. Covers the tenant's name, counters and entry in the fair queue.
 const TENANT_BYTES: usize = 512;
 
-/// Connection number for payloads that arrive over HTTP. No session has this number.
+/// Connection number that stands for payloads arriving over HTTP. No session uses this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
 /// Number of entries that a list of waiting jobs can have in addition to twice the number of waiting jobs. Outdated
@@ -60,7 +60,7 @@ impl Counted {
         Self { holder, bytes, kind: Kind::Fixed }
     }
 
-    /// Creates a record for the memory of an incomplete frame, which can be discarded.
+    /// Creates a record of the memory used by an incomplete frame. Such a frame can be discarded to free the memory.
     pub(super) fn frame(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Frame }
     }
@@ -73,7 +73,7 @@ impl Counted {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// Payload bytes in a spool: the index of the spool and the number of bytes.
+    /// Part of the payload bytes in a spool. Contains the index of the spool and the number of bytes to free.
     Spool(usize, usize),
     /// The incomplete frame arriving on this connection.
     Frame(Holder),
@@ -93,8 +93,8 @@ pub(super) enum ChargeKind {
     Prefetched,
 }
 
-/// Waiting jobs submitted over one connection to one bulkhead, ordered from oldest to newest. Entries can be
-/// outdated.
+/// Waiting jobs submitted over one connection to one bulkhead, from oldest to newest. Can also contain outdated entries
+/// for jobs that no longer wait.
 #[derive(Default)]
 struct Waiting {
     /// The compartment and ID of each waiting job, in one stack per priority class.
@@ -105,11 +105,11 @@ struct Waiting {
 pub(super) struct Memory {
     shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder that is charged for bytes sent to workers but not yet read.
+    /// Holder that is charged for bytes that were sent to workers but that the workers have not read yet.
     workers: Holder,
-    /// Holder that is charged for jobs submitted by the supervisor itself (replays).
+    /// Holder that is charged for replays, which are jobs submitted by the supervisor itself.
     own: Holder,
-    /// Payloads of unknown length arriving over HTTP, by user or token.
+    /// Spools for payloads of unknown length that arrive over HTTP. Each spool belongs to one user or token.
     spools: Vec<Spool>,
 }
 
@@ -125,15 +125,15 @@ impl Memory {
     pub(super) fn new(own_uid: u32, own_spool: Arc<SpoolCounters>) -> Self {
         let mut shares = Shares::default();
         let workers = shares.open(Owner::Workers, 0);
-        // The keys cannot collide with sessions, because session numbers start at 1.
+        // Connection number 0 is not used by any session, because session numbers start at 1.
         let own = shares.open(Owner::User(own_uid), 0);
         let mut memory = Self { shares, waiting: HashMap::default(), workers, own, spools: Vec::new() };
         memory.add_spool(Owner::User(own_uid), own_spool);
         memory
     }
 
-    /// Starts counting payloads of unknown length for a user or token. Removes spools that the control plane
-    /// no longer uses.
+    /// Adds a spool that counts a user's or token's payloads of unknown length. Also removes the spools that the
+    /// control plane no longer uses.
     pub(super) fn add_spool(&mut self, owner: Owner, counters: Arc<SpoolCounters>) {
         let Self { shares, spools, .. } = self;
         spools.retain(|spool| {
@@ -188,13 +188,14 @@ impl Memory {
     /// Updates the recorded size of memory that was already counted.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
-            // Adds before subtracting, so that the holder always has memory and is not removed.
+            // Adds the new size before subtracting the old one. Otherwise, the holder could temporarily hold no memory
+            // and would be removed.
             self.shares.add(is.holder, is.kind, is.bytes);
             self.shares.subtract(was.holder, was.kind, was.bytes);
         }
     }
 
-    /// Updates the number of bytes that workers have not read.
+    /// Updates the number of bytes that were sent to workers but that the workers have not read yet.
     pub(super) fn recount_workers(&mut self, was: usize, is: usize) {
         let holder = self.workers;
         self.recount(Counted::fixed(holder, was), Counted::fixed(holder, is));
@@ -224,7 +225,7 @@ impl Memory {
         self.recount_spool(index, spool.counted - bytes);
     }
 
-    /// Returns the number of bytes that an owner can always hold, regardless of other owners.
+    /// Returns the number of bytes guaranteed to each owner, regardless of how much other owners hold.
     pub(super) fn equal_share(&self, most: usize) -> usize {
         self.shares.equal_share(most)
     }
@@ -258,8 +259,8 @@ impl Memory {
         holder
     }
 
-    /// Adds a job to its holder's list of waiting jobs. `is_waiting` tells whether an earlier job in the list is
-    /// still waiting.
+    /// Adds a job to the holder's list of waiting jobs. The callback `is_waiting` returns true if a job that was added
+    /// earlier is still waiting.
     pub(super) fn list_waiting(
         &mut self,
         (holder, priority): (Holder, Priority),
@@ -270,8 +271,8 @@ impl Memory {
         waiting.jobs += 1;
         let most = 2 * waiting.jobs + STALE_MAX;
         let stack = &mut waiting.stacks[usize::from(priority.code())];
-        // The cost of removing outdated entries is amortized, because at least as many entries have been added since
-        // the last removal.
+        // At least half of the entries are outdated at this point, so the cost of removing outdated entries is
+        // amortized.
         if stack.len() >= most {
             stack.retain(|&(compartment, job)| is_waiting(compartment, job));
             stack.shrink_to(most);
@@ -299,8 +300,8 @@ impl Memory {
 
     // Eviction.
 
-    /// Chooses memory to free if more than `most` bytes are held. `wants` contains the connection and the
-    /// bulkhead that need the memory.
+    /// Returns memory to free if more than `most` bytes are held in total. `wants` contains the connection and the
+    /// bulkhead for which memory is needed.
     pub(super) fn next_eviction(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,

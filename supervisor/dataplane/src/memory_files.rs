@@ -1,4 +1,5 @@
-//! Creates, lends and frees the files of leases. [`bulkhead_shared::memory_files`] explains their purpose.
+//! Creates, lends and frees the memory files of leases. For the purpose of leases, see
+//! [`bulkhead_shared::memory_files`].
 //!
 //! The supervisor does not map the files. Each file is opened twice, for writing by one side and for reading by the
 //! other. The file mode prevents other processes from opening the file again.
@@ -17,7 +18,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use rustix::process::{Resource, getrlimit};
 
-/// UID that no process uses. If the supervisor can change file owners, this UID becomes the owner of the files.
+/// UID that no process uses. Becomes the owner of the memory files if the supervisor is allowed to change file owners.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
 
 /// A memory file with one descriptor for writing and one for reading.
@@ -33,8 +34,8 @@ impl File {
         let read = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         rustix::fs::fchmod(&written, Mode::empty())?;
         let nobody = rustix::fs::Uid::from_raw(NOBODY_AT_ALL);
-        // If the supervisor cannot change the owner, its own user remains the owner, and a worker that runs as this
-        // user can open the file again.
+        // Fails if the supervisor is not allowed to change the owner. A worker that runs as the supervisor's user can
+        // then reopen the file.
         let _ = rustix::fs::fchown(&written, Some(nobody), None);
         Ok(Self { written, read: Arc::new(read) })
     }
@@ -56,7 +57,7 @@ pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd
     Ok(file)
 }
 
-/// The two files of a lease, which have the same size.
+/// The payload file and the result file of a lease. Both files have the same size.
 pub(super) struct Files {
     payload: File,
     result: File,
@@ -64,7 +65,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Creates both files and allocates the payload file's memory, which is slow.
+    /// Creates both files. Also allocates the payload file's memory, which takes a long time.
     pub(super) fn make(bytes: u64) -> rustix::io::Result<Self> {
         let files = Self { payload: File::make(bytes)?, result: File::make(bytes)?, bytes };
         rustix::fs::fallocate(&files.payload.written, FallocateFlags::empty(), 0, bytes)?;
@@ -105,7 +106,7 @@ impl Files {
     }
 }
 
-/// Returns a frame that announces the files sent along with it.
+/// Returns a frame that announces the files. The files are sent in the same message as the frame.
 pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Encode) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; HEADER_BYTES];
     codec::encode(message, &[], &mut frame).map_err(io::Error::other)?;

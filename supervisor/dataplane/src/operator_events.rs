@@ -1,5 +1,5 @@
-//! Converts policy's operator events to events of the admin API. Events are values; another thread formats them as
-//! text.
+//! Converts operator events from policy to events of the admin API. This module does not format events as text, because
+//! another thread does that.
 
 use bulkhead_api::{EventKind, Severity, Text, millis};
 use bulkhead_policy::{BreakerState, Death, JobOutcome, JobView, KillReason, OperatorEvent, Transition};
@@ -7,7 +7,7 @@ use bulkhead_shared::Verdict;
 
 use super::JobData;
 
-/// Returns the event about a job that crashed or exceeded its deadline while running.
+/// Returns the event for a job that crashed, or that was still running at its deadline.
 pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<EventKind> {
     let JobOutcome { job, record, verdict, .. } = answer;
     if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
@@ -57,8 +57,8 @@ pub(super) fn job_cancelled_event(view: &JobView<'_, Box<JobData>>) -> EventKind
     }
 }
 
-/// Returns the event about a breaker that an operator has forced open or released. Returns `None` if nothing has
-/// changed.
+/// Returns an event if an operator's command has forced a breaker open or released it. Returns `None` if the command
+/// changed nothing.
 pub(super) fn forced_breaker_event(was_open: bool, is_open: bool) -> Option<(Severity, EventKind)> {
     let (closed, forced) = (BreakerState::Closed.into(), BreakerState::ForcedOpen.into());
     let (calls, failure_rate, slow_rate) = (None, None, None);
@@ -80,7 +80,7 @@ fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
         Death::Exit(code) => (Some(code), None),
         Death::Signal(signal) => (None, Some(bulkhead_linux::signals::name(signal).into())),
-        // In all of these cases, SIGKILL ended the process.
+        // In each of these cases, the process was killed with SIGKILL.
         Death::Violation(_) | Death::Oom | Death::TmpFull => (None, Some("SIGKILL".into())),
     }
 }
@@ -198,7 +198,7 @@ fn breaker_event(transition: &Transition) -> (Severity, EventKind) {
         [transition.failure_rate, transition.slow_rate].map(|rate| Some(rounded(rate)));
     let severity = match transition.to {
         BreakerState::Open => Severity::Critical,
-        // An operator forced the breaker open.
+        // Not critical, because an operator has deliberately forced the breaker open.
         BreakerState::ForcedOpen => Severity::Warning,
         BreakerState::HalfOpen | BreakerState::Closed => Severity::Info,
     };
@@ -212,7 +212,7 @@ fn breaker_event(transition: &Transition) -> (Severity, EventKind) {
     (severity, what)
 }
 
-/// Rounds a share to three decimal places.
+/// Rounds a fraction to three decimal places.
 fn rounded(share: f64) -> f64 {
     (share * 1e3).round() / 1e3
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bulkhead_api::EventKind;
 use bulkhead_policy::Time;
 
-/// Minimum delay of an iteration that counts as a pause of the supervisor.
+/// A pause is detected if an iteration is delayed, or the machine is suspended, for longer than this time.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
 
 /// Minimum interval between events about pauses.
@@ -58,7 +58,7 @@ mod tests {
         Time::ZERO + Duration::from_millis(ms)
     }
 
-    /// Checks for a pause on a machine with a total suspend time of `suspended_ms`.
+    /// Calls `PauseDetector::detect` as if the machine had been suspended for a total of `suspended_ms` since boot.
     fn detect(
         detector: &mut PauseDetector,
         now_ms: u64,

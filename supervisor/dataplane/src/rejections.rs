@@ -15,7 +15,7 @@ use super::slab::BulkheadIndex;
 /// Minimum interval between events about the same group of clients.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Number of groups that are reported separately before all further users are reported as one group.
+/// Maximum number of groups that are reported separately. Any further users are reported together as one group.
 const SUBJECTS_MAX: usize = 64;
 
 /// Group of clients whose rejections are reported together.
@@ -25,7 +25,7 @@ enum Subject {
     User(u32),
     /// The workers of a bulkhead. `None` if the bulkhead is unknown.
     Worker(Option<BulkheadIndex>),
-    /// Clients with an unknown identity, and users that are not reported separately because of [`SUBJECTS_MAX`].
+    /// Clients whose identity is unknown, and users beyond the first [`SUBJECTS_MAX`] groups.
     Others,
 }
 
@@ -107,7 +107,8 @@ impl RejectionReports {
     }
 }
 
-/// Event about one or more rejections. Includes the bulkhead if the rejected clients were workers.
+/// An event about one or more rejections, and its severity. Also contains the bulkhead if the rejected clients were
+/// workers.
 pub(super) type RejectionEvent = (Option<BulkheadIndex>, Severity, EventKind);
 
 impl Subject {

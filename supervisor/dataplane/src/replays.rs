@@ -91,7 +91,7 @@ impl Replays {
         }
     }
 
-    /// Records the death of the program that ran a replayed job. The worker continues to run.
+    /// Records that the program running a replayed job has died. The worker that started the program continues to run.
     pub(super) fn program_died(&mut self, compartment: CompartmentIndex, cause: Cause) {
         if let Some(replay) = self.of(compartment).filter(|replay| replay.end.is_none()) {
             replay.cause = Some(cause);
@@ -152,8 +152,8 @@ impl Replay {
     }
 }
 
-/// Returns limits for a single worker that runs a single job. Timeouts are unchanged. These limits never cause
-/// the job to be rejected.
+/// Returns a copy of a bulkhead's limits for a single worker that runs a single job. Changes all limits that could
+/// cause the job to be rejected, such as the queue timeout.
 pub(super) fn limits_for_one(limits: &Limits) -> Limits {
     let mut limits = limits.clone();
     limits.processes = 1;

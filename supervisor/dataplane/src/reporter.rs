@@ -13,8 +13,7 @@ use bulkhead_policy::OperatorEvent;
 pub(super) struct Reporter {
     notices: NoticeSender,
     counters: Arc<SharedCounters>,
-    /// True while events about individual compartments are suppressed. They are suppressed when a command
-    /// applies to the whole bulkhead.
+    /// True while events about individual compartments are suppressed because a command applies to the whole bulkhead.
     is_quiet: bool,
 }
 
@@ -33,8 +32,8 @@ impl Reporter {
         self.notices.send_milestone(milestone);
     }
 
-    /// Passes the read ends of a worker's output to the control plane. If the channel is full, returns the read ends to
-    /// the caller.
+    /// Passes the read ends of a worker's stdout and stderr pipes to the control plane. If the channel is full, returns
+    /// the read ends to the caller.
     pub(super) fn output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         self.notices.send_output(output)
     }
@@ -84,7 +83,7 @@ impl Reporter {
         self.is_quiet = is_quiet;
     }
 
-    /// Returns true if an operator event must not be reported, because a single event already covers all tenants.
+    /// Returns true if an operator event must be suppressed because a single event for the whole bulkhead replaces it.
     pub(super) fn is_suppressed(&self, note: &OperatorEvent) -> bool {
         self.is_quiet
             && matches!(note, OperatorEvent::Draining | OperatorEvent::Resumed | OperatorEvent::Breaker(_))

@@ -13,8 +13,8 @@ use bulkhead_shared::JobId;
 
 use super::slab::BulkheadIndex;
 
-/// Maximum time for sampling a worker's stacks. Sampling can delay the cancellation of a job or the killing of
-/// the worker.
+/// Maximum time for sampling a worker's stacks. The limit is short because sampling can delay the cancellation of a job
+/// or the killing of the worker.
 pub(super) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Minimum interval between samples of workers in the same bulkhead.
@@ -27,7 +27,7 @@ pub(super) enum HeldAction {
     Kill,
 }
 
-/// A sample in progress. `subject` is context that the caller provided.
+/// A sample in progress. `subject` is context that the caller gets back when the sample ends.
 struct Running<S> {
     due: Time,
     subject: S,
@@ -36,11 +36,12 @@ struct Running<S> {
 
 /// Samples in progress.
 pub(super) struct Samples<S> {
-    /// Samples in progress, by the worker's spawn number.
+    /// Samples in progress, keyed by the spawn number of the sampled worker.
     running: HashMap<u64, Running<S>>,
     /// Time of the most recent sample in each bulkhead.
     last: HashMap<BulkheadIndex, Time>,
-    /// Crash report about a late job. Set while the job's outcome is being sent.
+    /// ID of the crash report about a job that exceeded its deadline. Set only while the outcome of this job is being
+    /// sent.
     report: Option<CrashId>,
 }
 
@@ -49,8 +50,8 @@ impl<S> Samples<S> {
         Self { running: HashMap::new(), last: HashMap::new(), report: None }
     }
 
-    /// Returns true if the worker can be sampled now. If so, further samples in the same bulkhead are refused
-    /// for one second.
+    /// Returns true if the caller is allowed to sample the worker now. In this case, the next sample in the same
+    /// bulkhead is allowed one second later.
     pub(super) fn admit(&mut self, now: Time, bulkhead: BulkheadIndex, spawn: u64) -> bool {
         let is_early = self.last.get(&bulkhead).is_some_and(|last| now < *last + INTERVAL);
         if is_early || self.running.contains_key(&spawn) {
@@ -81,7 +82,7 @@ impl<S> Samples<S> {
         self.running.remove(&spawn).map(|running| (running.subject, running.held))
     }
 
-    /// Returns a worker whose sample has taken too long.
+    /// Returns the spawn number of a worker whose sample has exceeded its time limit.
     pub(super) fn next_late(&self, now: Time) -> Option<u64> {
         let mut late = self.running.iter().filter(|(_, running)| running.due <= now);
         late.next().map(|(spawn, _)| *spawn)
@@ -92,13 +93,13 @@ impl<S> Samples<S> {
         self.running.values().map(|running| running.due).min()
     }
 
-    /// Sets the crash report about the late job whose outcome is being sent. `None` means that there is no
-    /// report about the job.
+    /// Sets the crash report to which the outcome of a late job refers. `None` means that there is no report about the
+    /// job.
     pub(super) fn set_report(&mut self, report: Option<CrashId>) {
         self.report = report;
     }
 
-    /// Returns the crash report about the late job whose outcome is being sent.
+    /// Returns the crash report to which the outcome that is being sent refers.
     pub(super) fn report(&self) -> Option<CrashId> {
         self.report
     }

@@ -39,7 +39,7 @@ use fair_queue::{FairQueue, QUANTUM_BYTES, QueueState, read_cost};
 /// Maximum time to wait for a client's HELLO.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time for a complete frame to arrive, counted from its first byte.
+/// Maximum time between the arrival of a frame's first byte and the arrival of its last byte.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum time that a client can leave pending output unread.
@@ -48,8 +48,8 @@ const READ_TIMEOUT: Duration = Duration::from_secs(30);
 /// Size of a client's send backlog, in bytes, above which the data plane stops reading from the client.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
-/// Maximum number of jobs listed in GOAWAY. If a client has more jobs, GOAWAY is sent after enough of them have
-/// ended.
+/// Maximum number of jobs listed in GOAWAY. If a client has more jobs than this, GOAWAY is delayed until enough jobs
+/// have ended.
 const GOAWAY_JOBS_MAX: usize = 4096;
 
 /// Maximum time that a client without jobs can keep its connection open after GOAWAY.
@@ -59,7 +59,8 @@ const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 /// only after its last connection has been closed.
 const LAST_READ_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Reading from low-priority clients uses at most `1 / LOW_PRIORITY_PART` of one processor's time.
+/// Divisor for the time spent on reading from low-priority clients, which is at most `1 / LOW_PRIORITY_PART` of one
+/// processor's time.
 const LOW_PRIORITY_PART: i64 = 16;
 
 /// Maximum number of unfinished jobs per client.
@@ -78,36 +79,37 @@ pub(super) struct Session {
     pub(super) outbox: Outbox,
     /// Holder that is charged for the client's memory.
     pub(super) holder: Holder,
-    /// Bulkhead of the large frame that is being received, or bulkhead of the last job if no large frame is being
-    /// received.
+    /// Bulkhead to which the large frame that is being received is addressed. If no such frame is being received, the
+    /// bulkhead of the client's last job.
     pub(super) frame_for: Option<BulkheadIndex>,
-    /// Memory files lent to the client in messages that the client may not have read yet.
+    /// Number of memory-file loans in messages that the client might not have read yet.
     pub(super) unread: ReceiverLoans,
     /// Compartments and IDs of the client's jobs, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// Memory used by the frame that is being received, as last counted.
+    /// Memory used by the frame that is being received, as of the last update of the memory accounting.
     pub(super) counted_frame: Counted,
     epoch: u64,
     /// State of the connection in the fair queue.
     queue_state: QueueState,
-    /// Size of the outbox in bytes, as last counted.
+    /// Size of the outbox in bytes, as included in the total of all clients' unread output.
     counted_unread: usize,
     mid_frame_since: Option<Time>,
     /// Value of [`Inbox::frames_begun`] after the last read.
     frames_begun: u64,
     unread_since: Option<Time>,
     is_dirty: bool,
-    /// Start of the current pause, during which the client is not read because its send backlog is too large.
+    /// Time at which reading from the client was paused because its send backlog is too large. `None` if reading is not
+    /// paused.
     paused_since: Option<Time>,
-    /// Permit held by a client that the control plane accepted. A client with a permit does not count as a client of
-    /// the jobs socket.
+    /// Permit that the client holds if the control plane accepted the client. Clients with a permit are not counted as
+    /// clients of the jobs socket.
     permit: Option<OwnedSemaphorePermit>,
-    /// True if the inbox begins with a request that belongs to the successor. The data plane then stops reading
-    /// from the client.
+    /// True if the next request in the inbox must be handled by the successor. The data plane reads no more from such a
+    /// client.
     pub(super) is_held_back: bool,
     /// True if the client supports GOAWAY.
     takes_goaway: bool,
-    /// True if GOAWAY was sent. Further requests are dropped.
+    /// True if GOAWAY was sent. Requests that arrive after GOAWAY are dropped.
     pub(super) is_going_away: bool,
     /// Time at which the client was first found to have no jobs. Set only after GOAWAY, or if the connection cannot be
     /// passed on to another supervisor that has taken over.
@@ -200,8 +202,8 @@ impl Session {
         }
     }
 
-    /// Extends the timeouts by the length of a pause during which the supervisor did not read. The client could not
-    /// make progress during the pause.
+    /// Extends the client's timeouts by the length of a pause. The client could not make progress during the pause,
+    /// because the supervisor did not read.
     fn extend_timeouts(&mut self, late: Duration, now: Time) {
         let hello_since = match &mut self.phase {
             Phase::AwaitingHello { since } => Some(since),
@@ -215,7 +217,7 @@ impl Session {
     /// Returns true if the client has no jobs and no data is in transit.
     fn is_idle(&self) -> bool {
         let has_nothing = self.requests.is_empty() && self.outbox.is_empty() && !self.inbox.is_mid_frame();
-        // A session with unread input is not idle.
+        // A session is also not idle if the socket contains unread input.
         self.phase != Phase::Closing && has_nothing && self.end.is_quiet()
     }
 
@@ -223,7 +225,7 @@ impl Session {
     /// so new jobs would have to wait.
     pub(super) fn can_go_away(&self) -> bool {
         let has_jobs = (1..=GOAWAY_JOBS_MAX).contains(&self.requests.len());
-        // A large frame that is still arriving has been counted, but is not a request yet.
+        // A large frame is counted as soon as its beginning arrives, but becomes a request only when it is complete.
         let is_complete = has_jobs && !self.inbox.is_within_large();
         self.takes_goaway && !self.is_going_away && self.phase == Phase::Open && is_complete
     }
@@ -296,17 +298,17 @@ pub(super) struct Sessions {
     unread_bytes: usize,
     /// Sessions with output to write.
     dirty: VecDeque<SessionIndex>,
-    /// True if a timeout might be running for some session.
+    /// True if at least one session might have a timeout that has to be checked.
     needs_checks: bool,
 }
 
 owns_slab!(Sessions, SessionIndex, Session);
 
-/// Next step for a session after its output was written.
+/// Action to take after output of a session was written.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum AfterFlush {
     Keep,
-    /// The rejected client has been sent all its output. Its connection must be shut down.
+    /// All output to a rejected client was written, so its connection must now be shut down.
     Finish,
     /// A client has too much unread output, and its session must be closed. This can be a different session from
     /// the one whose output was written.
@@ -382,7 +384,7 @@ impl Sessions {
     /// Removes a session. Returns the session, and the memory counted for its incomplete frame.
     pub(super) fn close(&mut self, index: SessionIndex) -> Option<(Session, Counted)> {
         let session = self.slab.retire(index)?;
-        // Without this, the next session with this index could be flushed in place of this one.
+        // If the index remained queued, it would refer to the next session with the same index.
         self.dirty.retain(|dirty| *dirty != index);
         self.unread_bytes -= session.counted_unread;
         self.clients -= usize::from(session.permit.is_none());
@@ -488,7 +490,7 @@ impl Sessions {
         }
     }
 
-    /// Schedules a read from each client that has a held-back request.
+    /// Resumes reading from each client that has a held-back request.
     pub(super) fn read_held_back(&mut self) {
         self.slab.values_mut().for_each(|session| session.left_over_since = None);
         let held_back = |(index, session): (SessionIndex, &Session)| session.is_held_back.then_some(index);
@@ -548,7 +550,7 @@ impl Sessions {
         let is_another = session.inbox.frames_begun() != session.frames_begun;
         session.frames_begun = session.inbox.frames_begun();
         session.mid_frame_since = match (session.inbox.is_mid_frame(), session.mid_frame_since) {
-            // The request has arrived completely, and is waiting for the client's jobs to end.
+            // The request is complete, but is held until the client's jobs have ended.
             _ if session.is_held_back => None,
             (true, Some(since)) if !is_another => Some(since),
             (true, _) => Some(now),
@@ -569,7 +571,7 @@ impl Sessions {
         }
     }
 
-    /// Handles an in-process client's signal that it has read from, written to, or closed the connection.
+    /// Handles a signal by which an in-process client announces a read, a write or the end of the connection.
     pub(super) fn in_process_signalled(&mut self, id: SessionId) {
         let Some(session) = self.of_mut(id) else { return };
         let ClientEndpoint::InProcess(end) = &session.end else { return };
@@ -599,7 +601,8 @@ impl Sessions {
         let session = self.slab.get_mut(index)?;
         let held = session.inbox.held_bytes();
         let is_large = session.inbox.is_storing();
-        // A frame can be discarded only if its connection has no jobs, because the connection is closed as well.
+        // Discarding an incomplete frame also closes the connection, so a frame can be discarded only if the connection
+        // has no jobs.
         let is_alone = session.requests.is_empty() && held >= memory::FRAME_BYTES_MIN;
         let holder = match session.frame_for.filter(|_| is_large) {
             Some(bulkhead) => leaf(session.holder, bulkhead),
@@ -614,7 +617,7 @@ impl Sessions {
 
     // Requests.
 
-    /// Records which job belongs to a request number, so that the client can cancel the job.
+    /// Records the job that was submitted under a request number, so that the client can cancel the job by this number.
     pub(super) fn record_request(
         &mut self,
         id: SessionId,
@@ -650,7 +653,7 @@ impl Sessions {
     pub(super) fn finish_request(&mut self, id: SessionId, number: u64) -> bool {
         let Some(session) = self.of_mut(id) else { return false };
         session.requests.remove(&number);
-        // Frees memory after a burst of requests.
+        // Shrinks the table, which may have grown during a burst of requests.
         let (len, capacity) = (session.requests.len(), session.requests.capacity());
         if capacity > REQUESTS_CAPACITY_KEPT && len < capacity / 8 {
             session.requests.shrink_to(2 * len);
@@ -686,7 +689,7 @@ impl Sessions {
         if let Some(session) = self.slab.get_mut(index) {
             session.is_going_away = true;
             self.needs_checks = true;
-            // The held-back request is dropped as well. The client submits it again over the new connection.
+            // The held-back request is dropped because the client will submit it again over the new connection.
             session.is_held_back = false;
             let taken: Vec<u8> = session.requests.keys().flat_map(|number| number.to_le_bytes()).collect();
             let payload = Payload::Copied(&taken);
@@ -766,7 +769,7 @@ impl Sessions {
 
     // Timeouts.
 
-    /// Returns true if a timeout might be running for some session.
+    /// Returns true if at least one session might have a timeout that has to be checked.
     pub(super) fn needs_checks(&self) -> bool {
         self.needs_checks
     }

@@ -1,5 +1,5 @@
-//! Shares of the memory for waiting data. Tracks how much memory each holder has, and chooses which holder must free
-//! memory when another one needs it.
+//! Tracks how much of the memory for waiting data each holder uses. Chooses the holder that must free memory when
+//! another holder needs memory.
 //!
 //! Holders form a tree: users, a user's connections, and the bulkheads in which a connection has jobs. A single holder
 //! can have all the memory. When the memory is exhausted, a holder with less than an equal share of its parent's memory
@@ -24,11 +24,11 @@ pub(super) enum Owner {
     User(u32),
     /// Jobs submitted over HTTP with a token, identified by its number.
     Token(u32),
-    /// Frames sent to workers but not yet read. This memory cannot be freed.
+    /// Frames that were sent to workers but that the workers have not read yet. This memory cannot be freed.
     Workers,
 }
 
-/// Kind of memory, which determines how it can be freed.
+/// Kind of memory. The kind determines in which way the memory can be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// An incomplete frame that can be discarded.
@@ -67,7 +67,7 @@ impl Bytes {
 #[derive(Default)]
 struct Node {
     parent: Holder,
-    /// Key of this node in its parent's `children`.
+    /// Key under which the parent stores this node in `children`.
     key: u64,
     held: Bytes,
     children: HashMap<u64, Holder, RandomState>,
@@ -180,7 +180,7 @@ impl Shares {
         levels.iter().find(|level| is_within(level)).map(|&(parent, _)| parent)
     }
 
-    /// Returns the amount of memory that a holder's children share, in bytes.
+    /// Returns the amount of memory to divide among a holder's children, in bytes.
     fn room(&self, parent: Holder, most: usize) -> usize {
         if parent == ROOT { most } else { self.bytes(parent).all.min(most) }
     }

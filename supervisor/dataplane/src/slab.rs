@@ -34,7 +34,7 @@ macro_rules! indices {
     )*};
 }
 
-/// Implements `Deref` from a type to the table in its `slab` field.
+/// Implements `Deref` for a type that keeps a [`Slab`] in its `slab` field. The type dereferences to this table.
 macro_rules! owns_slab {
     ($owner:ty, $index:ty, $entry:ty) => {
         impl std::ops::Deref for $owner {
@@ -75,12 +75,12 @@ pub(super) struct SessionId {
     pub(super) epoch: u64,
 }
 
-/// Table of values accessed by index. The index of a removed value is reused, either immediately or after
+/// Table of values accessed by index. The index of a removed value is reused immediately or, for a retired value, after
 /// [`Slab::recycle`] is called.
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,
     free: Vec<I>,
-    /// Indices that become free at the end of the iteration. Until then, events for the removed values might
+    /// Indices that can be reused from the end of the iteration on. Until then, events for the removed values might
     /// still be pending.
     freed: Vec<I>,
     index: PhantomData<I>,

@@ -131,13 +131,13 @@ impl Spans {
         Some(span)
     }
 
-    /// Sends the span of a finished job. Moves the names out of the job's record because the record no longer
-    /// needs them.
+    /// Sends the span of a finished job. Takes the names out of the job's record instead of copying them, because the
+    /// record no longer needs them.
     pub(super) fn send(&self, now: Time, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
         let Some(sender) = &self.sender else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
-        // Reserves a place in the channel first. If the channel is full, the span is only counted and does not have to
-        // be created.
+        // Reserves a place in the channel before creating the span. If the channel is full, the span is only counted as
+        // dropped.
         let Ok(place) = sender.try_reserve() else {
             self.counters.spans_dropped.fetch_add(1, Ordering::Relaxed);
             return;
@@ -169,7 +169,7 @@ mod tests {
         drawn.sort_unstable();
         drawn.dedup();
         assert_eq!(drawn.len(), 100_000);
-        // This is the only state whose mixed value is zero.
+        // This is the only state for which the generator's mixing function returns zero, which is not a valid span ID.
         assert_eq!(SpanIds(0_u64.wrapping_sub(0x9e37_79b9_7f4a_7c15)).next(), NonZeroU64::MIN);
     }
 }

@@ -49,7 +49,7 @@ impl Watch {
         Self { pid, begun: OnceLock::new() }
     }
 
-    /// Records the current statistics for later comparison.
+    /// Records the scheduling statistics of the worker's threads, so that later statistics can be compared with them.
     pub(super) fn begin(&self) {
         self.begun.get_or_init(|| SchedStats::of(self.pid));
     }
@@ -76,8 +76,8 @@ impl SchedStats {
 }
 
 impl Thread {
-    /// Returns how long the thread was ready but not running between the records `before` and `self`. `passed`
-    /// is the time between these records.
+    /// Returns the time that the thread spent ready but not running between two readings, `before` and `self`, of its
+    /// statistics. `passed` is the time between the readings.
     fn waited_since(&self, before: &Self, passed: Duration) -> Duration {
         let since = |now: u64, before: u64| Duration::from_nanos(now.saturating_sub(before));
         let waited = since(self.waited_ns, before.waited_ns);
@@ -144,8 +144,8 @@ mod tests {
             eprintln!("NOT RUN: this kernel does not report how long threads wait for a processor");
             return;
         }
-        // No thread has waited for half of the hour between the two records. The current thread is running, so its
-        // state is changed to not ready.
+        // The two records are made to appear one hour apart. No thread is marked as ready, because a thread that is
+        // ready in both records would count as starved.
         for thread in now.threads.values_mut().chain(later.threads.values_mut()) {
             thread.is_ready = false;
         }
@@ -155,8 +155,7 @@ mod tests {
         assert!(!watch.is_starved(), "there are no earlier statistics to compare with");
     }
 
-    /// In this test, `ran_s` and `waited_s` are the number of seconds that the thread ran and waited within ten
-    /// seconds.
+    /// Within ten seconds, the thread runs for `ran_s` seconds and waits for `waited_s` seconds.
     #[test]
     fn thread_that_is_ready_but_rarely_runs_is_starved() {
         let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {

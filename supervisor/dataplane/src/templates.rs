@@ -30,8 +30,8 @@ pub(super) struct Templates {
     /// UIDs of templates that have exited but still have descendants, by spawn number.
     leaving: HashMap<u64, u32>,
     effects: VecDeque<Effect>,
-    /// True if a template might be starting, or if a template's output might still have to be passed to the
-    /// control plane.
+    /// True if there might be a template that is starting, or output of a template that has not been passed to the
+    /// control plane yet.
     needs_checks: bool,
 }
 
@@ -73,8 +73,8 @@ enum Phase {
     TimedOut,
 }
 
-/// An action for the caller to perform. Actions must be performed in order, immediately after the call that produced
-/// them.
+/// An action that the caller must perform. The caller performs all actions in order, immediately after the call that
+/// produced them.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     Kill(u64),
@@ -138,8 +138,8 @@ impl Templates {
         self.needs_checks = true;
     }
 
-    /// Ends a compartment's template. Workers forked from the template continue to run. Returns the workers that
-    /// were waiting for the template.
+    /// Kills a compartment's template, but not the workers that were forked from it. Returns the workers that were
+    /// waiting for the template.
     pub(super) fn end(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
         let Some(spawn) = self.current.remove(&compartment) else { return Vec::new() };
         self.effects.push_back(Effect::Kill(spawn));
@@ -147,7 +147,7 @@ impl Templates {
         template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
     }
 
-    /// Ends a compartment's template and requeues the workers that were waiting for the template.
+    /// Kills a compartment's template, and requeues the workers that were waiting for the template.
     pub(super) fn replace(&mut self, compartment: CompartmentIndex) {
         let waiting = self.end(compartment);
         self.order_workers(compartment, waiting);
@@ -322,7 +322,7 @@ impl Templates {
 }
 
 impl Template {
-    /// Returns the last status message, formatted so that it can be appended to a sentence.
+    /// Returns the last status message with a colon and a space in front, so that it can be appended to a sentence.
     fn status_suffix(&self) -> String {
         self.last_status.as_deref().map(|status| format!(": {status}")).unwrap_or_default()
     }

@@ -15,17 +15,17 @@ const BALANCE_NS_MAX: i64 = 250_000;
 /// preempted.
 const CHARGE_MAX: Duration = Duration::from_millis(1);
 
-/// Time budget for one kind of work.
+/// Limit on the share of a processor's time for one kind of work.
 pub(super) struct TimeBudget {
-    /// The budget is one processor's time divided by this number.
+    /// Divisor of the budget. The work can use at most one processor's time divided by this number.
     divisor: i64,
-    /// Remaining time, in nanoseconds. The work must pause unless this is positive.
+    /// Remaining time, in nanoseconds. The work must pause while the remaining time is zero or negative.
     remaining_ns: i64,
     filled_at: Time,
 }
 
 impl TimeBudget {
-    /// Creates a budget of `1 / divisor` of one processor's time.
+    /// Creates a budget that allows the work to use `1 / divisor` of one processor's time.
     pub(super) const fn one_in(divisor: i64) -> Self {
         Self { divisor, remaining_ns: BALANCE_NS_MAX, filled_at: Time::ZERO }
     }

@@ -1,5 +1,5 @@
-//! Limits the number of descriptors in transit, which belong to memory files in messages that their receivers have not
-//! read.
+//! Limits the number of descriptors in transit. A descriptor of a memory file is in transit until the receiver reads
+//! the message that contains it.
 //!
 //! The descriptors that an unprivileged supervisor has in transit, to all receivers together, cannot exceed its limit
 //! on open files. A single receiver that never reads could exhaust this limit, and then no descriptor could be sent to
@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use bulkhead_linux::unread;
 
-/// Maximum number of loans that a single receiver can leave unread.
+/// Maximum number of loans that can be sent to a receiver before the receiver reads any of them.
 const UNREAD_MAX: u8 = 4;
 
 /// Number of memory-file loans that a receiver might not have read yet.
@@ -96,8 +96,8 @@ mod tests {
 
     use super::*;
 
-    /// A receiver gains nothing by opening a new connection, because unread loans on its closed connections still
-    /// count.
+    /// A receiver cannot get around the limit by opening a new connection, because unread loans on its closed
+    /// connections still count.
     #[test]
     fn receiver_that_does_not_read_is_sent_few_loans() {
         let mut lends = UnreadLoans::new(2 * usize::from(UNREAD_MAX));

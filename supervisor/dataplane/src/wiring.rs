@@ -1,5 +1,5 @@
-//! Connects the parts of the data plane to each other, to the sockets and to the event loop. Each file performs the
-//! effects of one part.
+//! Connects the parts of the data plane to each other, to the sockets and to the event loop. Each submodule carries out
+//! the actions requested by one part.
 
 mod commands;
 mod fallback;

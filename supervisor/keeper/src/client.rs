@@ -34,14 +34,13 @@ const PENDING_ORDERS_MAX: usize = 1024;
 /// all workers.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(65);
 
-/// Maximum time for killing the processes that a killed keeper left behind.
+/// Maximum time for killing the processes left behind by a keeper that was killed.
 const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum number of orphans reaped in one call.
 const ORPHANS_PER_CALL_MAX: usize = 64;
 
-/// Returns advice for the operator about a worker whose start failed at `step`, or an empty string if there is no
-/// advice.
+/// Returns advice for the operator if a worker failed to start at the step `step`. The advice can be empty.
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         "exec" if error.kind() == io::ErrorKind::ArgumentListTooLong => {
@@ -65,19 +64,20 @@ const INACCESSIBLE_PATH_ADVICE: &str =
 /// child of this process, dropping the handle waits for up to ten seconds.
 #[derive(Debug)]
 pub struct Keeper {
-    // The socket must be dropped before the process, which waits until the keeper has exited.
+    // The socket must be dropped before `process`. Dropping `process` waits for the keeper, which exits only after the
+    // socket is closed.
     socket: OrderSocket,
     process: KeeperProcess,
-    /// Program that was started as the keeper.
+    /// Path of the program that was started as the keeper.
     program: PathBuf,
     outbox: Outbox,
     buffer: Vec<u8>,
-    /// Workers whose pidfd could not be received because this process had reached its file descriptor limit. These
-    /// workers are killed and reported as failed.
+    /// Workers without a pidfd, because this process reached its file descriptor limit when it received the descriptor.
+    /// Such workers are killed and reported as failed.
     without_pidfd: HashSet<u64>,
     /// Subordinate user IDs for workers. If this keeper is lost, the IDs are sent to the next keeper.
     ids: Option<Arc<SubordinateIds>>,
-    /// Descriptor that the keeper keeps open until it exits. A replacement keeper receives it too.
+    /// Descriptor that the keeper keeps open until it exits. Also sent to a replacement keeper.
     lifeline: Option<Arc<OwnedFd>>,
 }
 
@@ -100,7 +100,7 @@ pub struct KeeperLauncher {
 }
 
 impl KeeperLauncher {
-    /// Returns the program of the keeper.
+    /// Returns the path of the program that is started as the keeper.
     pub fn program(&self) -> &Path {
         &self.program
     }
@@ -284,7 +284,7 @@ impl Keeper {
         self.send_order(Order::Sample { worker, job }.encode()?, descriptors)
     }
 
-    /// Checks that the keeper is responsive. A responsive keeper sends [`Report::Pong`] within a few milliseconds.
+    /// Sends a ping to the keeper. A responsive keeper answers with [`Report::Pong`] within a few milliseconds.
     pub fn ping(&mut self) -> io::Result<()> {
         self.send_order(Order::Ping.encode()?, Vec::new())
     }
@@ -446,7 +446,7 @@ impl AsRawFd for Keeper {
 /// Makes this process a child subreaper, so that it inherits the descendants of a killed keeper and
 /// [`reap_after_keeper`] can kill them. The supervisor calls this function at startup.
 pub fn become_subreaper() -> io::Result<()> {
-    // Any nonzero value enables the flag.
+    // The argument is only a flag, so any nonzero PID makes this process a subreaper.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 

@@ -1,5 +1,5 @@
-//! The keeper, which starts, watches and kills all workers, and the supervisor's end of the connection to the
-//! keeper.
+//! The keeper process, which starts, watches and kills all workers. Also contains the supervisor's end of the
+//! connection to the keeper.
 //!
 //! The keeper is the supervisor's own program, started again with a hidden argument. Orders and reports go over one
 //! `SOCK_SEQPACKET` socket. The keeper knows nothing about jobs, bulkheads or restarts, and leaves all decisions to

@@ -24,7 +24,7 @@ use crate::confine::seccomp::{self, FatalAction};
 use crate::protocol::LayerSupport;
 
 impl LayerSupport {
-    /// Creates the entry for a layer whose trial reports no details.
+    /// Creates the entry for a layer. Used for layers whose trial only succeeds or fails, without any details.
     fn without_details(layer: &str, tried: Result<(), impl Into<TrialError>>, what_to_do: &str) -> Self {
         Self::of(layer, tried.map(|()| None).map_err(|why| why.into().error_text()), what_to_do)
     }
@@ -52,7 +52,7 @@ fn is_available(layers: &[LayerSupport], name: &str) -> bool {
     layers.iter().any(|support| support.layer == name && support.is_available)
 }
 
-/// Layer name under which [`probe`] reports whether a template can fork workers in a sandbox (`start.mode =
+/// Name of the layer that [`probe`] reports as available if a template can fork workers in a sandbox (`start.mode =
 /// "fork"`).
 pub const FORKED_WORKERS: &str = "forked workers";
 
@@ -71,11 +71,11 @@ fn forked_workers(layers: &[LayerSupport]) -> LayerSupport {
     LayerSupport::of(FORKED_WORKERS, tried, what_to_do)
 }
 
-/// Layer name under which [`probe`] reports whether the kernel kills all descendants of a worker that dies under the
-/// `default` profile.
+/// Name of the layer that [`probe`] reports as available if the kernel kills all descendants of a worker that dies
+/// under the `default` profile.
 pub const TREE_END: &str = "tree end";
 
-/// Checks that this machine supports a separate PID namespace for each worker, with its own `/proc`.
+/// Checks whether each worker can have a separate PID namespace with a separate `/proc` on this machine.
 fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
     let has = |name: &str| is_available(layers, name);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
@@ -175,7 +175,7 @@ fn probe_descriptors() -> [LayerSupport; 3] {
     ]
 }
 
-/// Checks that a Unix socket provides a pidfd of its peer, and not only the peer's PID.
+/// Checks that a Unix socket can provide a pidfd of the peer process in addition to the PID.
 fn peer_pidfd() -> Result<(), Errno> {
     let (socket, _peer) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     getsockopt(&socket, PeerPidfd).map(drop).map_err(|errno| Errno::from_raw_os_error(errno as i32))
@@ -227,8 +227,8 @@ fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, Stri
     if missing.is_empty() { Ok(None) } else { Err(format!("this user lacks {}", missing.join(", "))) }
 }
 
-/// Checks whether Yama restricts tracing. Like Landlock, Yama protects processes of the same user from each
-/// other.
+/// Checks whether Yama restricts tracing. With such a restriction, processes of the same user are protected from each
+/// other, as with Landlock.
 fn probe_yama() -> LayerSupport {
     let path = "/proc/sys/kernel/yama/ptrace_scope";
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
@@ -245,7 +245,7 @@ fn probe_yama() -> LayerSupport {
     LayerSupport::of("yama", tried, what_to_do)
 }
 
-/// Layer name under which [`probe`] reports whether the keeper can sample the stacks of workers.
+/// Name of the layer that [`probe`] reports as available if the keeper can sample the stacks of workers.
 const STACKS: &str = "stacks";
 
 /// Checks whether the keeper can trace its workers, in order to sample their stacks.
@@ -288,7 +288,8 @@ mod tests {
     fn probe_reports_each_layer_once() {
         let start = Instant::now();
         let layers = probe();
-        // The probe is much faster than this even on a busy machine. A trial that is not stopped would block forever.
+        // Even on a busy machine, the probe takes much less time than this limit. A trial that is never stopped would
+        // exceed any limit.
         assert!(start.elapsed() < Duration::from_secs(300));
         let mut names: Vec<_> = layers.iter().map(|support| &support.layer).collect();
         names.sort_unstable();
@@ -298,7 +299,7 @@ mod tests {
             assert_eq!(support.is_available, support.why_not.is_none(), "{support:?}");
             assert_eq!(support.is_available, support.what_to_do.is_none(), "{support:?}");
         }
-        // Every supported kernel has `pidfd_open`.
+        // This layer is always available, because every supported kernel has `pidfd_open`.
         let pidfd = layers.iter().find(|support| support.layer == "pidfd").unwrap();
         assert!(pidfd.is_available);
     }
@@ -332,7 +333,7 @@ mod tests {
             let mounts = std::fs::read("/proc/thread-self/mountinfo").unwrap();
             (descriptors_open(), names.map(read), mounts)
         };
-        // Other programs can mount file systems at any time, so the measurement is repeated until it is undisturbed.
+        // The measurement is repeated if necessary, because other programs can mount file systems at any time.
         let leaves_nothing = |_| {
             let before = state();
             (0..5).for_each(|_| drop(probe()));

@@ -1,4 +1,4 @@
-//! The keeper process: a loop that handles orders, workers that are starting, forbidden system calls and exited
+//! The keeper process. Runs a loop that handles orders, workers that are starting, forbidden system calls, and exited
 //! processes.
 //!
 //! The keeper kills and reaps every worker, but never restarts one. It never blocks on the supervisor, on the file
@@ -84,10 +84,11 @@ const PID_MASK: usize = LISTENER - 1;
 /// The `poll` token for the pidfds of the guard and the application. A pidfd becomes readable when its process exits.
 const WATCHED: usize = 1 << 37;
 
-/// Token with which the sampling thread wakes the loop.
+/// `poll` token with which the sampling thread wakes the loop.
 const SAMPLED: usize = 1 << 38;
 
-// The token of a worker's progress socket is the process ID alone. No worker has the PID 0 or 1.
+// The token of a worker's progress socket is the PID without any bits. The values 0 and 1 are free, because no worker
+// has these PIDs.
 const ORDERS: usize = 0;
 const SIGCHLD: usize = 1;
 
@@ -107,13 +108,14 @@ pub fn run_as_keeper() -> ! {
     };
     let result = guard.and_then(set_up).and_then(EventLoop::start).and_then(EventLoop::run);
     if let Err(error) = &result {
-        // Standard error is inherited from the supervisor. If it is closed, the error cannot be reported.
+        // The keeper writes the error to standard error, which it inherits from the supervisor. If standard error is
+        // closed, the error is lost.
         let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to manage the workers: {error}");
     }
     std::process::exit(i32::from(result.is_err()))
 }
 
-/// Makes `poll` report `token` when the descriptor becomes readable.
+/// Registers a descriptor with `poll`, which then reports `token` whenever the descriptor becomes readable.
 fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<()> {
     let mut source = SourceFd(&descriptor.as_raw_fd());
     poll.registry().register(&mut source, Token(token), Interest::READABLE)
@@ -153,7 +155,7 @@ struct Child {
     /// PID of the worker or, until it is known, of the process that the keeper forked. In a PID namespace, the worker
     /// is a child of the forked process.
     process: u32,
-    /// Descriptor that receives notifications of forbidden system calls.
+    /// Descriptor on which the kernel notifies the keeper of forbidden system calls.
     listener: Option<OwnedFd>,
     /// First forbidden system call made by the worker's main process.
     violation: Option<u32>,
@@ -161,7 +163,7 @@ struct Child {
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     observed: Observed,
-    /// Pipe on which the first process of a PID namespace reports how the worker exited.
+    /// Pipe on which the first process of the worker's PID namespace reports how the worker exited.
     status: Option<OwnedFd>,
     /// State of the template, if this child is a template.
     template: Option<Template>,
@@ -203,7 +205,8 @@ impl Child {
         }
     }
 
-    /// Determines why the worker exited, from the exit status and what the keeper has recorded about the worker.
+    /// Determines the cause of a worker's exit. Combines the exit status with information that the keeper has recorded
+    /// about the worker.
     fn exit_cause(&self, exit: Exit) -> Exit {
         let is_out_of_memory = |leaf: &Leaf| leaf.oom_kills().is_ok_and(|kills| kills > 0);
         match (exit, self.violation) {
@@ -245,7 +248,7 @@ impl Child {
         if self.layers == Layers::default() {
             return None;
         }
-        // The worker may already have lowered its own limits.
+        // Compares only whether limits are too high, because the worker may already have lowered its own limits.
         let limit = || observe::limit_exceeded(self.process, &self.rlimits).ok().flatten();
         observed.mismatch(&self.layers).or_else(limit)
     }
@@ -254,11 +257,12 @@ impl Child {
 enum Stage {
     /// The child has not executed its program yet.
     Starting(ChildConnections),
-    /// The worker was reported as spawned.
+    /// The worker's program is running, and this was reported to the supervisor.
     Running,
-    /// The start was reported as failed. The child only needs to be reaped.
+    /// The start has failed, and this was reported to the supervisor. The child must still be reaped.
     Failed,
-    /// The worker's exit was reported, but the first process of the worker's PID namespace is still running.
+    /// The worker has exited, and this was reported to the supervisor. The first process of the worker's PID namespace
+    /// is still running.
     Ended,
 }
 
@@ -271,8 +275,8 @@ struct EventLoop {
     forker: Forker,
     /// User namespace with the subordinate IDs. `None` if the supervisor has not sent one.
     subordinate_namespace: Option<Arc<OwnedFd>>,
-    /// Descriptor that stays open until this process exits. A process that holds the other end is notified of the
-    /// exit.
+    /// Descriptor that stays open until the keeper exits. The process at the other end is notified when the descriptor
+    /// is closed.
     lifeline: Option<OwnedFd>,
     children: HashMap<u32, Child>,
     /// Maps the spawn number of each worker to its PID.
@@ -283,14 +287,14 @@ struct EventLoop {
     folders: TemporaryFolders,
     groups: WorkerGroups,
     reaper: DescendantReaper,
-    /// Fork orders that are deferred until the killer has finished its current run.
+    /// Fork orders that are deferred until the current search for leftover processes has ended.
     deferred_forks: VecDeque<DeferredFork>,
     priority: PriorityBoost,
     samples: Samples,
     outbox: Outbox,
     /// True if the socket might contain unread orders.
     has_orders: bool,
-    /// True if the outbox is waiting for the socket to become writable.
+    /// True if queued reports are waiting for the socket to become writable.
     is_blocked: bool,
     order_buffer: Vec<u8>,
 }
@@ -393,7 +397,8 @@ impl EventLoop {
                 }
             }
         }
-        // Reports exits before a worker is started or processes are scanned, because both take time.
+        // Sends exit reports before starting a worker or scanning processes, because both of these can take a long
+        // time.
         self.flush()?;
         // Executes only one order per iteration, so that exit reports do not wait behind a hundred spawns.
         if self.can_receive_order() && !self.receive_order()? {
@@ -515,7 +520,7 @@ impl EventLoop {
         self.outbox.push(bytes, pidfd.into_iter().collect());
     }
 
-    /// Sends pending reports. If the socket is full, the loop wakes up when the socket is writable.
+    /// Sends pending reports. If the socket is full, the rest is sent as soon as the socket is writable again.
     fn flush(&mut self) -> io::Result<()> {
         if self.outbox.is_empty() {
             return Ok(());
@@ -523,8 +528,8 @@ impl EventLoop {
         let is_blocked = !self.outbox.flush(&self.socket)?;
         if is_blocked != self.is_blocked {
             self.is_blocked = is_blocked;
-            // Polls for writability only when needed. Otherwise each report that the supervisor reads would
-            // wake the keeper.
+            // Polls for writability only while reports are pending. Otherwise, the keeper would wake up each time the
+            // supervisor reads a report.
             register_again(&self.poll, &self.socket, ORDERS, is_blocked)?;
         }
         Ok(())
@@ -545,7 +550,7 @@ mod tests {
         let poll = Poll::new().unwrap();
         let (readable, _writer) = rustix::pipe::pipe().unwrap();
         register_each(&poll, 2, [(&readable, STATUS)].into_iter()).unwrap();
-        // A regular file cannot be polled.
+        // Uses a regular file, because registering it fails.
         let file = std::fs::File::open(std::env::current_exe().unwrap()).unwrap().into();
         let error = register_each(&poll, 2, [(&file, TEMPLATE)].into_iter());
         assert_eq!(error.unwrap_err().kind(), io::ErrorKind::PermissionDenied);

@@ -1,4 +1,4 @@
-//! Samples the stacks of processes that have run for too long. The processes do not have to cooperate.
+//! Samples the stacks of workers that have run for too long. Does not need the cooperation of the sampled processes.
 //!
 //! Each thread is stopped briefly with `ptrace(2)`. The records have the format of
 //! [`bulkhead_shared::crash_record`]. The processes can be hostile, so every step has a limit.
@@ -35,17 +35,17 @@ const STACK_BYTES_MAX: usize = 64 * 1024;
 /// Maximum size in bytes of `/proc/PID/maps` and `/proc/PID/environ`.
 const PROC_FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Size of the red zone (x86-64), in bytes. Functions that have no stack frame can use the red zone, which is below the
-/// stack pointer.
+/// Size of the red zone below the stack pointer, in bytes. On x86-64, functions without a stack frame can use this
+/// zone.
 const RED_ZONE_BYTES: u64 = 128;
 
-/// Polling interval while waiting for a thread to stop.
+/// Interval between checks of whether a thread has stopped.
 const STOP_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Polling interval while waiting for the worker to finish writing text.
+/// Interval between checks of whether the worker has finished writing its stacks as text.
 const TEXT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Offset of the first record in the file. The total size of the records is stored before it.
+/// Offset of the first record in the file. The file begins with the total size of the records.
 const RECORDS_OFFSET: usize = size_of::<u64>();
 
 /// A worker to sample, and the files to which its stacks are written.
@@ -81,7 +81,7 @@ impl ProcessStart {
 }
 
 impl SampleRequest {
-    /// Takes the sample. Fails if no thread can be stopped, for example with `EPERM`.
+    /// Samples the worker. Fails if no thread can be stopped, for example with `EPERM`.
     pub(crate) fn take(self) -> Result<(), Errno> {
         let until = Instant::now() + SAMPLE_TIMEOUT;
         let processes = self.processes();
@@ -114,7 +114,7 @@ impl SampleRequest {
     }
 }
 
-/// Returns the descendants of a process, parents before children. Faster than [`descendants_of`], which reads all
+/// Returns the descendants of a process, parents before children. Faster than [`descendants_of`], which examines all
 /// processes on the machine.
 fn descendants(root: u32) -> Vec<u32> {
     let mut found = vec![root];
@@ -123,7 +123,7 @@ fn descendants(root: u32) -> Vec<u32> {
         for thread in threads_of(found[next]) {
             let Ok(children) = read_limited(&format!("/proc/{}/task/{thread}/children", found[next])) else {
                 if next == 0 && thread == root {
-                    // The kernel was built without this file.
+                    // Falls back to examining all processes, because this kernel was built without the file.
                     return descendants_of(root).unwrap_or_default();
                 }
                 continue;
@@ -231,7 +231,8 @@ impl Sample {
             std::thread::sleep(STOP_INTERVAL);
         }
         if result.is_ok() {
-            // These threads cannot be stopped, for example because they are in an uninterruptible sleep.
+            // For threads that could not be stopped, only the headers are recorded. Such a thread can be in an
+            // uninterruptible sleep.
             others.extend(tracees.iter().map(|(_, header)| *header));
             others.into_iter().for_each(|header| self.write(header, &mut mappings, &[]));
         }
@@ -263,7 +264,7 @@ fn pid(id: u32) -> Pid {
 fn seize(process: ProcessStart, id: u32) -> Result<Tracee, Errno> {
     ptrace::seize(pid(id), ptrace::Options::empty())?;
     let tracee = Tracee { id };
-    // From here on, the thread's ID cannot be reused.
+    // The ID of an attached thread cannot be reused.
     let is_thread = std::fs::exists(format!("/proc/{}/task/{id}", process.id)).unwrap_or(false);
     if !is_thread || !process.is_current() {
         return Err(Errno::ESRCH);
@@ -320,7 +321,8 @@ fn read_stack(id: u32, stack_pointer: u64, maps: &[u8], header: &mut Header) -> 
 
 /// Returns the end of the mapping that contains an address.
 fn mapping_end(maps: &[u8], address: u64) -> Option<u64> {
-    // The lines are sorted. The mapping of a stack may have grown downwards in the meantime.
+    // The lines are sorted by address. If the stack has grown since the lines were read, its mapping now begins at a
+    // lower address.
     maps.split(|byte| *byte == b'\n').find_map(|line| {
         let range = std::str::from_utf8(line.split(|byte| *byte == b' ').next()?).ok()?;
         let end = u64::from_str_radix(range.split_once('-')?.1, 16).ok()?;
@@ -378,7 +380,7 @@ fn name_of(process: u32) -> [u8; NAME_BYTES_MAX] {
     padded(read_limited(&format!("/proc/{process}/comm")).unwrap_or_default().trim_ascii_end())
 }
 
-/// Copies the beginning of `text` into an array. Fills the rest of the array with zeros.
+/// Copies as much of `text` as fits into an array. Fills the rest of the array with zeros.
 fn padded<const BYTES: usize>(text: &[u8]) -> [u8; BYTES] {
     std::array::from_fn(|index| text.get(index).copied().unwrap_or(0))
 }

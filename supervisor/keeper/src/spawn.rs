@@ -1,4 +1,4 @@
-//! The fork, and the steps of the child until it executes the worker's program.
+//! Forks a child, and contains the steps of the child until it executes the worker's program.
 //!
 //! The child contains only the forking thread, and locks that other threads held at the time of the fork stay locked
 //! forever. So between the fork and `execve`, the child makes only raw system calls on prepared data, allocates
@@ -47,12 +47,13 @@ pub(crate) use self::steps::duplicate_to;
 /// descriptor of the keeper has a number that a child needs.
 pub(crate) const LINK_FD: RawFd = 3;
 
-// Names of steps that can also fail before the fork.
+// Names of steps that can fail even before the fork.
 const ROOT_STEP: &str = "mount namespace";
 const LANDLOCK_STEP: &str = "landlock";
 const SECCOMP_STEP: &str = "seccomp";
 
-/// Exit code of a child that failed before `execve`. The keeper does not report this exit code.
+/// Exit code of a child that has failed before `execve`. The keeper does not report this exit code, but the error of
+/// the failed step.
 const FAILED_EXIT_CODE: i32 = 127;
 
 /// Error from starting a worker, with the failed step and the error number.
@@ -72,7 +73,7 @@ impl SpawnError {
     }
 }
 
-/// Checks that this kernel lets the first process of a template's PID namespace list its children.
+/// Checks that the first process of a template's PID namespace can list its children on this kernel.
 pub(crate) fn can_list_children() -> Result<(), Errno> {
     init::template::open_children().map(drop)
 }

@@ -14,7 +14,7 @@ const PER_SECOND: i64 = 1000;
 /// the SDK reports the progress of a job.
 const PER_SECOND_AND_JOB: i64 = 20;
 
-/// Number of additional notices allowed for each job. Covers RETURNED and the heartbeat that follows it.
+/// Number of additional notices allowed for each job: a RETURNED frame, and the heartbeat that follows the frame.
 const FOR_A_JOB: i64 = 2;
 
 /// Maximum time for which a link is not read after the worker has exceeded its budget. After a longer pause, the worker
@@ -25,14 +25,14 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 /// this number is killed. The count is reset when the budget is full.
 const EXCESS_MAX: i64 = 300_000;
 
-/// Budget for a worker's notices.
+/// Budget for the notices that a worker sends.
 pub(crate) struct UnsolicitedFrames {
-    /// Number of notices that the worker can still send, limited to the budget for one second. The link is
-    /// paused if the number is negative.
+    /// Number of notices left in the worker's budget. Never exceeds the budget for one second. Reading from the link is
+    /// paused while the number is negative.
     remaining: i64,
     filled_at: Time,
     excess: i64,
-    /// End of the current pause, during which the link is not read.
+    /// Time at which the current pause ends. The link is not read until then.
     paused_until: Option<Time>,
     /// True if a notice arrived during the current read.
     has_frames: bool,
@@ -64,7 +64,7 @@ impl UnsolicitedFrames {
         self.remaining -= 1 + (bytes / 8192) as i64;
     }
 
-    /// Stores the status, replacing any status that arrived earlier during the same read.
+    /// Stores a worker's status text. Replaces any text received earlier in the same read.
     pub(super) fn set_status(&mut self, text: String) {
         self.status = Some(text);
     }
@@ -88,8 +88,8 @@ impl UnsolicitedFrames {
         is_over
     }
 
-    /// Completes a read. Returns `None` if no notice arrived. Otherwise, returns the last status text, and an error if
-    /// the worker must be killed.
+    /// Completes a read. Returns `None` if no notice arrived. Otherwise, returns the last status text, if any, and an
+    /// error if the worker must be killed.
     pub(super) fn end_read(&mut self, now: Time, jobs: u32) -> Option<(Option<String>, Result<(), String>)> {
         if !std::mem::take(&mut self.has_frames) {
             return None;
@@ -131,7 +131,7 @@ impl UnsolicitedFrames {
 mod tests {
     use super::*;
 
-    /// Returns the time `ms` milliseconds after the origin.
+    /// Returns the point in time that is `ms` milliseconds after `Time::ZERO`.
     fn at(ms: u64) -> Time {
         Time::ZERO + Duration::from_millis(ms)
     }
@@ -141,7 +141,7 @@ mod tests {
         let mut frames = UnsolicitedFrames::default();
         for ms in 0..100_000 {
             frames.add_job();
-            // The three notices are RETURNED, a heartbeat, and another notice.
+            // For each job, the worker sends a RETURNED frame, a heartbeat, and one other notice.
             (0..3).for_each(|_| frames.charge(8));
             frames.update_budget(at(ms), 1).unwrap();
             assert_eq!((frames.paused_until, frames.excess), (None, 0), "{ms}");

@@ -23,8 +23,8 @@ pub(crate) enum ClientEndpoint {
 }
 
 impl ClientEndpoint {
-    /// Registers a socket with the event loop. Does nothing for an in-process client, which signals through
-    /// `InProcessWaker`.
+    /// Registers the client's socket with the event loop. Does nothing for an in-process client, which uses
+    /// `InProcessWaker` to wake the event loop.
     pub(crate) fn register(&self, registry: &Registry, token: Token) -> io::Result<()> {
         match self {
             Self::Socket(socket) => registry.register(&mut SourceFd(&socket.as_raw_fd()), token, INTEREST),
@@ -99,7 +99,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Prepares to close the connection. Loans that the client has not received still count as being in transit.
+    /// Prepares to close the connection. Loans that the client has not received yet still count as unread.
     pub(crate) fn release_files(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) {
         if let Self::Socket(socket) = self {
             lends.close(socket, receiver);

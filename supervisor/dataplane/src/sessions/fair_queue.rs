@@ -27,12 +27,13 @@ const JOB_WEIGHT: u32 = 4;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct QueueState {
     is_waiting: bool,
-    /// Scheduling round in which the connection was last read. `bytes` is the number of bytes read in that round.
+    /// Scheduling round in which the connection was last read. The `bytes` field counts the bytes read in that round.
     round: u64,
     bytes: usize,
-    /// True if the client has closed its side. Any remaining bytes in the socket then have low priority.
+    /// True if the client has closed its side of the connection. Bytes that remain in the socket are then read with low
+    /// priority.
     is_read_closed: bool,
-    /// Weighted number of rejected frames (see [`REJECTED_MAX`]).
+    /// Number of rejected frames, reduced by [`JOB_WEIGHT`] for each accepted job (see [`REJECTED_MAX`]).
     rejected: u32,
 }
 
@@ -96,7 +97,7 @@ impl FairQueue {
         }
     }
 
-    /// Returns the maximum number of bytes to read from the most recently returned connection.
+    /// Returns the maximum number of bytes to read from the connection that was returned last.
     pub(super) fn quantum(&self) -> usize {
         if self.is_empty() { QUANTUM_BYTES_ALONE } else { QUANTUM_BYTES }
     }
@@ -190,7 +191,7 @@ mod tests {
     use super::*;
     use crate::slab::SlabIndex;
 
-    /// Connections of several users. Each connection always has input.
+    /// Simulated connections of several users, all with pending input.
     struct Crowd {
         turns: FairQueue,
         queue_states: Vec<QueueState>,
@@ -251,7 +252,8 @@ mod tests {
             assert_eq!(crowd.read(10, |index| index != 200), 200);
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
-        // Connection 200 loses precedence once its quantum is used up, so the other connections are not delayed.
+        // Connection 200 is served before the others only until it has used up its quantum, so the others are not
+        // delayed.
         let mut its_own = 0;
         for _ in 0..1000 {
             crowd.push(200);

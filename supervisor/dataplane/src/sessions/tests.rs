@@ -12,7 +12,7 @@ fn client(uid: u32) -> Client {
     Client { peer: None, grant: Grant::Unrestricted, owner: Owner::User(uid), permit: None }
 }
 
-/// Opens a session for user 1 that has been waiting for HELLO since `now`.
+/// Opens a session for user 1. The session starts waiting for the HELLO frame at the time `now`.
 fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoint) {
     let (end, peer) = in_process::pair();
     let epoch = sessions.next_epoch();
@@ -26,7 +26,7 @@ fn supervisor_pause_extends_timeouts() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].mid_frame_since = Some(at(2));
-    // The client's timer started during the pause. The extension must not move the timer's start past the current time.
+    // The timer starts during the pause. Extending the timeout must not move the timer's start into the future.
     sessions[index].unread_since = Some(at(50));
     sessions.extend_timeouts(Duration::from_secs(40), at(60));
     let session = &sessions[index];
@@ -53,7 +53,8 @@ fn rejects_client_stalled_mid_frame() {
     assert_eq!(sessions.check_timeouts(at(32)).len(), 1);
 }
 
-/// A pause in reading counts towards the time limit for a frame neither during the pause nor afterwards.
+/// Time during which the supervisor does not read from the client does not count towards the client's time limit for
+/// completing a frame.
 #[test]
 fn read_pause_extends_time_limit_for_a_frame() {
     let mut sessions = Sessions::new();
@@ -65,7 +66,8 @@ fn read_pause_extends_time_limit_for_a_frame() {
     receive_beginning(&mut sessions, index, at(1));
     let session = &mut sessions[index];
     assert!(session.pause_if_behind(at(11)) && session.pause_if_behind(at(20)));
-    // The client reads a little from time to time, so that it is not disconnected for reading nothing.
+    // The client reads a little from time to time. Otherwise, the client would be disconnected because it does not read
+    // its output.
     let waiting = session.outbox.waiting_bytes();
     for seconds in [30, 50] {
         assert_eq!(sessions.flushed(index, waiting + 1, at(seconds), LIMITS), AfterFlush::Keep);
@@ -129,7 +131,7 @@ fn removes_request_once_it_has_an_outcome() {
     assert!(!sessions.finish_request(id, 8));
 }
 
-/// Makes a session receive the first bytes of a frame.
+/// Simulates the arrival of the first bytes of a frame in a session.
 fn receive_beginning(sessions: &mut Sessions, index: SessionIndex, now: Time) {
     sessions[index].inbox = Inbox::with_partial(vec![1; 4]);
     sessions.received(index, Received::Drained, now);
@@ -162,7 +164,7 @@ fn disconnects_client_that_ignores_goaway() {
     );
     sessions.finish_request(id, 7);
     assert!(sessions.check_timeouts(at(61)).is_empty());
-    // Input does not extend the time limit.
+    // The time limit is not extended when the client sends more input.
     receive_beginning(&mut sessions, index, at(70));
     assert_eq!(sessions.check_timeouts(at(71)), [(index, None)]);
 }

@@ -19,7 +19,7 @@ impl Random {
     }
 }
 
-/// Reference model that stores the number of bytes held by each user, connection and bulkhead.
+/// Simple reference model of `Shares`. Stores the number of bytes held by each user, connection and bulkhead.
 #[derive(Default)]
 struct Plain {
     held: BTreeMap<(u32, u64, usize), (usize, usize)>,
@@ -174,7 +174,7 @@ fn new_user_gets_equal_share_when_memory_is_full() {
     let mut turns = crowd.iter().cycle();
     while turns.next().is_some_and(|&connection| take(&mut shares, (connection, 0), 10, most)) {}
     assert_eq!(shares.held(), most, "a single user can use all the memory");
-    // Another user gets half the memory and no more, regardless of how many connections it has.
+    // Another user can get half of the memory, but not more, no matter how many connections it opens.
     let other = shares.open(Owner::User(2), 100);
     let mut got = 0;
     while take(&mut shares, (other, 0), 10, most) {

@@ -40,7 +40,7 @@ impl DataPlane {
             }
             self.apply_quietly(compartment, event);
         }
-        // Operators get a single event for all tenants.
+        // Operators get one event for the whole bulkhead instead of one per tenant.
         let what = match action {
             SteerAction::Drain => EventKind::Draining { drain_timeout_ms: None },
             SteerAction::Resume => EventKind::Resumed {},
@@ -206,7 +206,8 @@ fn new_rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimi
     RateLimit { per_second, burst: burst.unwrap_or_else(|| per_second.ceil() as u32), per }
 }
 
-/// Converts a changed rate limit. Keeps the current scope, `so_far`, unless the change specifies another scope.
+/// Converts a rate limit from a change command. If the command does not specify a scope, the limit keeps its previous
+/// scope, `so_far`.
 fn changed_rate_limit(rate: &ChangedRate, so_far: RatePer) -> RateLimit {
     let per = match rate.per {
         Some(ChangedPer::Bulkhead) => RatePer::Bulkhead,

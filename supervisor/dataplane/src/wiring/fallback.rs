@@ -1,4 +1,4 @@
-//! Passes jobs on to fallbacks.
+//! Passes jobs on from a bulkhead to its fallbacks.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::slab::{BulkheadIndex, CompartmentIndex};
 use crate::{DataPlane, Incoming, JobData};
 
 impl DataPlane {
-    /// Passes a job on to the next fallback. If this is impossible, returns the outcome for the client.
+    /// Passes a job on to the next fallback. If the job cannot be passed on, returns the outcome for the client.
     pub(crate) fn pass_to_fallback(
         &mut self,
         index: CompartmentIndex,
@@ -20,7 +20,8 @@ impl DataPlane {
         incoming: &mut Incoming<'_>,
     ) -> Option<JobOutcome<Box<JobData>>> {
         let Some(mut fallback) = answer.record.fallback.take() else { return Some(answer) };
-        // The payload must be in memory. For a job rejected on arrival, the payload is still in `incoming`.
+        // A job can be passed on only with its payload. If the job was rejected on arrival, the payload is still in
+        // `incoming`.
         let has_payload = answer.job.is_none() || !answer.record.held.is_empty();
         let next = self
             .next_fallback(&fallback, &answer)
@@ -86,7 +87,7 @@ impl DataPlane {
     fn take_payload<'p>(&mut self, record: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
         self.memory.discharge(&mut record.charge);
         if record.held.file.is_some() {
-            // The memory file stays with the job.
+            // The job keeps its memory file, which contains the payload.
             record.held.payload = None;
             return Incoming::Owned(Vec::new());
         }
@@ -126,7 +127,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the outcome for the client. If the job was passed on, adds up the attempts and times from all bulkheads.
+    /// Returns the outcome for the client. For a job that was passed on, the outcome contains the total number of
+    /// attempts and the total times of all bulkheads.
     pub(crate) fn combined_outcome(
         &mut self,
         index: CompartmentIndex,

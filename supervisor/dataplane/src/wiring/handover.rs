@@ -1,4 +1,5 @@
-//! Performs the steps of an upgrade: hands over to a successor, or takes over from a predecessor.
+//! Performs the steps of an upgrade, in which this supervisor hands over to a successor or takes over from a
+//! predecessor.
 //!
 //! The predecessor finishes the jobs that it has accepted. A connection moves to the successor when it has no jobs,
 //! leases or unsent bytes. Until then, only frames about existing jobs are handled. A new request is held back, and
@@ -35,8 +36,8 @@ const PASSED_ON_PER_ITERATION_MAX: usize = 64;
 
 impl DataPlane {
     pub(crate) fn run_handover_command(&mut self, command: HandoverCommand) {
-        // Errors from `send` are ignored, because a control plane that no longer waits for a reply ends the upgrade on
-        // its own.
+        // Errors from `send` are ignored. They mean that the control plane no longer waits for the reply, and that it
+        // ends the upgrade by itself.
         match command {
             HandoverCommand::Prepare { lifeline, reply } => {
                 let prepared = self.prepare_handover(lifeline);
@@ -195,8 +196,8 @@ impl DataPlane {
     /// Passes idle connections on to the successor. If the upgrade can no longer fail, stops this data plane once the
     /// last job and connection have ended. Runs after output has been written.
     pub(crate) fn pass_on_sessions(&mut self) {
-        // When the supervisor is stopping, the successor stops too. Further requests are then rejected here, because
-        // the successor might have exited.
+        // If this supervisor is stopping, the successor stops as well and might already have exited. Further requests
+        // are therefore rejected here.
         if !self.handover.moves_connections() || self.is_stopping {
             return;
         }
@@ -214,7 +215,7 @@ impl DataPlane {
                 self.sessions.send_goaway(index);
             }
         }
-        // GOAWAY is sent immediately, so that the client does not have to wait before it sends its next job.
+        // Writes GOAWAY immediately. Otherwise, the client would have to wait before sending its next job.
         self.flush_connections();
         // Earlier messages might not have fit into the transfer socket.
         self.flush_transfer();
@@ -246,7 +247,8 @@ impl DataPlane {
         die_on_request("send", kind::SESSION);
         let message = encode(kind::SESSION, &state, &session.inbox.take_partial());
         let ClientEndpoint::Socket(socket) = session.end else { return };
-        // The registration belongs to the open file description, which the successor keeps open.
+        // Closing the socket would not end its registration with the event loop, because the successor keeps the open
+        // file description open.
         let _ = self.poll.registry().deregister(&mut SourceFd(&socket.as_raw_fd()));
         if let (Ok(message), Some(transfer)) = (message, &mut self.handover.transfer) {
             transfer.outbox.push(message, vec![socket.into()]);
@@ -271,7 +273,7 @@ impl DataPlane {
         }
     }
 
-    /// Serves clients again because the successor has failed.
+    /// Resumes serving clients after the successor has failed.
     fn take_back(&mut self, listener: Option<std::os::unix::net::UnixListener>) {
         let had_switched = self.handover.has_switched();
         self.handover.take_back();
@@ -490,8 +492,8 @@ impl DataPlane {
         }
     }
 
-    /// Closes the transfer socket. If the other supervisor has exited, the connections in the outbox are lost along
-    /// with that supervisor's other connections.
+    /// Closes the transfer socket. Connections still in the outbox are closed as well. If the other supervisor has
+    /// exited, it could not have served them anyway.
     pub(crate) fn close_transfer(&mut self) {
         if let Some(transfer) = self.handover.transfer.take() {
             let _ = self.poll.registry().deregister(&mut SourceFd(&transfer.socket.as_raw_fd()));
@@ -515,12 +517,13 @@ fn incoming_in(incoming: &[CompartmentIndex], index: CompartmentIndex) -> u32 {
     incoming.iter().filter(|compartment| **compartment == index).count() as u32
 }
 
-/// Returns true if an attempt failed. Keeps the first error of several attempts.
+/// Returns true if the result is an error. Stores the error in `first` unless an earlier error is already stored there.
 fn is_failure(attempt: Result<(), String>, first: &mut Option<String>) -> bool {
     attempt.map_err(|error| first.get_or_insert(error)).is_err()
 }
 
-/// Returns the change that restores a bulkhead's live values. `own` contains the values in the successor's file.
+/// Returns the change that applies the predecessor's live values to a bulkhead of the successor. `own` contains the
+/// values in the successor's configuration file.
 fn live_change(state: &BulkheadState, own: Numbers) -> Change {
     let (file, live) = (&state.file, &state.live);
     Change {

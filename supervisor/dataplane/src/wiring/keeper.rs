@@ -1,5 +1,5 @@
-//! Applies the keeper's reports: processes that start, violate the sandbox or exit, and the loss of the keeper itself.
-//! Policy decides what happens to the jobs.
+//! Handles the keeper's reports of processes that have started, violated the sandbox or exited, and the loss of the
+//! keeper itself. Policy decides what happens to the jobs.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -61,7 +61,8 @@ impl DataPlane {
         match link.filter(|link| link.program().runs_programs()) {
             Some(link) => {
                 link.defer_death(death, usage);
-                // Until the death is reported, the worker gets no more jobs, as if it had announced its exit.
+                // While the report of its death is deferred, the worker gets no more jobs, as if the worker had
+                // announced its exit.
                 let (compartment, worker) = link.key();
                 self.apply(compartment, Event::Stopping { worker }, Incoming::None);
             }
@@ -77,7 +78,8 @@ impl DataPlane {
         self.descendants_reaped(spawn);
     }
 
-    /// Removes and returns the deferred cause of death and resource usage of a worker that runs programs.
+    /// Removes and returns the cause of death and the resource usage of a worker that runs programs, if the report of
+    /// its death was deferred.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.links.of_spawn_mut(spawn).filter(|link| link.program().runs_programs());
         link?.take_deferred_death()
@@ -202,7 +204,7 @@ impl DataPlane {
     /// Handles the loss of the keeper. Kills all workers, because nothing supervises them any longer, and starts
     /// another keeper.
     pub(crate) fn keeper_lost(&mut self) {
-        // The background thread closes the socket.
+        // The old keeper's socket is closed later by the background thread.
         let Some(old) = self.keeper.descriptor() else { return };
         let _ = self.poll.registry().deregister(&mut SourceFd(&old));
         self.keeper.replace(self.now, &mut self.background);
@@ -214,7 +216,8 @@ impl DataPlane {
 
     /// Handles the report that all processes of a lost keeper, including all workers, are gone.
     pub(crate) fn keeper_reaped(&mut self) {
-        // Handles spares first, so that a dead worker's slot is not given to a spare that is also dead.
+        // Handles spares before other workers. Otherwise, a dead worker's slot could be given to a spare that is also
+        // dead.
         let compartments = &self.compartments;
         let is_spare = |link: &Link| compartments[link.compartment()].policy.is_spare(link.worker());
         for spawn in self.links.spawns(is_spare) {
@@ -242,8 +245,8 @@ impl DataPlane {
     }
 }
 
-/// Returns true if out-of-band bytes are pending. They are ignored until the keeper has reported the worker's
-/// process.
+/// Returns true if out-of-band bytes are pending on a socket. Such bytes are ignored until the keeper has reported the
+/// worker's process.
 fn has_out_of_band(socket: &UnixStream) -> bool {
     let mut entries = [PollFd::new(socket, PollFlags::PRI)];
     rustix::event::poll(&mut entries, Some(&Timespec::default())).is_ok_and(|count| count > 0)

@@ -48,7 +48,7 @@ impl DataPlane {
 
     // Clients.
 
-    /// Handles a client's frame about a lease.
+    /// Handles a frame in which a client requests, accepts or returns a lease.
     pub(crate) fn handle_lease_frame(
         &mut self,
         index: SessionIndex,
@@ -107,7 +107,7 @@ impl DataPlane {
         result
     }
 
-    /// Recalls idle leases if waiting data and files together exceed the memory budget.
+    /// Recalls idle leases if the total size of waiting data and lease files exceeds the memory budget.
     pub(crate) fn recall_leases_over_budget(&mut self) {
         let budget = self.lease_budget();
         self.update_leases(|leases, now| leases.enforce_budget(now, budget));
@@ -150,7 +150,8 @@ impl DataPlane {
 
     // Jobs.
 
-    /// Marks a lease as used by a job. Returns the payload and, if a worker has the lease's files, that worker.
+    /// Marks a lease as used by a job. Returns the payload. If the lease's files are lent to a worker, also returns
+    /// this worker.
     pub(crate) fn begin_leased_job(
         &mut self,
         named: LeaseRef,
@@ -199,7 +200,7 @@ impl DataPlane {
         sent(lent)
     }
 
-    /// Ends a worker's access to a job's files after the worker has replied or returned the job.
+    /// Ends a worker's access to a job's files. Called after the worker has replied to the job or returned the job.
     pub(crate) fn end_file_use(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
         let record = self.compartments[compartment].policy.record_mut(job);
         let payload = record.and_then(|record| record.held.file.as_deref_mut());
@@ -207,7 +208,7 @@ impl DataPlane {
         self.perform_lease_effects();
     }
 
-    /// Ends a job's use of a lease. If the result is in the result file, returns the result's location.
+    /// Ends a job's use of a lease. If the job wrote its result to the result file, returns the location of the result.
     pub(crate) fn end_leased_job(
         &mut self,
         payload: LeasedPayload,

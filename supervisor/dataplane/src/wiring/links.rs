@@ -1,4 +1,4 @@
-//! Connects links to workers: orders the keeper to start workers, and sends frames to workers.
+//! Connects links to workers. Orders the keeper to start workers, and sends frames to them.
 
 mod frames;
 
@@ -32,7 +32,7 @@ use crate::{DataPlane, Endpoint, INTEREST, Incoming};
 /// Maximum number of worker start orders sent per iteration.
 const SPAWNS_PER_ITERATION_MAX: usize = 4;
 
-/// Number of neighboring links whose journals are checked together for heartbeats.
+/// Number of neighbouring links whose journals are read together to look for heartbeats.
 const BEATS_READ_TOGETHER: usize = 128;
 
 /// Method of creating a worker's process.
@@ -112,7 +112,8 @@ impl DataPlane {
         let token = Endpoint::Link(self.links.next()).token();
         let fd = socket.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
-        // Sends the order last, because from then on the UID belongs to the worker, even if something fails.
+        // Sends the order last, because the UID could not be returned to the pool if a step failed after the order was
+        // sent.
         let (spawn, id) = (ordered.spawn, ordered.id);
         let sent = self.keeper.serving().and_then(|keeper| match ordered.template {
             None => keeper.spawn(&ordered.program.order(spawn, id), theirs, stdout_write, stderr_write),
@@ -158,7 +159,8 @@ impl DataPlane {
         let compartment_of_job = &mut self.compartments[compartment];
         let bulkhead = compartment_of_job.bulkhead;
         let Some(record) = compartment_of_job.policy.record_mut(job) else {
-            // The link must be ended, because its job count would otherwise differ from policy's.
+            // The link must be closed, because the link and policy would otherwise disagree on the number of the
+            // worker's jobs.
             debug_assert!(false, "the worker replied to {job} before the supervisor sent the job");
             let message = "the worker sent a result for a job that it had not received yet".to_owned();
             return self.end_link_for_violation(index, message);
@@ -252,7 +254,8 @@ impl DataPlane {
     pub(crate) fn flush_link(&mut self, index: LinkIndex) {
         let Some(link) = self.links.get_mut(index) else { return };
         let before = link.outbox.waiting_bytes();
-        // An error means that the worker has shut down its end. The next read reports this.
+        // A write error means that the worker has shut down its end of the link. The next read detects and reports the
+        // shutdown.
         let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
         link.outbox.release_buffer(&mut self.buffers.pool);
         let (was, is) = self.links.flushed(index, before);
@@ -265,7 +268,7 @@ impl DataPlane {
     /// full, keeps the read ends open and tries again later. Otherwise, the worker would die because it could not write
     /// its output.
     pub(crate) fn forward_output(&mut self, index: LinkIndex) {
-        // When the attempt is repeated, the worker may already be gone.
+        // The worker may have exited since an earlier attempt to pass on its output.
         let Some(link) = self.links.get_mut(index) else { return };
         let Some((pid, (stdout, stderr))) = link.take_output() else { return };
         let bulkhead = self.bulkheads.owner(&self.compartments[link.compartment()]).name.clone();
@@ -278,7 +281,7 @@ impl DataPlane {
 
     // Silent workers.
 
-    /// Starts observing a silent worker's processor time.
+    /// Starts observing how much processor time a silent worker receives.
     pub(crate) fn watch(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) else { return };
         self.read_journal_beats(index);
@@ -290,8 +293,8 @@ impl DataPlane {
         link.set_watch(self.background.watch(&watch).then_some(watch));
     }
 
-    /// Reads heartbeats from the journals of this worker and its neighbors in the table of links. Reading the journals
-    /// together saves an iteration for each neighbor.
+    /// Reads heartbeats from the journals of this worker and of its neighbours in the table of links. Reading them
+    /// together saves an iteration of the event loop for each neighbour.
     fn read_journal_beats(&mut self, index: LinkIndex) {
         if !self.links[index].beats_in_journal() {
             return;
@@ -308,8 +311,8 @@ impl DataPlane {
         }
     }
 
-    /// Starts checking whether a silent worker received too little processor time while it was being observed. Policy
-    /// receives the result in a later iteration.
+    /// Starts checking whether a worker is silent because it received too little processor time. Policy receives the
+    /// result in a later iteration.
     pub(crate) fn check_starvation(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let index = self.links.of_worker(&self.compartments, (compartment, worker));
         if let Some(index) = index {
@@ -318,8 +321,8 @@ impl DataPlane {
                 return;
             }
         }
-        // If the link is paused, heartbeats might be waiting in the socket, so the worker's processor time is not
-        // checked.
+        // Skips the check if the link is paused, because heartbeats from the worker might still be waiting in the
+        // socket.
         let read = index.filter(|&index| !self.links[index].unsolicited.is_paused());
         match read.and_then(|index| self.links[index].take_watch()) {
             Some(watch) if self.keeper.is_running() => {
@@ -350,7 +353,8 @@ impl DataPlane {
                 let message = "the worker closed its link to the supervisor but is still running".to_owned();
                 self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
             } else {
-                // The report of the death might be late. A keeper that does not reply to the ping is replaced.
+                // The keeper's report of the worker's death might only be late. If the keeper does not reply to the
+                // ping either, it is replaced.
                 self.keeper.ping(self.now);
                 self.links.check_closed_again();
             }
@@ -392,6 +396,6 @@ fn has_ended(link: &Link) -> bool {
 
 fn is_zombie(pid: u32) -> bool {
     let stat = bulkhead_linux::process_tree::read_proc_file(&format!("/proc/{pid}/stat"));
-    // In this file, the state follows the name in parentheses.
+    // The process state is the field after the process name, which is in parentheses.
     stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
 }

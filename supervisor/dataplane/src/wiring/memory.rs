@@ -1,4 +1,5 @@
-//! Connects the memory used by waiting data to jobs, frames, and payloads arriving over HTTP.
+//! Updates the accounting of memory used by waiting jobs, frames and payloads that arrive over HTTP, and frees memory
+//! if necessary.
 
 use std::sync::atomic::Ordering;
 
@@ -28,7 +29,7 @@ impl DataPlane {
         }
     }
 
-    /// Publishes the total amount of memory in use, and the amount that payloads arriving over HTTP can always use.
+    /// Publishes the total amount of memory in use, and the amount guaranteed to payloads that arrive over HTTP.
     pub(crate) fn publish_memory(&self) {
         self.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.equal_share(self.limits.buffered_bytes_max);

@@ -80,7 +80,7 @@ impl DataPlane {
         }
     }
 
-    /// Stops the bulkhead's compartments that have no jobs. Returns true if the bulkhead can now be removed.
+    /// Stops those compartments of the bulkhead that have no jobs. Returns true if the bulkhead can now be removed.
     fn stop_idle_compartments(&mut self, bulkhead: BulkheadIndex) -> bool {
         let by = self.now + self.limits.drain_timeout;
         let is_replayed = |index: CompartmentIndex| self.compartments[index].bulkhead == bulkhead;
@@ -91,7 +91,8 @@ impl DataPlane {
                 self.apply(compartment, Event::Stop { by }, Incoming::None);
             }
             let policy = &self.compartments[compartment].policy;
-            // A compartment whose jobs were passed on to other bulkheads must still count their outcomes.
+            // A compartment must not be removed while jobs that it passed on are running elsewhere, because the
+            // compartment must still count their outcomes.
             is_over &= policy.is_stopped() && policy.counters().elsewhere == 0;
         }
         is_over

@@ -1,4 +1,4 @@
-//! Reports the deaths of workers and programs, and policy's operator events, to operators.
+//! Sends reports to operators about deaths of workers and programs, and about operator events from policy.
 
 use std::time::SystemTime;
 
@@ -39,7 +39,8 @@ impl DataPlane {
     ) {
         let (now, compartment) = (self.now, &mut self.compartments[index]);
         let (policy, is_replay) = (&mut compartment.policy, compartment.is_replay);
-        // If the client already has the outcome, the supervisor itself killed the program.
+        // No report is needed if the client already has the outcome, because the supervisor itself then killed the
+        // program.
         if !policy.holds(worker, job) || policy.record_mut(job).is_none() {
             return;
         }
@@ -53,7 +54,8 @@ impl DataPlane {
         self.send_crash_report(index, (worker, &post), None, context);
     }
 
-    /// Sends a crash report. If the worker's link has already been removed from the table, it must be passed as `link`.
+    /// Sends a crash report. `link` is the worker's link, and is required if the link has already been removed from the
+    /// table.
     fn send_crash_report(
         &mut self,
         index: CompartmentIndex,
@@ -72,7 +74,8 @@ impl DataPlane {
         self.reporter.notify(context.report(slot, names, (worker, post), confinement, jobs));
     }
 
-    /// Reports the number of crashes without a crash report, for each bulkhead for which an event is due.
+    /// Reports, for each bulkhead, the number of crashes for which no crash report was written. Skips bulkheads for
+    /// which such an event is not due yet.
     pub(crate) fn report_skipped_crashes(&mut self) {
         for (bulkhead, crashes) in self.crashes.take_skipped(self.now) {
             let what = EventKind::CrashesNotReported { crashes, reported_per_second: 1 };

@@ -24,7 +24,8 @@ use crate::samples::HeldAction;
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, JobData};
 
-/// Context of a stack sample in progress. Used for the report once the sample is complete.
+/// Context of a stack sample in progress. Contains the data that is needed to write the report when the sample is
+/// complete.
 pub(crate) struct SampleSubject {
     compartment: CompartmentIndex,
     worker: WorkerId,
@@ -44,8 +45,8 @@ struct LateJob {
 }
 
 impl DataPlane {
-    /// Starts sampling a worker that is still running a job at the job's deadline. The job's outcome will refer to the
-    /// report.
+    /// Starts sampling a worker whose job is still running at its deadline. The outcome of the job will contain the ID
+    /// of the report.
     pub(crate) fn sample_late_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         let report = self.begin_late_report(index, answer);
         self.samples.set_report(report);
@@ -147,7 +148,7 @@ impl DataPlane {
         self.reporter.notify(context.report(slot, names, (worker, &post), confinement, vec![job]));
     }
 
-    /// Ends samples that the keeper has not completed in time.
+    /// Ends the samples that have exceeded their time limit.
     pub(crate) fn check_samples(&mut self) {
         while let Some(spawn) = self.samples.next_late(self.now) {
             self.sample_taken(spawn, None);

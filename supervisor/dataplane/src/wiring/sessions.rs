@@ -146,8 +146,8 @@ impl DataPlane {
         self.counters.clients.store(self.sessions.clients() as u64, Ordering::Relaxed);
     }
 
-    /// Identifies a connecting client. Returns the client's permissions, or the reason for rejecting the client.
-    /// Performs fast checks first.
+    /// Identifies a connecting client. Returns the client's process and permissions, or a rejection. Performs the fast
+    /// checks first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
@@ -157,7 +157,7 @@ impl DataPlane {
             reason: RejectReason::Overloaded,
             ..ClientRejection::forbidden(peer, message)
         })?;
-        // A worker that connects is reported as a worker, even if its user has no access anyway.
+        // A connecting worker is reported as a worker, even if its user would be rejected anyway.
         if grant.is_ok() || self.access.is_own_user(peer) {
             self.access.check_descent(socket, peer)?;
         }
@@ -316,7 +316,7 @@ impl DataPlane {
 
     // Events.
 
-    /// Records the rejection of a connection or job. Sends the event about the rejection if one is due.
+    /// Records the rejection of a connection or of a job. Also sends an event about rejections if such an event is due.
     pub(crate) fn report_rejection(&mut self, socket: SocketKind, refusal: ClientRejection) {
         let (links, compartments) = (&self.links, &self.compartments);
         let worker =

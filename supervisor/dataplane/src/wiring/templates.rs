@@ -48,7 +48,8 @@ impl DataPlane {
         let spawn = self.links.next_spawn();
         let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
-        // Takes the UID last, so that only a failed order has to give the UID back.
+        // Takes the UID as the last step before the order, so that the UID has to be returned only if sending the order
+        // fails.
         let id = match program.sandbox().identity() {
             WorkerIdentity::Each => self.links.take_id()?,
             WorkerIdentity::Own | WorkerIdentity::One(_) => None,

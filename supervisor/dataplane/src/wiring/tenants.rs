@@ -1,4 +1,5 @@
-//! Carries out decisions about which tenants have workers, by applying events to the tenants' compartments.
+//! Starts and stops workers of tenants by applying events to the tenants' compartments. The `bulkheads` module decides
+//! which tenants have workers.
 
 use bulkhead_policy::{Event, Submission};
 use bulkhead_shared::JobId;

@@ -26,14 +26,14 @@ use crate::protocol::{
 /// takes milliseconds, but can take seconds if a trial process hangs.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time to wait for the keeper and the guard when their handle is dropped, or when the start has failed. They
-/// usually exit within milliseconds.
+/// Maximum time to wait for the keeper and the guard to exit after a failed start, or when the [`DetachedKeeper`] is
+/// dropped. Both processes usually exit within milliseconds.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Lowest descriptor number above standard input, output and error.
 const DESCRIPTOR_MIN: i32 = 3;
 
-/// Results of probing the machine, as reported by the guard.
+/// Results of the guard's probe of the machine.
 #[derive(Debug)]
 pub struct ProbeResult {
     /// Layers of confinement that the machine supports.
@@ -122,7 +122,7 @@ impl DetachedKeeper {
     /// Kills the keeper, and waits until the guard has killed the processes that the keeper left behind.
     pub(crate) fn kill_and_wait(&self, timeout: Duration) -> io::Result<()> {
         self.kill_keeper()?;
-        // Resumes the guard, in case it was stopped by a signal.
+        // Sends SIGCONT in case the guard has been stopped by a signal.
         let _ = pidfd_send_signal(&self.guard, Signal::CONT);
         if self.wait(timeout)? {
             return Ok(());
@@ -137,7 +137,7 @@ impl DetachedKeeper {
 
 impl Drop for DetachedKeeper {
     fn drop(&mut self) {
-        // If this fails, the processes exit later, and the guard can remain as a zombie.
+        // If the wait fails, the processes exit later, and the guard can remain as a zombie.
         let _ = self.wait(DROP_TIMEOUT);
     }
 }
@@ -148,7 +148,7 @@ fn reap_within(process: &OwnedFd, timeout: Duration) -> io::Result<bool> {
     if !wait_until_readable(process, timeout)? {
         return Ok(false);
     }
-    // Fails if orphans are reparented to another process, which then reaps the exited process.
+    // Fails if another process adopts orphans, because that process then reaps the exited process.
     let _ = waitid(WaitId::PidFd(process.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
     Ok(true)
 }
@@ -194,7 +194,8 @@ fn receive_ready(guard: &OwnedFd, socket: &OrderSocket) -> io::Result<(Vec<u8>, 
 #[expect(unsafe_code, reason = "execve, and the calls before execve, have no safe wrapper")]
 fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Result<OwnedFd> {
     let application = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
-    // Moves both descriptors above 2, so that the first `dup2` does not overwrite the source of the second.
+    // Duplicates both descriptors to numbers above 2. Otherwise, the first `dup2` could overwrite the source of the
+    // second.
     let above = |descriptor: OwnedFd| rustix::io::fcntl_dupfd_cloexec(&descriptor, DESCRIPTOR_MIN);
     let (socket, application) = (above(theirs)?, above(application)?);
     let path = CString::new(program.as_os_str().as_bytes())?;
@@ -234,6 +235,6 @@ fn environment() -> Vec<CString> {
         entry.push(value);
         CString::new(entry.into_vec())
     });
-    // Omits variables that contain a NUL.
+    // Omits variables that contain a NUL, because they cannot be passed to `execve`.
     joined.filter_map(Result::ok).collect()
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::protocol::confinement::Identity;
 
-/// Extended attribute that contains the list.
+/// Name of the extended attribute that stores a file's access control list.
 const ATTRIBUTE: &str = "system.posix_acl_access";
 
 /// Maximum size of an extended attribute on Linux, in bytes.
@@ -30,7 +30,8 @@ struct Entry {
 }
 
 impl AccessList {
-    /// Reads the list of a file. Returns `None` if the file has no list, or if the list cannot be read.
+    /// Reads the access control list of a file. Returns `None` if the file does not have a list, or if reading the list
+    /// fails.
     pub(super) fn read(path: &Path) -> Option<Self> {
         let mut bytes = Vec::with_capacity(ATTRIBUTE_BYTES_MAX);
         rustix::io::retry_on_intr(|| {

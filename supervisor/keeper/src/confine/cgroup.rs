@@ -38,7 +38,7 @@ pub(crate) use limits::Limits;
 /// this child group.
 const MAIN_GROUP: &str = "bulkhead-main";
 
-/// PID that stands for a process that is not visible in this PID namespace.
+/// Value that replaces the PID of a process that is not visible in this PID namespace.
 const NO_PROCESS: u32 = 0;
 
 /// Maximum number of passes when moving all processes out of a group. Processes forked during one pass are moved in
@@ -48,7 +48,7 @@ const MOVE_ROUNDS_MAX: usize = 16;
 /// Maximum number of leaf groups of previous keepers to clean up per call.
 const STALE_LEAVES_MAX: usize = 4096;
 
-/// Maximum number of unrelated processes to list in an error message.
+/// Maximum number of processes to list in the error about processes that do not belong to the supervisor.
 const NAMED_PROCESSES_MAX: usize = 3;
 
 /// Advice for administrators, appended to errors about control groups.
@@ -62,8 +62,8 @@ pub(crate) const CONTROLLER_ADVICE: &str =
 const KERNEL_ADVICE: &str = "run kernel 5.14 or later";
 const SEPARATE_GROUP_ADVICE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
-/// An application that embeds the supervisor has processes that the keeper must not move. The application itself is one
-/// of these processes.
+/// Used instead of the other advice if an application embeds the supervisor, because the keeper must not move the
+/// application's processes.
 const APPLICATION_ADVICE: &str = "start the application in a child of a delegated cgroup: as a unit with Delegate=yes \
      and DelegateSubgroup=bulkhead-main";
 const GROUP_LIMITS_ADVICE: &str =
@@ -82,7 +82,8 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// Replaces advice on how to start a standalone supervisor. Used if the supervisor is embedded in an application.
+    /// Adapts the error to a supervisor that is embedded in an application. Replaces advice that applies only to a
+    /// standalone supervisor.
     pub(crate) fn for_application(self) -> Self {
         let advice = match self.advice {
             DELEGATE_ADVICE | SEPARATE_GROUP_ADVICE => APPLICATION_ADVICE,
@@ -116,7 +117,7 @@ pub(crate) fn root_path() -> Result<PathBuf, Failure> {
 
 fn open_root() -> Result<Folder, Failure> {
     let own = open_own_group()?;
-    // An earlier keeper or systemd has moved this process into the main group.
+    // If this process is in the main group, systemd or an earlier keeper has moved it there from the delegated group.
     let is_main = own.path().file_name().is_some_and(|name| name == MAIN_GROUP);
     if is_main { own.parent() } else { Ok(own) }
 }
@@ -131,7 +132,7 @@ fn open_own_group() -> Result<Folder, Failure> {
         advice: MOUNT_ADVICE,
     });
     for path in parse::own_group_paths(&mounts, &cgroups) {
-        // Another file system may be mounted over some of these paths.
+        // Tries all paths, because another file system may be mounted over some of them.
         found = Folder::open(&path);
         if found.is_ok() {
             break;
@@ -154,8 +155,8 @@ pub(crate) struct DelegatedGroup {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StaleLeaves {
     pub(crate) removed: usize,
-    /// Number of leaf groups whose processes were killed but have not exited yet. The caller must try again later
-    /// unless this is zero.
+    /// Number of leaf groups that still contain processes, because the killed processes have not exited yet. Unless
+    /// this number is zero, the caller must try again later.
     pub(crate) left: usize,
 }
 
@@ -185,8 +186,7 @@ impl DelegatedGroup {
         let mut failed = None;
         for name in self.folder.children(STALE_LEAVES_MAX, is_stale)? {
             match self.folder.child(&name).and_then(|leaf| leaf.write("cgroup.kill", "1")) {
-                // The leaf may have no `cgroup.kill` file, or may be gone. If the leaf is empty, it is
-                // removed below.
+                // Ignores these errors. An empty leaf is removed below even if it has no `cgroup.kill` file.
                 Ok(()) | Err(Failure { errno: Errno::NOENT | Errno::NODEV, .. }) => {}
                 Err(error) => _ = failed.get_or_insert(error),
             }
@@ -246,8 +246,8 @@ impl DelegatedGroup {
     /// any other process, because other processes must not be moved. Ignores processes that disappear from the group,
     /// such as processes that were exiting when their parents were looked up.
     fn move_processes_out(&self) -> Result<(), Failure> {
-        // The root cgroup can contain both processes and limited child groups. Only the root cgroup has no
-        // `cgroup.type` file.
+        // The root cgroup, which is the only one without a `cgroup.type` file, can contain processes in addition to
+        // child groups with limits.
         if !self.folder.has_file("cgroup.type")? {
             return Ok(());
         }

@@ -9,7 +9,7 @@ use rustix::fs::{Mode, OFlags};
 
 const MAGIC: [u8; 4] = *b"\x7fELF";
 
-/// Class and byte order in the ELF header of a supported file: 64-bit, little-endian.
+/// Values of the class and byte order fields in the ELF header of a supported file: 64-bit and little-endian.
 const CLASS_AND_BYTE_ORDER: [u8; 2] = [2, 1];
 
 const PROGRAM_HEADER_BYTES: usize = 56;
@@ -30,7 +30,8 @@ pub(super) fn is_elf(path: &Path) -> bool {
     open(path).is_some()
 }
 
-/// Returns true if the file is an ELF file whose library search paths do not depend on its own location (`$ORIGIN`).
+/// Returns true if the file is an ELF file and its library search paths do not contain `$ORIGIN`, which stands for the
+/// file's own folder.
 pub(super) fn is_self_contained(path: &Path) -> bool {
     open(path).is_some_and(|file| {
         search_paths(&file).is_some_and(|paths| !paths.iter().any(|path| uses_origin(path)))
@@ -38,7 +39,7 @@ pub(super) fn is_self_contained(path: &Path) -> bool {
 }
 
 fn open(path: &Path) -> Option<File> {
-    // With these flags, opening a named pipe does not block.
+    // With these flags, opening the path does not block even if it is a named pipe.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
     let mut start = MAGIC;

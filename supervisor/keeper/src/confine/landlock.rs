@@ -49,8 +49,8 @@ pub(crate) struct Rules<'a> {
     pub(crate) read: &'a [&'a Path],
     /// Files and folders to which the worker has full access, except for creating device nodes.
     pub(crate) write: &'a [&'a Path],
-    /// The worker's private temporary folder. The worker has the same rights here as for `write`, except those for
-    /// sockets and devices.
+    /// The worker's private temporary folder. Grants the same rights as `write`, except the rights that concern sockets
+    /// and devices.
     pub(crate) temporary: Option<&'a Path>,
     /// Paths that the worker must not access, even inside granted folders.
     pub(crate) withheld: &'a [&'a Path],
@@ -113,7 +113,7 @@ impl Ruleset {
         Ok(Self { descriptor, abi, forbidden, granted })
     }
 
-    /// Returns the rules that the worker applies to the programs it runs. Each program can access only its own
+    /// Returns rules for the programs that the worker runs. Under these rules, each program can access only its own
     /// subfolder of the worker's temporary folder.
     pub(crate) fn program_rules(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
         let abi = ABI::from(self.abi as i32);
@@ -167,7 +167,8 @@ impl Ruleset {
     /// that the rules have taken effect, by attempting an action that must fail. The thread must have no capabilities,
     /// and must have set `PR_SET_NO_NEW_PRIVS`. Safe in a forked child, because it makes only system calls.
     pub(crate) fn restrict(&self) -> Result<(), RestrictError> {
-        // The test is inconclusive if the action fails even without the rules, because the user lacks a right.
+        // If the user lacks a right, the action fails even without the rules, and a failure under the rules proves
+        // nothing.
         let is_conclusive = self.forbidden.attempt().is_ok();
         restrict_self(self.descriptor.as_fd(), self.abi).map_err(RestrictError::Rejected)?;
         if is_conclusive && self.forbidden.attempt() != Err(Errno::ACCESS) {
@@ -254,7 +255,8 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
             let is_grantable =
                 paths::is_grantable(path, rules.write).map_err(|errno| link_failure(path, errno))?;
             if rules.has_own_root && std::fs::canonicalize(path).is_ok_and(|real| real == Path::new("/")) {
-                // The private root folder contains the entries of the system's root folder.
+                // Grants access to each entry of the system's root folder, because the private root folder contains the
+                // same entries.
                 grants.extend(Grant::all(paths::root_entries(), access, Condition::IfPresent));
             } else if is_grantable {
                 grants.extend(required(&[path], access));
@@ -285,7 +287,7 @@ impl Grant {
     }
 }
 
-/// A rule that was added to the ruleset.
+/// A rule that has been added to the ruleset, identified by the file to which it applies.
 struct AddedRule {
     /// Device number and inode number of the path.
     identity: (u64, u64),
@@ -312,7 +314,7 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<AddedRule>,
         return Ok(None);
     }
     let is_folder = FileType::from_raw_mode(mode) == FileType::Directory;
-    // The kernel rejects a rule for a file if the rule contains rights for folders.
+    // Removes the rights for folders from a rule for a file, because the kernel would reject the rule.
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST_ABI) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
     added.map_err(|error| ruleset_failure(&format!("add a Landlock rule for {}", path.display()), error))?;

@@ -12,7 +12,7 @@ use bulkhead_linux::errno;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-/// Folders that contain programs, libraries and their data. Workers can read and execute these files.
+/// System folders with programs, libraries and their data. Workers can read and execute the files in these folders.
 pub(crate) const SYSTEM_FOLDERS: [&str; 9] = [
     "/usr",
     "/bin",
@@ -89,11 +89,12 @@ pub(crate) const ETC_ENTRIES: [&str; 52] = [
     "xml",
 ];
 
-/// Prefixes of entries in `/etc` whose full names differ between systems.
+/// Name prefixes of entries in `/etc`. The rest of each name differs between systems.
 pub(crate) const ETC_PREFIXES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
-/// Caches outside `/usr` and `/etc`. A program without access to its cache would rebuild the cache on each run.
+/// Folders with caches outside `/usr` and `/etc`. A program that cannot read its cache would rebuild the cache on each
+/// run.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 
@@ -105,8 +106,8 @@ pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 /// read.
 pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
-/// Path of the `/proc` folder. All of `/proc` is granted, because rules cannot name the folder of a process
-/// that does not exist yet.
+/// Path of the `/proc` folder, which is granted as a whole. A rule cannot refer to the folder of a process that does
+/// not exist yet.
 ///
 /// The sensitive data of other processes stays protected. `environ`, `mem`, `maps`, `cwd`, `root` and the
 /// targets of `fd` require the right to trace the process. A worker without capabilities does not have this
@@ -114,8 +115,8 @@ pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 /// A worker can see names, arguments and PIDs of other processes.
 pub(crate) const PROC_FOLDER: &str = "/proc";
 
-/// Entries that installers create next to a `bin` folder. These are libraries, data, and the marker of a virtual
-/// environment.
+/// Entries that installers create in the parent folder of a `bin` folder. They contain libraries and data, or mark a
+/// virtual environment.
 const BESIDE_BIN: [&str; 5] = ["lib", "lib64", "libexec", "share", "pyvenv.cfg"];
 
 /// Name of the folder in which version managers (pyenv, rbenv, nodenv, asdf, mise) keep wrapper scripts. The
@@ -131,7 +132,7 @@ const GRANTED_ENTRIES_MAX: usize = 4096;
 /// Maximum number of directory entries to search for hard links to a withheld file.
 const SEARCHED_ENTRIES_MAX: usize = 100_000;
 
-/// Returns the caches and the entries of `/etc` that are granted if all users can read them.
+/// Returns the caches and certain entries of `/etc`. Workers are granted each of these paths that all users can read.
 pub(crate) fn world_readable() -> Vec<PathBuf> {
     let etc = Path::new("/etc");
     let belongs =
@@ -345,7 +346,7 @@ fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let mut folders: Vec<PathBuf> = secrets.first().map(|_| folder.to_path_buf()).into_iter().collect();
     let (mut names, mut entries_seen) = (Vec::new(), 0);
     while let Some(folder) = folders.pop() {
-        // A folder that the keeper cannot list is inaccessible to the worker as well.
+        // Ignores folders that the keeper cannot list, because the worker cannot access them either.
         for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
             entries_seen += 1;
             if entries_seen > SEARCHED_ENTRIES_MAX {
@@ -413,8 +414,8 @@ mod tests {
             let given = program_folders(&[&program], Some(&path(cwd)), &[&path("own")]);
             assert_eq!(given, Vec::<PathBuf>::new(), "{cwd}");
         }
-        // Only the script is writable. The worker cannot replace the script's folder, but can change the
-        // first line of the script.
+        // If only the script is writable, the worker can change the script's first line, but cannot replace the folder
+        // that contains the script.
         let given = program_folders(&[&program], Some(&path("work")), &[&program]);
         assert_eq!(given, ["own/bin", "own/share", "work"].map(path));
 

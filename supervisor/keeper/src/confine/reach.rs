@@ -1,4 +1,4 @@
-//! Finds the granted paths that permission bits and access control lists hide from the worker's user.
+//! Finds granted paths that the worker's user cannot access because of permission bits or access control lists.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -44,7 +44,7 @@ pub(crate) enum Purpose {
 /// A granted path that leads to or through a folder that the user cannot traverse.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HiddenPath {
-    /// The granted path, either as given or without symbolic links.
+    /// The granted path, either as configured or with symbolic links resolved.
     pub(crate) place: PathBuf,
     /// The real path, without symbolic links.
     pub(crate) real: PathBuf,
@@ -54,12 +54,13 @@ pub(crate) struct HiddenPath {
 /// Granted paths that a user cannot reach, and the folders that the user cannot traverse.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Unreachable {
-    /// Folders that the user cannot traverse. No folder is inside another one, and no path contains links.
+    /// Folders that the user cannot traverse. None of these folders is inside another, and their paths contain no
+    /// symbolic links.
     pub(crate) folders: Vec<PathBuf>,
     /// Granted paths inside `folders`.
     pub(crate) hidden: Vec<HiddenPath>,
-    /// Granted folders that the user cannot list or traverse. The worker sees the entries of each folder instead of the
-    /// folder as a whole.
+    /// Granted folders that the user cannot list or traverse. The worker is shown the entries of such a folder one by
+    /// one instead of the folder itself.
     pub(crate) expanded: BTreeSet<PathBuf>,
 }
 
@@ -95,8 +96,8 @@ pub(crate) struct UnusablePath {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// True if the worker's user ID is a subordinate ID. The supervisor's user cannot change a file's owner to such
-    /// an ID.
+    /// True if the worker's user ID is a subordinate ID. The supervisor's user can then change the owner of a file only
+    /// inside a user namespace.
     pub(crate) is_subordinate: bool,
     /// True if the path belongs to the operating system or contains the supervisor's files, so that its owner must not
     /// be changed.
@@ -104,7 +105,8 @@ pub(crate) struct UnusablePath {
 }
 
 impl UnusablePath {
-    /// Records that workers must not access the paths in `withheld`, which are the supervisor's files.
+    /// Records whether the path contains any of the paths in `withheld`. These are the supervisor's own files, which
+    /// workers must not access.
     pub(crate) fn record_withheld(&mut self, withheld: &[&Path]) {
         let real = std::fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone());
         let is_inside = |file: &&Path| file.starts_with(&self.path) || file.starts_with(&real);
@@ -207,7 +209,8 @@ fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
     let mut all = vec![(granted.directory.to_owned(), Purpose::WorkingDirectory)];
     all.extend(own.into_iter().map(|path| (path, Purpose::Read)));
     all.extend(granted.programs.iter().map(|path| (path.to_path_buf(), Purpose::Read)));
-    // The worker must not choose the target of a link in a writable folder; see `is_grantable`.
+    // Omits paths that lead through a link in a writable folder, because the worker could change the link's target; see
+    // `is_grantable`.
     let is_grantable = |path: &&&Path| paths::is_grantable(path, granted.write) == Ok(true);
     all.extend(granted.read.iter().filter(is_grantable).map(|path| (path.to_path_buf(), Purpose::Read)));
     all.extend(granted.write.iter().filter(is_grantable).map(|path| (path.to_path_buf(), Purpose::Write)));
@@ -249,7 +252,7 @@ fn permits(path: &Path, found: &std::fs::Metadata, identity: Identity, wanted: u
         () if uid == 0 => return true,
         () if found.uid() == uid => mode >> 6,
         () => {
-            // The kernel ignores the list if these bits are zero.
+            // The kernel ignores the access control list if the group bits are zero.
             let list = (mode & GROUP_BITS != 0).then(|| AccessList::read(path)).flatten();
             match list {
                 Some(list) => return list.permits(found.gid(), identity, wanted),
@@ -277,7 +280,8 @@ mod tests {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
 
-    /// Creates a home folder with this mode. It contains a checkout with a program, and one other file.
+    /// Creates a home folder with the given mode. The home folder contains a checkout that includes a program, and one
+    /// file outside the checkout.
     fn home(mode: u32) -> tempfile::TempDir {
         let outer = tempfile::tempdir().unwrap();
         folder(outer.path(), 0o755);
@@ -364,7 +368,8 @@ mod tests {
         assert!(why(&[], &[]).contains("execute"));
     }
 
-    /// Changing the owner of such a folder would damage the system or the supervisor.
+    /// Tests that the owner of a shared folder is never to be changed, because this would damage the system or the
+    /// supervisor.
     #[test]
     fn owner_of_shared_folder_is_not_to_be_changed() {
         for path in

@@ -40,7 +40,7 @@ pub(crate) use self::profiles::{
 };
 pub use self::seal::{Seal, seal};
 
-/// `AUDIT_ARCH` value of this architecture: the ELF machine number with the flags for 64-bit and
+/// Value of `AUDIT_ARCH` for this architecture. Consists of the ELF machine number and the flags for 64-bit and
 /// little-endian.
 #[cfg(target_arch = "x86_64")]
 const ARCHITECTURE: u32 = 62 | 0xc000_0000;
@@ -63,22 +63,23 @@ pub(crate) enum Verdict {
     Errno(Errno),
     /// The call returns zero, and has no effect.
     Ignore,
-    /// The call is fatal: the worker is killed as [`FatalAction`] specifies. Used for calls that only hostile programs
-    /// make.
+    /// The system call causes the worker to be killed in the way that [`FatalAction`] specifies. Used for calls that
+    /// only hostile programs make.
     Fatal,
 }
 
-/// Way of killing a worker after a fatal call.
+/// Specifies who kills a worker that has made a fatal system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FatalAction {
-    /// The kernel kills the worker. The only information about the call is that the worker died of SIGSYS.
+    /// The kernel kills the worker. The call itself is not reported, and can be recognised only by the worker's death
+    /// from SIGSYS.
     Kill,
     /// The call blocks until the keeper has received a notification and killed the worker. If the keeper made the
     /// call fail instead, the worker would survive.
     Notify,
 }
 
-/// The filter's decision on a system call, which can depend on the call's arguments.
+/// Rule by which the filter decides on a system call. Can depend on the arguments of the call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Rule {
     Always(Verdict),
@@ -86,7 +87,7 @@ enum Rule {
     Pointer(Box<Pointer>),
 }
 
-/// Checks whether an argument is a null pointer.
+/// A rule that depends on whether a pointer argument is null.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Pointer {
     argument: u8,
@@ -94,8 +95,8 @@ struct Pointer {
     otherwise: Rule,
 }
 
-/// A check of an argument. Masks the lower half of the argument with `mask`, and applies the rule of the first case
-/// that matches.
+/// A rule that depends on the lower half of an argument. After masking with `mask`, the first matching case determines
+/// the rule to apply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Check {
     argument: u8,
@@ -185,8 +186,7 @@ impl Rules {
         }
     }
 
-    /// Replaces the rule of each of these system calls with the result of `narrower`, which receives the current
-    /// rule.
+    /// Replaces the rule of each system call in `names`. `narrower` receives the current rule and returns the new one.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
             debug_assert!(syscalls::is_known(name), "unknown system call {name}");
@@ -241,7 +241,8 @@ impl Rules {
     }
 }
 
-/// Returns instructions that find the range of the loaded system call number and apply that range's rule.
+/// Returns instructions that find the range to which the loaded system call number belongs, and then apply the rule of
+/// this range.
 fn search(ranges: &[(u32, &Rule)], fatal_action: FatalAction) -> Block {
     if let [(_, rule)] = ranges {
         return rule.assemble(fatal_action);
@@ -309,8 +310,8 @@ impl Filter {
     }
 }
 
-/// Returns a filter for testing whether filters take effect. It makes a system call fail that otherwise always
-/// succeeds; see [`is_test_filter_active`].
+/// Returns a filter for testing whether filters take effect. Under this filter, a system call fails that would
+/// otherwise always succeed; see [`is_test_filter_active`].
 pub(crate) fn test_filter(fatal_action: FatalAction) -> Filter {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("getppid", Verdict::Errno(Errno::NOSYS));

@@ -22,7 +22,7 @@ pub(super) fn probe() -> Vec<LayerSupport> {
     let in_leaf = |task: fn(&ProbeLeaf) -> Result<(), String>| {
         leaf.as_ref().map_err(Clone::clone).and_then(task).map(|()| None)
     };
-    // If no leaf could be created, other trials failed for the same reason.
+    // If no leaf group could be created, all trials that need a leaf group failed for this reason.
     let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE_ADVICE };
     let controller = |name| own.clone().and_then(|own| can_enable(&own, name));
     vec![
@@ -107,7 +107,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
             let _ = fs::write(&switch, format!("-{controller}")); // Fails if the controller is already in use.
             Ok(None)
         }
-        // A control group can contain processes or children with limits, but not both.
+        // The kernel does not allow a control group to contain processes and also have child groups with limits.
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
             Ok(Some("available once the cgroup itself contains no processes".to_owned()))
         }

@@ -6,8 +6,8 @@ use rustix::io::Errno;
 
 use super::error_text;
 
-/// Time in seconds after which the kernel kills the child process of a trial. A trial takes milliseconds
-/// unless it blocks.
+/// Time limit for a trial, in seconds. The kernel then kills the child process. A trial takes milliseconds unless it
+/// blocks.
 const TRIAL_SECONDS_MAX: libc::c_uint = 3;
 
 /// Exit code of a trial whose layer the kernel accepts but does not enforce. This value is not an error number.
@@ -40,8 +40,8 @@ impl TrialError {
     }
 }
 
-/// Runs a trial in a child process. `task` must make only system calls, because only the calling thread exists in the
-/// child.
+/// Runs a trial in a child process. `task` must make only system calls, because locks held by other threads are never
+/// released in the child.
 pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result<(), TrialError> {
     // SAFETY: the child makes only raw system calls until it exits.
     let child = unsafe { fork_without_sigchld() }?;

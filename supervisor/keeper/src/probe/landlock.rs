@@ -13,14 +13,15 @@ use super::child::{self, TrialError};
 use super::error_text;
 use crate::protocol::LayerSupport;
 
-/// A kind of Landlock rule to test.
+/// A kind of Landlock rule to try, and the action that the rule forbids.
 struct Feature {
     layer: &'static str,
     /// Version of Landlock that introduced the feature.
     since: u32,
     what_to_do: &'static str,
     handled: HandledAccess,
-    /// Action that fails with the error `refusal` if the rule is enforced, and succeeds otherwise.
+    /// Action that the rule forbids. Fails with the error `refusal` if the kernel enforces the rule, and succeeds
+    /// otherwise.
     forbidden: fn() -> Result<(), Errno>,
     refusal: Errno,
 }

@@ -96,7 +96,7 @@ fn receive_result(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Res
         errno => Err(error_text(Errno::from_raw_os_error(errno))),
     };
     if step == 0 {
-        // Some systems let any user create a user namespace, but not map IDs in it.
+        // Mapping IDs is tested too, because some systems let any user create a user namespace but not map IDs in it.
         let mapped = result.and_then(|()| write_id_maps(pid));
         let _ = send(socket, &[0], SendFlags::NOSIGNAL); // If the child is gone, the next step fails.
         return Some(mapped);

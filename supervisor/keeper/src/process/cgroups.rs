@@ -5,7 +5,7 @@ use crate::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
 use crate::protocol::confinement::CgroupLimits;
 use crate::spawn::SpawnError;
 
-/// The parent group of all worker groups, and the worker groups that could not be removed yet.
+/// The group that contains all worker groups, and the worker groups that still have to be removed.
 pub(super) struct WorkerGroups {
     /// PID of the keeper's parent at startup. If the supervisor dies, the keeper is reparented to another process,
     /// whose descendants must not be moved.
@@ -68,7 +68,8 @@ impl WorkerGroups {
         }
     }
 
-    /// Tries again to remove the groups that could not be removed. Returns true if no such groups are left.
+    /// Repeats the removal of groups that could not be removed earlier, and of groups left by previous keepers. Returns
+    /// true if no such groups are left.
     pub(super) fn retry_removals(&mut self) -> bool {
         self.to_remove.retain(|leaf| !try_remove(leaf));
         self.remove_stale();
@@ -77,14 +78,14 @@ impl WorkerGroups {
 
     fn remove_stale(&mut self) {
         if let (true, Some(root)) = (self.may_have_stale, &self.root) {
-            // Does not retry after an error, because the remaining groups belong to previous keepers.
+            // After an error, gives up on the remaining groups, which belong to previous keepers.
             self.may_have_stale = root.remove_stale_leaves().is_ok_and(|stale| stale.left > 0);
         }
     }
 }
 
-/// Tries to remove a group. Returns false only if the group is not empty yet. All other errors are treated as
-/// permanent.
+/// Tries to remove a group. Returns false if the group still contains processes. Returns true after any other error,
+/// because another attempt would not help.
 fn try_remove(leaf: &Leaf) -> bool {
     leaf.remove().unwrap_or(true)
 }

@@ -94,14 +94,16 @@ fn watch_keeper(
     let process = pidfd_open(keeper, PidfdFlags::empty())?;
     send_ready(keeper, &process, layers, ids)?;
     drop(writer);
-    // Closes the guard's copy of the socket, so that the application reads end of file once the keeper has exited.
+    // Closes the guard's copy of the order socket. Otherwise, the application would not read end of file when the
+    // keeper exits.
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     duplicate_to(&null, libc::STDIN_FILENO)?;
     let application = std::io::stdout();
     let mut polled = [PollFd::new(&process, PollFlags::IN), PollFd::new(&application, PollFlags::IN)];
     rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, None))?;
     if polled[0].revents().is_empty() {
-        // The keeper exits on its own when the application exits, unless a signal has stopped the keeper.
+        // Sends SIGCONT in case the keeper has been stopped by a signal. Otherwise, the keeper exits by itself when the
+        // application exits.
         let _ = pidfd_send_signal(&process, Signal::CONT);
         if !wait_until_readable(&process, KILL_ALL_TIMEOUT + KEEPER_EXIT_GRACE)? {
             let _ = pidfd_send_signal(&process, Signal::KILL);

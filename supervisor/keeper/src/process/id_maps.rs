@@ -1,5 +1,4 @@
-//! The user and group ID maps of a child's user namespace. Each map contains a single ID, which is the same inside and
-//! outside the namespace.
+//! User and group ID maps of a child's user namespace. Each map has one entry, which maps an ID to itself.
 
 use std::fs;
 use std::io;
@@ -8,7 +7,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::protocol::confinement::Identity;
 
-/// Writes the ID maps for the user namespace of a child that is waiting for them.
+/// Writes the ID maps for a child that is waiting in a new user namespace.
 ///
 /// A keeper without CAP_SETGID must first deny `setgroups` to the child. Only then does the kernel accept the
 /// map of the keeper's group. (Dropping a group can give access to files whose permissions exclude the

@@ -11,7 +11,7 @@ use bulkhead_linux::rlimits::Resource;
 use crate::protocol::Rlimit;
 use crate::protocol::confinement::{Namespaces, Observed};
 
-/// Names of the namespaces that can be private to a worker, as used in `/proc`.
+/// Names, as used in `/proc`, of the namespaces that a worker can have for itself.
 const NAMESPACE_NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
 
 fn parse_filter_count(status: &str) -> u32 {
@@ -19,7 +19,7 @@ fn parse_filter_count(status: &str) -> u32 {
     count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// The keeper's own namespaces and filters, for comparison with a worker's.
+/// Namespaces and seccomp filters of the keeper, with which those of workers are compared.
 pub(super) struct KeeperStatus {
     namespaces: [Option<std::path::PathBuf>; NAMESPACE_NAMES.len()],
     /// Number of seccomp filters that apply to the keeper itself.
@@ -52,8 +52,8 @@ pub(super) fn open_descriptors(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/fd");
     match fs::read_dir(&path) {
         Ok(entries) => Ok(entries.count() as u32),
-        // The process runs as another user. Since Linux 6.2, the size of the folder is the number of open
-        // descriptors.
+        // The folder of a process that runs as another user cannot be listed. Since Linux 6.2, the size of the folder
+        // is the number of open descriptors.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             Ok(fs::metadata(&path)?.len() as u32)
         }
@@ -73,7 +73,7 @@ fn parse_status(text: &str, observed: &mut Observed) {
     let field =
         |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
     let number = |name| field(name).and_then(|value| value.parse::<u32>().ok());
-    // A missing value counts as the full set of capabilities.
+    // If the value is missing, assumes that the process has all capabilities.
     let set = |name| field(name).and_then(|value| u64::from_str_radix(value, 16).ok()).unwrap_or(u64::MAX);
     let single_id = |name| {
         let mut ids = field(name)?.split_whitespace().map(|id| id.parse::<u32>().ok());
@@ -104,7 +104,7 @@ pub(super) fn limit_mismatch(
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
 
-/// Returns the name of the first limit in `ordered` that is lower than the process's actual limit.
+/// Returns the name of the first limit in `ordered` that the process's actual limit exceeds.
 pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
     let text = read_proc_file(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
@@ -146,7 +146,7 @@ pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     Ok((process, inner.unwrap_or(process)))
 }
 
-/// PID of a process's parent, and the process's PID in its own PID namespace.
+/// PID of the parent of a process, and the PID that the process has in its own PID namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NamespacePids {
     pub(super) parent: u32,

@@ -9,8 +9,8 @@ use std::fs;
 /// Nice value that gives a process the highest priority.
 const HIGHEST: i32 = -20;
 
-/// File with the nice value of the keeper's session. If the kernel's autogroup setting is on, processor time is
-/// divided among sessions according to these values.
+/// File that contains the nice value of the keeper's session. With the kernel's autogroup setting, processor time is
+/// divided among sessions by their nice values.
 const AUTOGROUP: &str = "/proc/self/autogroup";
 
 /// Raises and restores the scheduling priority of the keeper's thread.
@@ -61,7 +61,8 @@ mod tests {
 
     #[test]
     fn raised_keeper_priority_is_restored() {
-        // The priority changes only for this thread, and only if the test has the necessary privilege.
+        // The test changes the priority only if it has the necessary privilege, and only for the thread that runs the
+        // test.
         let nice = || rustix::process::getpriority_process(None).unwrap();
         let group = || fs::read_to_string(AUTOGROUP).unwrap_or_default();
         let (before, group_before) = (nice(), group());

@@ -13,11 +13,11 @@ use crate::protocol::{Exit, ReportMessage, Usage};
 use crate::spawn::{self, SpawnError};
 use crate::wait::{self, Waited};
 
-/// Time after which the keeper gives up on processes that survive SIGKILL. Their worker is then reported as reaped
-/// anyway.
+/// Maximum time that the keeper waits for processes to die from SIGKILL. After this time, the worker that left the
+/// processes behind is reported as reaped anyway.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Minimum and maximum pause between runs of the killer while descendants of dead workers are left.
+/// Minimum and maximum pause between searches for descendants of dead workers, while there are any left.
 const RUN_INTERVAL_MIN: Duration = Duration::from_millis(2);
 const RUN_INTERVAL_MAX: Duration = Duration::from_millis(64);
 
@@ -26,45 +26,45 @@ const RUN_INTERVAL_MAX: Duration = Duration::from_millis(64);
 /// descendants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum number of processes reaped, and maximum number of processes scanned, per iteration of the loop. Reaping or
-/// scanning this many takes a few hundred microseconds.
+/// Maximum number of processes to reap, and maximum number of processes to scan, in one iteration of the loop. Reaping
+/// or scanning this many processes takes a few hundred microseconds.
 const REAPS_PER_ITERATION: usize = 64;
 const SCANNED_PER_ITERATION: usize = 64;
 
-/// Number of bytes read from templates after which an iteration stops reaping. Needed because a template can send
-/// faster than the keeper reads.
+/// Number of bytes read from templates after which an iteration stops reaping. The limit is needed because a template
+/// can send messages faster than the keeper reads them.
 const MESSAGE_BYTES_PER_ITERATION: u64 = 4096;
 
 /// A dead worker that has been reaped, but whose descendants are still being killed.
 struct DeadWorker {
     worker: u64,
-    /// True if the keeper must report the worker as reaped. False if the start of the worker was reported as failed.
+    /// True if the keeper must report that the worker was reaped. False if the worker's start was reported as failed.
     is_reported: bool,
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     since: Instant,
-    /// Number of scans that the killer had begun when the worker died.
+    /// Number of scans of all processes that had been started when the worker died.
     scan_number: u64,
 }
 
-/// Dead workers, and the killer of the processes that these workers left behind.
+/// State of finding and killing the processes that dead workers have left behind.
 pub(super) struct DescendantReaper {
-    /// True if the kernel does not distinguish orphans from workers. In that case, only a scan of all
-    /// processes shows whether descendants are left.
+    /// True if orphans cannot be distinguished from workers on this kernel. All processes must then be scanned to find
+    /// out whether descendants are left.
     scans_always: bool,
     dead_workers: Vec<DeadWorker>,
     killer: DescendantKiller,
-    /// Time at which the killer's next run starts.
+    /// Time at which the next search for leftover processes starts.
     next_run: Option<Instant>,
     run_interval: Duration,
-    /// Number of processes that the last run killed.
+    /// Number of processes that were killed by the last search.
     last_killed: usize,
-    /// Number of processes that could not be killed. Later runs are expected to find this many processes again.
+    /// Number of processes that could not be killed. Later searches are expected to find the same number again.
     unkillable: usize,
     next_audit: Option<Instant>,
     /// True if some exited processes might not have been reaped yet.
     may_have_unreaped: bool,
-    /// True if the killer's next run is waiting for forks to complete.
+    /// True if the next search for leftover processes must wait until the forks in progress are complete.
     waits_for_forks: bool,
 }
 
@@ -84,12 +84,12 @@ impl DescendantReaper {
         }
     }
 
-    /// Returns true if no fork can start now, because the killer is running or is about to run.
+    /// Returns true if forks must wait, because a search for leftover processes is running or about to start.
     pub(super) fn blocks_forks(&self) -> bool {
         self.waits_for_forks || self.killer.is_active()
     }
 
-    /// Returns the time at which the reaper next has work to do. Returns `now` if it already has work.
+    /// Returns the time at which the reaper next has work to do, or `now` if there is already work to do.
     pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
         if self.may_have_unreaped || self.killer.is_active() {
             return Some(now);
@@ -109,12 +109,12 @@ impl EventLoop {
             return;
         }
         if !bulkhead_linux::wait::has_ended(pid) {
-            // A tracer delays the exit status. If the worker left the tracer behind, an additional scan finds and kills
-            // the tracer.
+            // The worker is being traced, which delays its exit status. If the worker left the tracer behind, an
+            // additional scan finds and kills the tracer.
             self.reaper.next_audit = Some(now);
             return;
         }
-        // The worker may have sent messages before it exited, which must be handled first.
+        // Handles the messages that the worker may have sent before it exited.
         self.advance_start(pid);
         self.read_pending_messages(pid);
         while self.handle_exits(pid) {}
@@ -147,11 +147,12 @@ impl EventLoop {
         self.reaper.may_have_unreaped = true;
     }
 
-    /// Reaps one process. Returns true if a process was reaped or has changed its state.
+    /// Reaps one exited process. Returns true if a process has exited or was stopped.
     fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
         match wait::try_reap(pid) {
             Waited::NoChild | Waited::NoChange => return false,
-            // When the sampling thread exits, the kernel resumes all threads that are still stopped for the sample.
+            // Threads that are stopped for a sample do not need to be resumed here. The kernel resumes them when the
+            // sampling thread exits.
             Waited::Stopped { .. } if self.samples.may_have_stopped(now) => {}
             Waited::Stopped { pid } => wait::kill_child(pid),
             Waited::Ended { pid, exit, usage } => match self.remove(pid) {
@@ -180,7 +181,7 @@ impl EventLoop {
         }
     }
 
-    /// Handles a reaped child. Reports the exit immediately, and begins to clean up after the child.
+    /// Handles a child that was reaped. Reports its exit immediately, and starts the cleanup.
     fn clean_up_after(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
         child.deregister_all(&self.poll);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
@@ -191,8 +192,8 @@ impl EventLoop {
         let namespace = child.namespace.take();
         match child.stage {
             Stage::Running => {
-                // The first process of a PID namespace has reported the worker's exit, unless the first process was
-                // itself killed earlier.
+                // The exit status of the worker was reported by the first process of its PID namespace, unless the
+                // first process was killed earlier.
                 let status = child.status.as_ref().and_then(spawn::read_status);
                 let (exit, usage) = status.unwrap_or((exit, usage));
                 let (worker, exit) = (child.worker, child.exit_cause(exit));
@@ -200,15 +201,16 @@ impl EventLoop {
             }
             Stage::Ended => {}
             Stage::Starting(_) => {
-                // The child has not reported a reason, but the supervisor waits for the result of the order.
+                // The supervisor waits for the result of the order, so the failure is reported even though the child
+                // has given no reason.
                 self.report_failure(child.worker, &SpawnError::new("start", Errno::CHILD));
                 return self.clean_up_failed(child);
             }
-            // The worker's program may have run and left processes behind.
+            // The program may have been running already, and may have left processes behind.
             Stage::Failed if child.is_confined => {}
             Stage::Failed => return self.clean_up_failed(child),
         }
-        // Must come after the exit report, so that the supervisor orders no worker from a template that has
+        // This must follow the exit report. Otherwise, the supervisor could order a fork from a template that has
         // exited.
         namespace.into_iter().for_each(|namespace| self.namespace_ended(pid, namespace));
         let Child { worker, folder, leaf, .. } = child;
@@ -230,8 +232,8 @@ impl EventLoop {
         self.remove_resources(child.folder, child.leaf);
     }
 
-    /// Performs one step of killing the processes that dead workers left behind. Reports a worker as reaped once all of
-    /// these processes are gone.
+    /// Performs one step in killing the processes left behind by dead workers. Reports a worker as reaped once no such
+    /// process is left.
     pub(super) fn reap_descendants(&mut self, now: Instant) {
         // Processes left behind by a worker become children of this thread.
         let is_waited_for = !self.reaper.dead_workers.is_empty() && !self.reaper.scans_always;
@@ -257,7 +259,7 @@ impl EventLoop {
             if due.is_none_or(|due| now < due) {
                 return;
             }
-            // The killer could mistake a process that is being forked for a leftover process.
+            // A search during a fork could mistake the forked process for a leftover process.
             self.reaper.waits_for_forks = self.is_forking();
             if self.reaper.waits_for_forks {
                 return;
@@ -277,8 +279,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles the completion of a run of the killer. `found` is the number of leftover processes found, or `None` if
-    /// the run failed.
+    /// Handles the end of a search for leftover processes. `found` is the number of processes found, or `None` if the
+    /// search failed.
     fn killer_finished(&mut self, now: Instant, found: Option<usize>) {
         self.reaper.next_run = Some(now + self.reaper.run_interval);
         self.reaper.run_interval = (self.reaper.run_interval * 2).min(RUN_INTERVAL_MAX);
@@ -290,8 +292,8 @@ impl EventLoop {
         }
         if self.reaper.dead_workers.is_empty() {
             self.reaper.next_run = None;
-            // Repeats until a scan finds nothing, because the children of killed processes are found only by
-            // the next scan.
+            // Repeats the scan until it finds nothing, because each scan can miss children of the processes that it
+            // kills.
             let found_something = found != Some(0) || !self.groups.retry_removals();
             self.reaper.next_audit = found_something.then(|| now + AUDIT_INTERVAL);
             if found_something { self.priority.raise() } else { self.priority.restore() }
@@ -307,8 +309,8 @@ impl EventLoop {
         }
     }
 
-    /// Removes the resources of all dead workers for which `is_reaped` returns true. Reports each worker as reaped
-    /// unless its start failed.
+    /// Removes the folders and groups of all dead workers for which `is_reaped` returns true. Also reports each of
+    /// these workers as reaped, unless its start failed.
     fn report_reaped(&mut self, is_reaped: impl Fn(&DescendantReaper, &DeadWorker) -> bool) {
         let all = std::mem::take(&mut self.reaper.dead_workers);
         let (reaped, left) = all.into_iter().partition(|dead| is_reaped(&self.reaper, dead));
@@ -334,11 +336,11 @@ impl EventLoop {
     /// Kills a worker, together with the descendants in its control group or process group.
     pub(super) fn kill(&mut self, pid: u32) {
         let Some(child) = self.children.get(&pid) else { return };
-        // A running template's control group also contains the first process of the namespace, and killing that
-        // process would kill the workers.
+        // Does not kill the control group of a running template. The group also contains the first process of the
+        // namespace, and all workers die with this process.
         let is_alone = child.namespace.is_none() || !matches!(child.stage, Stage::Running | Stage::Ended);
         if let Some(leaf) = child.leaf.as_ref().filter(|_| is_alone) {
-            // The calls below kill processes that this call misses.
+            // Errors are ignored, because the calls below also kill the worker.
             let _ = leaf.kill();
         }
         match child.member {

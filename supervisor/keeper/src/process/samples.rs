@@ -44,7 +44,7 @@ pub(super) struct Samples {
 struct Order {
     worker: u64,
     job: Option<String>,
-    /// File for the records and, if the worker writes its stacks as text, the worker's journal.
+    /// File for the records. If the worker writes its stacks as text, also the worker's journal.
     descriptors: Vec<OwnedFd>,
 }
 
@@ -67,14 +67,13 @@ impl Samples {
         self.current.is_some() || self.ended_at.is_some_and(|end| now < end + LATE_STOP_TIME)
     }
 
-    /// Returns true if threads might be stopped for a sample at this time. Waiting for children could then report
-    /// such a thread.
+    /// Returns true if a sample might be in progress. Waiting for children could then return a thread that was stopped
+    /// for the sample.
     pub(super) fn is_busy(&self, now: Instant) -> bool {
         self.next_due(now).is_some()
     }
 
-    /// Returns the time at which the keeper resumes reaping orphans, even if the sampling thread is still running
-    /// then.
+    /// Returns the time at which the keeper stops waiting for the sampling thread and resumes reaping orphans.
     pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
         self.current.as_ref().map(|current| current.since + BUSY_MAX).filter(|due| *due > now)
     }

@@ -28,8 +28,8 @@ pub(super) struct WatchedProcesses {
 }
 
 impl WatchedProcesses {
-    /// Opens a pidfd for the guard. Duplicates the `application` pidfd, which is still open as the keeper's standard
-    /// output.
+    /// Opens a pidfd of the guard, and duplicates the pidfd of the application. `application` is still open as the
+    /// keeper's standard output.
     pub(super) fn open(guard: Pid, application: impl AsFd) -> io::Result<Self> {
         let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
         if rustix::process::getppid() != Some(guard) {
@@ -67,7 +67,8 @@ pub(super) fn set_up(
     // `setsid` fails only for a process group leader. A spawned process leads a group only if the caller requests it.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    // If this process is stopped when the supervisor is killed, SIGCONT resumes it, so that it reads end of file.
+    // A stopped keeper could not read end of file when the supervisor is killed, so the kernel sends SIGCONT to resume
+    // the keeper.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
     let original = OriginalSettings {
         nice: rustix::process::getpriority_process(None)?,

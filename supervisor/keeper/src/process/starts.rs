@@ -21,8 +21,8 @@ use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
 use crate::wait;
 
-/// A forked child: the PID, the pidfd, the connections, and the part of the confinement that is known before `/proc`
-/// is read.
+/// A forked child: the PID, the pidfd, the connections to the child, and the part of the confinement that is known
+/// before `/proc` is read.
 type Forked = (u32, OwnedFd, ChildConnections, Observed);
 
 /// Creates the socket between the keeper and a template. The first descriptor is the keeper's end, which
@@ -30,7 +30,7 @@ type Forked = (u32, OwnedFd, ChildConnections, Observed);
 fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = crate::protocol::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
-    // Ignores errors, because older kernels do not support this.
+    // Ignores errors, because older kernels do not have this socket option.
     let _ = bulkhead_linux::scm_rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
 }
@@ -75,7 +75,7 @@ impl EventLoop {
         let child = Child {
             status: connections.status.take(),
             namespace: connections.init_socket.take().map(TemplateNamespace::new),
-            // A worker without confinement does not wait for permission to continue.
+            // A worker without confinement executes its program without waiting for the keeper's permission.
             is_confined: layers == Layers::default(),
             folder,
             leaf,
@@ -152,8 +152,8 @@ impl EventLoop {
         Ok(pidfd)
     }
 
-    /// Reads messages from a starting child and performs the actions for which the child is waiting. Reports the
-    /// result of the start.
+    /// Handles messages from a starting child, and performs the actions for which the child is waiting. When the start
+    /// has succeeded or failed, reports the result.
     pub(super) fn advance_start(&mut self, pid: u32) {
         while let Some(Child { stage: Stage::Starting(connections), layers, .. }) = self.children.get(&pid) {
             let failure = match spawn::read_progress(&connections.progress) {
@@ -178,8 +178,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles a child's report that it is confined. Lets the child execute its program if the confinement matches the
-    /// order.
+    /// Handles a child's message that its confinement is complete. If the confinement matches the order, lets the child
+    /// execute its program.
     pub(super) fn check_confinement(
         &mut self,
         pid: u32,
@@ -206,7 +206,7 @@ impl EventLoop {
             child.leaf.as_ref().is_some_and(|leaf| observe::is_in_cgroup(process, leaf.path()));
         let filters = observe::read_status(process, &mut child.observed).map_err(failed)?;
         let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
-        // Filters that the keeper inherited from the supervisor do not count.
+        // Filters that the keeper has inherited from the supervisor are not counted as filters of the worker.
         let lacks_filter =
             child.layers.seccomp != Seccomp::Off && filters != 0 && filters <= self.own_status.filter_count;
         let filter = lacks_filter.then_some("Seccomp_filters");

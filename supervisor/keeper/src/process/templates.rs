@@ -1,5 +1,5 @@
-//! Templates: workers that fork the other workers of their bulkhead, as children of the keeper or of the first
-//! process in their namespace.
+//! Templates, which are workers that fork the other workers of their bulkhead. The forked workers become children of
+//! the keeper or of the first process in the template's namespace.
 //!
 //! A template is started, confined and watched like any worker. A forked process counts as a worker once it
 //! has sent a message, whose sender the kernel identifies. Until then, the keeper cannot distinguish it from
@@ -36,25 +36,25 @@ use crate::wait;
 /// Maximum time that a template may take to fork a worker before the keeper kills the template.
 const FORK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Step name in reports about workers whose template exceeded [`FORK_TIMEOUT`].
+/// Name of the failed step in reports about workers whose template has exceeded [`FORK_TIMEOUT`].
 const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
                     stopped, or is waiting in `before_fork`";
 
-/// Step name in reports about forked workers that exited before they had identified themselves.
+/// Name of the failed step in reports about forked workers that exited before they identified themselves.
 const EXITED_STEP: &str = "fork: the forked process exited immediately";
 
 /// Maximum time that the killer of leftover processes waits for forks in progress. If a process is forked later, while
 /// the killer is running, it is treated as a leftover, and the start of its worker fails.
 const FORK_WAIT_MAX: Duration = Duration::from_millis(500);
 
-/// Maximum number of status messages that the keeper forwards from one template in each [`STATUS_INTERVAL`].
+/// Maximum number of status messages from one template that the keeper forwards per [`STATUS_INTERVAL`].
 const STATUS_MESSAGES_MAX: u32 = 64;
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Maximum number of messages read from a template in one iteration.
 const MESSAGES_MAX: usize = 64;
 
-/// State that the keeper needs only for templates, in addition to the state of every worker.
+/// State of a template, in addition to the state that the keeper has for every worker.
 pub(super) struct Template {
     socket: OwnedFd,
     outbox: Outbox,
@@ -80,7 +80,7 @@ struct Fork {
     is_cancelled: bool,
 }
 
-/// A fork order that is deferred until the killer has finished its run.
+/// A fork order that is deferred until the current search for leftover processes has ended.
 pub(super) struct DeferredFork {
     pub(super) worker: u64,
     pub(super) template: u64,
@@ -113,7 +113,8 @@ impl Template {
         self.forks.front().map(|fork| fork.since)
     }
 
-    /// Counts a status message. Returns false if the template has sent too many of them.
+    /// Counts a status message. Returns false if the template has sent too many status messages in the current
+    /// interval.
     fn accepts_status(&mut self, now: Instant) -> bool {
         let (since, count) = self.status_rate.get_or_insert((now, 0));
         if now.saturating_duration_since(*since) >= STATUS_INTERVAL {
@@ -151,8 +152,8 @@ impl EventLoop {
         };
         let attributes = child.template.as_ref().and_then(|template| template.attributes.as_ref());
         if let Some(Err(name)) = attributes.map(|it| it.restore(child.process, is_template)) {
-            // Kills the template, because its workers would inherit the changed attribute. The next template starts
-            // without the change.
+            // Kills the template, because the workers would inherit the attribute that was changed. A new template does
+            // not have the change.
             self.kill(pid);
             return Err(SpawnError::new(&format!("fork: restore the template's {name}"), Errno::PERM));
         }
@@ -185,13 +186,13 @@ impl EventLoop {
     fn send_template_orders(&mut self, pid: u32) {
         let Some(template) = self.template_mut(pid) else { return };
         let (is_sent, socket) = (template.outbox.flush(&template.socket), template.socket.as_raw_fd());
-        // If sending fails, the template is about to exit, and its forks fail as well.
+        // A failure to send means that the template is about to exit. Its forks in progress then fail as well.
         let Ok(is_sent) = is_sent else { return self.kill(pid) };
         let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, !is_sent);
     }
 
-    /// Cancels the fork of a worker. If the fork is already in progress, kills the worker as soon as it has been
-    /// forked.
+    /// Cancels the fork of a worker. If the template has already been told to fork, the worker is killed as soon as it
+    /// exists.
     pub(super) fn cancel_fork(&mut self, worker: u64) {
         if let Some(at) = self.deferred_forks.iter().position(|deferred| deferred.worker == worker) {
             self.deferred_forks.remove(at);
@@ -232,7 +233,7 @@ impl EventLoop {
             .any(|(_, child, since)| child.namespace.is_none() && since.elapsed() < FORK_WAIT_MAX)
     }
 
-    /// Executes the fork orders that were deferred while the killer was running.
+    /// Executes fork orders that were deferred during a search for leftover processes.
     pub(super) fn run_deferred_forks(&mut self) {
         while !self.reaper.blocks_forks()
             && let Some(deferred) = self.deferred_forks.pop_front()
@@ -290,7 +291,7 @@ impl EventLoop {
         if (0..MESSAGES_MAX).all(|_| self.read_message(pid).is_some())
             && let Some(template) = self.template_mut(pid)
         {
-            // Polling reports no new event for messages that are already waiting.
+            // Registers the socket again, because polling would not report messages that have already arrived.
             let socket = template.socket.as_raw_fd();
             let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, false);
         }
@@ -361,7 +362,7 @@ impl EventLoop {
                 template.has_refused = true;
                 TemplateReport::Refused(text.to_owned())
             }
-            // A template can send any number of status messages. Messages over the limit are not forwarded.
+            // Status messages over the limit are not forwarded, because a template can send any number of them.
             TemplateMessage::Status(_) | TemplateMessage::Extend(_)
                 if !template.accepts_status(Instant::now()) || self.outbox.len() >= PENDING_REPORTS_MAX =>
             {
@@ -406,7 +407,7 @@ impl EventLoop {
         }
     }
 
-    /// Reports that a forked process did not become a worker. Removes the worker's temporary folder, which the
+    /// Reports that the process forked for a worker did not become the worker. Removes the temporary folder that the
     /// process might have created.
     fn fork_failed(&mut self, template: u32, fork: &Fork, failure: &SpawnError) {
         let Fork { worker, secret, .. } = *fork;
@@ -429,8 +430,8 @@ impl EventLoop {
         self.templates_forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
     }
 
-    /// Handles the message in which a process identifies itself as a worker that the template forked. Returns
-    /// false if the message violates the protocol.
+    /// Handles the message with which a forked process identifies itself as a worker. Returns false if the message
+    /// violates the protocol.
     fn register_worker(&mut self, template: u32, worker: u64, pid: u32) -> bool {
         if self.children.contains_key(&pid) {
             return false;
@@ -454,8 +455,8 @@ impl EventLoop {
         }
     }
 
-    /// Registers a process as the forked worker. Returns false if the process violates the protocol. On an error, the
-    /// process does not become a worker.
+    /// Registers a process as the worker that a template has forked. Returns false if the process violates the
+    /// protocol. After an error, the process is not registered.
     fn adopt_worker(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, SpawnError> {
         let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
@@ -529,8 +530,8 @@ fn open_pidfd(pid: u32) -> Result<OwnedFd, SpawnError> {
     })
 }
 
-/// Returns the namespace PIDs of a live process. Fails if the process is reaped during the read, because the result
-/// might then be incomplete.
+/// Returns the PIDs of a live process in its namespaces. Fails if the process is reaped in the meantime, because the
+/// PIDs that were read might then be incomplete.
 fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError> {
     let pids = observe::namespace_pids(pid);
     let number = Pid::from_raw(pid as i32);
@@ -538,8 +539,8 @@ fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError
     pids.ok().filter(|_| !is_over).ok_or(SpawnError::new(EXITED_STEP, Errno::CHILD))
 }
 
-/// Receives a message. Returns the message's length before truncation, and the sender's PID. Unlike an empty message,
-/// the end of file has no sender.
+/// Receives a message. Returns the sender's PID, and the length that the message had before truncation. At end of file,
+/// unlike for an empty message, there is no sender.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -26,21 +26,22 @@ const PREFIX: &str = "bulkhead-";
 /// Mode of the base folder. Other users can traverse the folder but not list it.
 const BASE_MODE: u32 = 0o711;
 
-/// Maximum number of attempts to find a name for the base folder that is not in use.
+/// Maximum number of attempts to create the base folder under an unused name.
 const NAME_ATTEMPTS_MAX: u32 = 100;
 
 /// Maximum number of folders waiting to be removed. Also the maximum number of folders that are only partially
 /// removed.
 const PENDING_REMOVALS_MAX: usize = 16 * 1024;
 
-/// Maximum number of base folders of killed keepers to remove. Each folder needs an open descriptor.
+/// Maximum number of base folders of killed keepers to remove. The number is limited because each folder needs an open
+/// descriptor.
 const STALE_FOLDERS_MAX: usize = 64;
 
 /// Maximum number of entries to remove from one folder before the remover turns to the next folder. Needed because a
 /// template can add entries to a worker's folder while the remover is emptying the folder.
 const ENTRIES_PER_STEP: usize = 16 * 1024;
 
-/// The base folder, created when the first worker needs a folder.
+/// The base folder. Created when the first worker needs a temporary folder.
 #[derive(Default)]
 pub(super) struct TemporaryFolders {
     base: Option<Base>,
@@ -50,7 +51,7 @@ struct Base {
     path: PathBuf,
     /// Lock on the base folder, held until the keeper exits.
     lock: OwnedFd,
-    /// Sends folders to the removing thread, which exits when this sender is dropped.
+    /// Sends folders to the thread that removes them. The thread exits when this sender is dropped.
     removals: SyncSender<PathBuf>,
 }
 
@@ -95,15 +96,15 @@ impl TemporaryFolders {
     }
 }
 
-/// Returns the temporary folders of a keeper that runs as this user, each with the worker's spawn number.
-/// `keeper` is the keeper's PID.
+/// Returns the temporary folders of the workers of a keeper, each with the spawn number of its worker. The keeper has
+/// the PID `keeper`, and runs as this user.
 pub fn temporary_folders(keeper: u32) -> Vec<(u64, PathBuf)> {
     let own = rustix::process::geteuid().as_raw();
     let paths =
         (0..NAME_ATTEMPTS_MAX).map(|number| parent_folder().join(format!("{}{keeper}-{number}", prefix())));
     let is_ours =
         |path: &PathBuf| path.symlink_metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
-    // Workers that run as the keeper's user may have changed the mode.
+    // Restores the mode, because workers that run as the keeper's user can change it.
     let open_up = |path: &PathBuf| {
         let _ = std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(BASE_MODE));
     };
@@ -163,12 +164,12 @@ fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     if !is_named(&lock, path)? {
         return Err(Errno::NOENT);
     }
-    // The keeper's umask may have removed permissions.
+    // Sets the mode again, because the keeper's umask may have removed permissions.
     rustix::fs::fchmod(&lock, Mode::from_raw_mode(BASE_MODE))?;
     Ok(lock)
 }
 
-/// Returns true if the path refers to this open folder.
+/// Returns true if `path` refers to the open folder `folder`.
 fn is_named(folder: &OwnedFd, path: &Path) -> rustix::io::Result<bool> {
     let (opened, named) = (rustix::fs::fstat(folder)?, rustix::fs::lstat(path)?);
     Ok((opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino))
@@ -223,7 +224,8 @@ fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
             && !remove(&next.folder, ENTRIES_PER_STEP)
         {
             left.push_back(next);
-            // Uses at most half of a processor, even if a folder is constantly refilled.
+            // Sleeps as long as the removal took, so that at most half of a processor is used even if a folder is
+            // constantly refilled.
             std::thread::sleep(begun_at.elapsed());
         }
     }
@@ -267,8 +269,8 @@ mod tests {
         }
     }
 
-    /// Folders are removed on another thread, so that removing many files does not delay the start of the first
-    /// worker.
+    /// Folders of killed keepers are removed on another thread, so that removing many files does not delay the start of
+    /// the first worker.
     #[test]
     fn another_thread_removes_folders_of_killed_keepers() {
         let parent = tempfile::tempdir().unwrap();
@@ -319,7 +321,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let top = folder.path().join("top");
         std::fs::create_dir(&top).unwrap();
-        // The folders are nested more deeply than a path can express.
+        // Nests the folders so deeply that no path can refer to the innermost one.
         let mut here = rustix::fs::open(&top, FOLDER_FLAGS, Mode::empty()).unwrap();
         for _ in 0..3000 {
             rustix::fs::mkdirat(&here, "d", Mode::RWXU).unwrap();
@@ -395,7 +397,7 @@ mod tests {
         }
     }
 
-    /// Moving the base folder away has the same effect as its removal by a program that cleans up `/tmp`.
+    /// Moves the base folder away, as if a program that cleans up `/tmp` had removed it.
     #[test]
     fn missing_temporary_base_folder_is_created_again() {
         let (parent, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -410,7 +412,7 @@ mod tests {
         std::fs::rename(&second, other.path().join("away again")).unwrap();
         let planted = other.path().join("planted");
         std::fs::create_dir(&planted).unwrap();
-        // Without the lock, the folder would count as the folder of a killed keeper.
+        // Locks the folder, because an unlocked folder would be removed as the folder of a killed keeper.
         let _lock = lock(&planted).unwrap();
         std::fs::rename(&planted, &second).unwrap();
         assert!(folders.create(3, None).unwrap().is_dir());

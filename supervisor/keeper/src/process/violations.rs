@@ -19,16 +19,16 @@ impl EventLoop {
             Err(errno) => Err(errno.into()),
         };
         let Ok(received) = received else { return self.drop_listener(pid) };
-        // Other threads may also be blocked in forbidden calls. Polling reports no new event for calls made
-        // in the meantime.
+        // Registers the listener again, because other threads may have made forbidden calls in the meantime, which
+        // polling would not report.
         let _ = register_again(&self.poll, listener, pid as usize | LISTENER, false);
         if let Some(notification) = received {
             self.kill_violator(pid, &notification);
         }
     }
 
-    /// Kills the process that made a forbidden call. Reports the violation first, so that the report of the exit
-    /// arrives later.
+    /// Kills the process that made a forbidden call. The violation is reported before the kill, so that its report
+    /// precedes the exit report.
     pub(super) fn kill_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
         let call = notification.number;
         let Some(child) = self.children.get(&pid) else { return };
@@ -38,13 +38,11 @@ impl EventLoop {
             let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
             Ok((process, inner, self.worker_of(pid, process), pidfd))
         });
-        // Since the thread is still blocked in the call, the PIDs and the pidfd found above belong to its
-        // process.
+        // If the thread is still blocked in the call, the PIDs and the pidfd found above are those of its process.
         if seccomp::check_pending(listener, notification.id).is_err() {
             return;
         }
-        // If the process cannot be found, the worker itself is treated as the violator, and all its processes
-        // are killed.
+        // If the process that made the call cannot be found, kills all processes of the worker.
         let (process, inner, owner, pidfd) = match found {
             Ok((process, inner, owner, pidfd)) => (process, inner, owner, Some(pidfd)),
             Err(_) => (child.process, child.process, pid, None),

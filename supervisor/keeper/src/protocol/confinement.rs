@@ -20,7 +20,7 @@ pub struct Confinement<'a> {
     pub read: Vec<&'a str>,
     /// Paths that the worker can write to.
     pub write: Vec<&'a str>,
-    /// Paths that no worker can access, even inside a granted folder. These are the supervisor's own files.
+    /// Paths of the supervisor's own files. No worker can access these paths, even if they are inside a granted folder.
     pub withheld: Vec<&'a str>,
     /// Ports to which the worker can connect by TCP if its network access is [`NetworkAccess::Connections`].
     pub tcp_ports: Vec<u16>,
@@ -41,15 +41,15 @@ pub struct Layers {
     pub landlock: bool,
     /// Seccomp filter for the worker's system calls.
     pub seccomp: Seccomp,
-    /// True if forbidden calls are reported by name. Otherwise, the kernel kills the calling process without
-    /// reporting the call.
+    /// True if the keeper reports forbidden system calls by name. Otherwise, the kernel kills the process that made the
+    /// call, and the call is not reported.
     pub seccomp_names: bool,
     /// Namespaces that are created for the worker.
     pub namespaces: Namespaces,
     /// User and group of the worker. `None` means the keeper's user and group.
     pub identity: Option<Identity>,
-    /// True if `identity` belongs to the keeper's user namespace for subordinate IDs. The worker enters this
-    /// namespace, and its other namespaces are created inside it.
+    /// True if `identity` consists of subordinate IDs. The worker then enters the keeper's user namespace for these
+    /// IDs, and its other namespaces are created inside it.
     pub subordinate_ids: bool,
     /// Network access of the worker.
     pub network: NetworkAccess,
@@ -77,11 +77,11 @@ pub struct CgroupLimits {
 /// Network access of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Encode, BorrowDecode)]
 pub enum NetworkAccess {
-    /// No sockets except socket pairs.
+    /// The worker can create no sockets except socket pairs.
     #[default]
     None,
-    /// Only outgoing connections. TCP connections are limited to the ports in [`Confinement::tcp_ports`], and UDP is
-    /// optional.
+    /// The worker can only make outgoing connections. The allowed ports for TCP are listed in
+    /// [`Confinement::tcp_ports`], and UDP is optional.
     Connections {
         /// True if the worker can use UDP.
         udp: bool,
@@ -96,9 +96,9 @@ pub enum Seccomp {
     /// No filter.
     #[default]
     Off,
-    /// A deny list of calls that ordinary programs do not need.
+    /// The filter denies a list of calls that ordinary programs do not need, and allows all others.
     DenyList,
-    /// An allow list of the calls that are needed for computing.
+    /// The filter allows only a list of calls that are needed for computing.
     AllowList,
 }
 
@@ -107,7 +107,7 @@ pub enum Seccomp {
 pub struct Namespaces {
     /// User namespace, which allows an unprivileged keeper to create the other namespaces.
     pub user: bool,
-    /// PID namespace, together with an IPC (System V objects) and a UTS (host name) namespace.
+    /// PID namespace. Comes with an IPC namespace (System V objects) and a UTS namespace (host name).
     pub pid: bool,
     /// Mount namespace with a private root folder.
     pub mount: bool,
@@ -136,15 +136,15 @@ pub struct Identity {
 /// Location of a worker's temporary files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum TemporaryFiles {
-    /// No private location. The worker can use any folder that its user can write to.
+    /// The worker has no private folder for temporary files, and can use any folder to which its user can write.
     #[default]
     None,
-    /// A private folder on disk, named by `TMPDIR`.
+    /// A private folder on disk. The `TMPDIR` variable contains the folder's path.
     Folder,
-    /// A private in-memory `/tmp` of this size in bytes. Requires a mount namespace.
+    /// A private in-memory file system at `/tmp`, of this size in bytes. Requires a mount namespace.
     PrivateTmp(u64),
-    /// An in-memory file system of this size in bytes. It is mounted over a private folder that `TMPDIR` names. The
-    /// worker uses the system's root folder.
+    /// An in-memory file system of this size in bytes, mounted over a private folder. The `TMPDIR` variable contains
+    /// the folder's path. The worker uses the system's root folder.
     MountedTmpfs(u64),
 }
 
@@ -153,7 +153,7 @@ pub enum TemporaryFiles {
 pub struct Observed {
     /// True if `NoNewPrivs` is set in `/proc/PID/status`.
     pub no_new_privs: bool,
-    /// Value of `Seccomp` in `/proc/PID/status`: 0 without a filter, 2 with a filter.
+    /// Value of `Seccomp` in `/proc/PID/status`. This is 2 if the worker has a filter, and 0 if not.
     pub seccomp: u32,
     /// Union of the capability sets `CapEff`, `CapPrm`, `CapInh` and `CapAmb`.
     pub capabilities: u64,
@@ -167,13 +167,14 @@ pub struct Observed {
     pub groups: u32,
     /// Namespaces that differ from the keeper's.
     pub namespaces: Namespaces,
-    /// Landlock version of the applied rules. The kernel does not report this version.
+    /// Version of Landlock whose rules were applied. The keeper fills in this value, because the kernel does not report
+    /// it.
     pub landlock: Option<u32>,
     /// True if the worker is in the control group that was created for it.
     pub cgroup: bool,
     /// Number of descriptors that were open when the program was started.
     pub descriptors: u32,
-    /// True if these values were read from the template that forked the worker.
+    /// True if the values were read from a template, because the worker was forked from this template.
     pub is_inherited: bool,
 }
 

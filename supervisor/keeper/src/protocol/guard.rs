@@ -1,22 +1,23 @@
-//! Arguments and message of the guard, the process between an application that embeds a supervisor and the
-//! keeper.
+//! Arguments of the guard, and the message that it sends. The guard is the process between the keeper and an
+//! application that embeds a supervisor.
 
 use bincode::{BorrowDecode, Encode};
 
 use super::LayerSupport;
 
-/// Second command-line argument of a keeper that is started with a guard. The third argument is [`VERSION`].
+/// Second command-line argument of a keeper that has a guard. The third argument is then [`VERSION`].
 pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
 
-/// Fourth command-line argument of a keeper. Makes the guard report the layers that the machine supports.
+/// Fourth command-line argument of a keeper that has a guard. Makes the guard report which layers of confinement the
+/// machine supports.
 pub(crate) const PROBE_ARGUMENT: &str = "first";
 
 /// Version of the order and report formats. The messages themselves carry no version, because both ends are usually the
 /// same program. If the keeper is a separate program, both versions must be equal.
 pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 
-/// The guard's only message. It carries the keeper's pidfd. If `ids` is `Ok`, it also carries a descriptor of the
-/// user namespace.
+/// The only message that the guard sends. Carries a pidfd of the keeper and, if `ids` is `Ok`, a descriptor of the user
+/// namespace.
 #[derive(Debug, Encode, BorrowDecode)]
 pub(crate) struct GuardReady {
     pub(crate) keeper: u32,

@@ -6,8 +6,8 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Confinement;
 
-/// First command-line argument of a keeper. The argument is undocumented. A program that is started with it must call
-/// [`crate::run_as_keeper`].
+/// First command-line argument of a keeper. This argument is not documented for users. A program started with the
+/// argument must call [`crate::run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
 /// Environment variables that the service manager sets for the supervisor only. Other processes must not inherit
@@ -19,7 +19,7 @@ pub(crate) const SERVICE_MANAGER_VARIABLES: [&str; 6] =
 /// is for the limits and the paths of a sandbox.
 pub const ORDER_BYTES_MAX: usize = 192 * 1024;
 
-/// Number of descriptors that are sent with [`Order::Spawn`]: link, stdout, stderr.
+/// Number of descriptors sent with [`Order::Spawn`]. These are the link, standard output and standard error.
 pub(crate) const SPAWN_DESCRIPTORS: usize = 3;
 
 /// An order to start a worker.
@@ -27,7 +27,7 @@ pub(crate) const SPAWN_DESCRIPTORS: usize = 3;
 pub struct SpawnOrder<'a> {
     /// Spawn number, which identifies the worker in reports. The caller chooses the number and never reuses it.
     pub worker: u64,
-    /// Path of the program. `PATH` is not searched.
+    /// Path of the program. The program is not searched for in `PATH`.
     pub program: &'a str,
     /// All arguments, including the program's name as the first one.
     pub arguments: Vec<&'a str>,
@@ -61,16 +61,15 @@ pub struct Rlimit {
 /// An order from the supervisor. When the supervisor closes the order socket, the keeper exits.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum Order<'a> {
-    /// Starts a worker. The link, standard output and standard error are sent as descriptors.
+    /// Starts a worker. Carries three descriptors: the link, standard output and standard error.
     Spawn(Box<SpawnOrder<'a>>),
-    /// Makes a template fork a worker. Sent with the same descriptors as `Spawn`.
+    /// Makes a template fork a worker. Carries the same descriptors as `Spawn`.
     Fork { worker: u64, template: u64 },
-    /// Provides the user namespace for workers with
-    /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids). The namespace is sent as a
-    /// descriptor.
+    /// Passes a descriptor of the user namespace for workers with
+    /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids).
     Namespace,
-    /// Provides a descriptor that the keeper keeps open until it exits. The process that holds the other end can then
-    /// tell that all workers are gone.
+    /// Passes a descriptor that the keeper keeps open until it exits. When the descriptor is closed, the process at the
+    /// other end knows that all workers are gone.
     Lifeline,
     /// Kills the worker immediately, or cancels its fork. The keeper ignores the order if the worker has already
     /// exited.

@@ -38,14 +38,14 @@ pub enum Exit {
     },
 }
 
-/// Resource usage of a worker, including the descendants for which the worker has waited.
+/// Resource usage of a worker. Includes those descendants whose exit status was collected with a `wait` call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Usage {
     /// Processor time in user mode, in microseconds.
     pub user_us: u64,
     /// Processor time in the kernel, in microseconds.
     pub system_us: u64,
-    /// Peak resident memory of the largest process, in KiB.
+    /// Peak resident memory in KiB. If there were several processes, this is the peak of the largest one.
     pub maxrss_kib: u64,
 }
 
@@ -73,7 +73,7 @@ pub enum Report {
         /// The worker's confinement as read back from the kernel.
         observed: Observed,
     },
-    /// One of the worker's processes made a forbidden system call. The keeper kills the process.
+    /// A process of the worker made a forbidden system call. The keeper kills this process.
     Violation {
         /// Spawn number of the worker.
         worker: u64,
@@ -116,32 +116,34 @@ pub enum Report {
     Sampled {
         /// Spawn number of the worker.
         worker: u64,
-        /// Result of the sample. It is an error if no thread could be sampled.
+        /// Result of the sample. This is an error if no thread could be sampled.
         result: io::Result<()>,
     },
     /// Reply to [`Keeper::ping`](crate::Keeper::ping).
     Pong,
-    /// Some processes have survived SIGKILL for two seconds. The `Reaped` reports of their workers follow.
+    /// Some processes were still running two seconds after SIGKILL. The workers to which they belong are nevertheless
+    /// reported as `Reaped` next.
     Unkillable {
         /// Number of processes that survived.
         count: u64,
     },
 }
 
-/// A message that a template sends before it forks; see [`Keeper::fork`](crate::Keeper::fork).
+/// A message that a template sends while it initialises, before it forks any worker; see
+/// [`Keeper::fork`](crate::Keeper::fork).
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum TemplateReport {
     /// The template is ready to fork workers.
     Ready,
-    /// Current status of the initialization.
+    /// Text that describes the current state of the initialisation.
     Status(String),
     /// Reason why the template is about to exit.
     Refused(String),
-    /// Requests that the start deadline be at least this long from now.
+    /// Requests that the deadline for the start be extended to at least this long from now.
     Extend(Duration),
 }
 
-/// A report from the keeper as sent over the socket: a [`Report`] without the pidfd of `Spawned`, which is sent as a
+/// A report as encoded for the socket. Corresponds to [`Report`], except that the pidfd of `Spawned` is sent as a
 /// descriptor.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum ReportMessage<'a> {

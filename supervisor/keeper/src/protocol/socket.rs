@@ -15,7 +15,7 @@ pub(crate) use bulkhead_linux::packets::{Outbox, Received, receive};
 pub(crate) struct OrderSocket(OwnedFd);
 
 impl OrderSocket {
-    /// Creates a pair of connected sockets. The second is for the keeper.
+    /// Creates a pair of connected sockets. The second socket is the keeper's end.
     pub(crate) fn pair() -> io::Result<(Self, OwnedFd)> {
         pair().map(|(orders, reports)| (Self(orders), reports))
     }
@@ -40,7 +40,8 @@ impl AsFd for OrderSocket {
     }
 }
 
-/// Creates a pair of connected sockets. The first sends orders, and the second sends reports, which are smaller.
+/// Creates a pair of connected sockets. The first socket sends orders. The second socket sends reports, which are
+/// smaller than orders.
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     packets::pair(ORDER_BYTES_MAX)
 }

@@ -46,7 +46,7 @@ impl Plan<'_> {
         exit(FAILED_EXIT_CODE)
     }
 
-    /// Forks the worker. This process stays behind as the worker's parent and as the first process of the PID
+    /// Forks the worker from this process, which remains as the worker's parent and as the first process of the PID
     /// namespace.
     fn fork_worker(&self) {
         let failed = |step, errno: Errno| -> ! { self.fail(step, errno.into()) };

@@ -1,4 +1,5 @@
-//! The confinement of a worker, prepared before the fork: Landlock rules, a seccomp filter, a root folder.
+//! The confinement of a worker, as prepared before the fork. Consists of Landlock rules, a seccomp filter, and a root
+//! folder.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -22,21 +23,22 @@ use crate::protocol::confinement::{Confinement, Layers, NetworkAccess, Seccomp, 
 
 pub(super) const SUBORDINATE_STEP: &str = "user namespace of subordinate ids";
 
-/// Maximum number of compiled filters in the cache. Sandboxes with the same system call rules share a filter.
+/// Maximum number of compiled filters in the cache. One filter serves all sandboxes that have the same system call
+/// rules.
 const FILTERS_MAX: usize = 1024;
 
-/// Everything that was prepared for the confinement of a child. The child applies it step by step.
+/// The confinement of a child, fully prepared. The child applies the confinement step by step.
 #[derive(Default)]
 pub(crate) struct PreparedConfinement {
     pub(super) layers: Layers,
     pub(super) ruleset: Option<Ruleset>,
     pub(super) filter: Option<Arc<Filter>>,
     pub(super) root: Option<Arc<PrivateRoot>>,
-    /// File with the Landlock rules that the worker applies to its programs. The file becomes the worker's standard
-    /// input.
+    /// File that contains the Landlock rules for the worker's programs. The worker receives the file as its standard
+    /// input, and applies the rules.
     pub(super) program_rules: Option<OwnedFd>,
-    /// Mounts for paths that the worker's user cannot reach in the system's root folder. `None` if the worker has a
-    /// private root folder.
+    /// Mounts that make paths visible although the worker's user cannot reach them in the system's root folder. `None`
+    /// if the worker has a private root folder.
     pub(super) covers: Option<Arc<Covers>>,
     /// Descriptor of the program, if it is executed by descriptor instead of by path. In this case, the child
     /// enters the working directory before it changes to the worker's user.
@@ -44,7 +46,7 @@ pub(crate) struct PreparedConfinement {
     /// Descriptor of the file that the host program loads or runs. Used if the host cannot open the file by its path.
     /// The host keeps the descriptor open.
     pub(super) hosted_file: Option<OwnedFd>,
-    /// Mount point and mount options of a temporary file system.
+    /// Mount point and mount options of the worker's temporary file system.
     pub(super) private_temporary: Option<(CString, CString)>,
     /// Folder to mount at `/dev/shm`. Used only if the worker has a private mount namespace but not a private root
     /// folder.
@@ -95,7 +97,8 @@ impl PreparedConfinement {
         let unreachable = find_unreachable(&granted, &withheld, &layers)?;
         let (executable, hosted_file) = match unreachable.folders.first() {
             Some(folder) if !may_mount => {
-                // In a private root folder, the opened program and the working directory would not be accessible.
+                // A worker with a private root folder could not access the program that was opened outside it, or the
+                // working directory.
                 if layers.namespaces.mount || !unreachable.hides_only_programs(&granted) {
                     return Err(unreachable_folder(folder, layers.identity));
                 }
@@ -117,7 +120,8 @@ impl PreparedConfinement {
         } else {
             None
         };
-        // A template confines its forked workers, just as a host confines its programs.
+        // A template receives rules as well, because a template confines its forked workers like a host confines its
+        // programs.
         let gets_rules = layers.program_rules || order.is_template && layers != Layers::default();
         let program_rules =
             gets_rules.then(|| program_rules::create_file(&layers, ruleset.as_ref(), temporary));
@@ -142,7 +146,7 @@ impl PreparedConfinement {
         self.ruleset.as_ref().map(Ruleset::abi)
     }
 
-    /// Returns true if there is any confinement. In this case, the child reports that it is confined, and waits for
+    /// Returns true if the child has any confinement. Such a child reports when it is confined, and then waits for
     /// permission to continue.
     pub(super) fn is_any(&self) -> bool {
         self.layers != Layers::default()
@@ -196,7 +200,7 @@ fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
     folder.and_then(root::c_string)
 }
 
-/// Finds the granted paths that the worker's user cannot reach. Finds nothing if the worker does not have its own
+/// Finds the granted paths that the worker's user cannot reach. Returns nothing for a worker that runs as the keeper's
 /// user.
 fn find_unreachable(
     granted: &GrantedPaths<'_>,
@@ -211,8 +215,8 @@ fn find_unreachable(
     })
 }
 
-/// Returns the mount point and the mount options of a temporary file system that is mounted in the system's
-/// root folder.
+/// Returns the mount point and mount options of a temporary file system. Used for workers that have the system's root
+/// folder.
 fn private_temporary(layers: &Layers, folder: Option<&Path>) -> Option<(CString, CString)> {
     let TemporaryFiles::MountedTmpfs(bytes) = layers.temporary else { return None };
     root::c_string(folder?).zip(root::tmp_options(bytes, layers.identity))

@@ -14,8 +14,8 @@ use crate::wait;
 /// Size of an exit status report in bytes: the status from `wait(2)` and three resource usage values.
 const STATUS_BYTES: usize = 4 + 3 * 8;
 
-/// Drops all capabilities except `capabilities`. If these cannot be kept, drops all capabilities. Closes all
-/// descriptors except `kept`.
+/// Drops all capabilities except `capabilities`, or all capabilities if these cannot be kept. Closes all descriptors
+/// except `kept`.
 fn become_init(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     let none = CapabilitySet::empty();
     let set = |all| {

@@ -51,7 +51,8 @@ pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
         let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
         libc::syscall(libc::SYS_mount_setattr, here, at.as_ptr(), below, pointer, size)
     } as i32)?;
-    // The seccomp filter of an outer sandbox can make the call succeed without any effect.
+    // Checks the effect, because the seccomp filter of an outer sandbox can make the call succeed without doing
+    // anything.
     let found = rustix::fs::statvfs(at)?.f_flag;
     let rows = [
         (libc::MOUNT_ATTR_RDONLY, StatVfsMountFlags::RDONLY),

@@ -1,4 +1,4 @@
-//! The input of the child's steps.
+//! Data that the child's steps need, prepared before the fork.
 
 use std::ffi::c_char;
 
@@ -7,7 +7,7 @@ use rustix::process::Pid;
 use super::prepared::Prepared;
 use crate::protocol::confinement::{Identity, Layers, Namespaces};
 
-/// Input of the child's steps. The plan borrows data that was prepared before the fork.
+/// Data that the child's steps need. Borrows everything that was prepared before the fork.
 pub(super) struct Plan<'p> {
     pub(super) prepared: &'p Prepared,
     pub(super) arguments: Vec<*const c_char>,
@@ -33,7 +33,7 @@ impl Plan<'_> {
 /// Scheduling and memory settings that the keeper had when it was started.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OriginalSettings {
-    /// Nice value of the keeper and of workers.
+    /// Nice value with which the keeper was started, and with which workers run.
     pub(crate) nice: i32,
     /// Out-of-memory settings for workers.
     pub(crate) oom: OomSettings,

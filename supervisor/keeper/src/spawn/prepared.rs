@@ -46,7 +46,8 @@ pub(crate) struct Prepared {
     pub(super) cgroup: Option<OwnedFd>,
     /// Pipe on which the first process of a PID namespace reports how the worker exited.
     pub(super) status: Option<OwnedFd>,
-    /// Socket on which the first process of a template's namespace reports exits and receives orders to kill.
+    /// Socket on which the first process of a template's namespace reports exits. The keeper uses the same socket to
+    /// order kills.
     pub(super) init_socket: Option<OwnedFd>,
     pub(super) confinement: PreparedConfinement,
 }
@@ -77,7 +78,8 @@ fn c_strings(texts: &[&str]) -> Result<Vec<CString>, SpawnError> {
     texts.iter().map(|text| c_string(text)).collect()
 }
 
-/// The keeper's ends of the connections to a child, and what the keeper needs to describe the child's failures.
+/// The keeper's ends of its connections to a child. Also contains data that is needed to describe a failure of the
+/// child.
 pub(crate) struct ChildConnections {
     /// Socket on which the starting child sends messages; see the `progress` module.
     pub(crate) progress: OwnedFd,
@@ -103,7 +105,7 @@ fn variable_from_file(name: &str, path: &str) -> Result<CString, SpawnError> {
         };
         SpawnError::new(&step, error.errno())
     })?;
-    // Allocated with the exact size, because growing or shrinking would leave a copy of the value in freed memory.
+    // Allocates the exact size, because a reallocation would leave a copy of the secret value in freed memory.
     let mut variable = Zeroizing::new(Vec::with_capacity(name.len() + value.len() + 2));
     for part in [name.as_bytes(), b"=", &value, b"\0"] {
         variable.extend_from_slice(part);

@@ -1,4 +1,4 @@
-//! The Landlock rules that the host of `exec` programs receives, in a sealed memory file.
+//! Landlock rules for the programs of a worker. The worker's host receives the rules in a sealed memory file.
 
 use std::fs::File;
 use std::io::{self, Seek, Write};

@@ -33,7 +33,7 @@ pub(super) fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// A child's failure: the step, a detail and the error number.
+/// The failed step of a child, with a detail and the error number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepFailure {
     pub(crate) step: u32,
@@ -41,8 +41,8 @@ pub(crate) struct StepFailure {
     pub(crate) errno: i32,
 }
 
-/// Error from a step. `detail` is the resource number for a resource limit, and the number of the inner step for the
-/// root folder.
+/// Error from a step. For a resource limit, `detail` is the number of the resource. For the root folder, `detail` is
+/// the number of the inner step.
 pub(super) struct StepError {
     pub(super) errno: Errno,
     pub(super) detail: u32,
@@ -84,12 +84,12 @@ pub(crate) enum Progress {
     WaitsForIdMaps,
     /// The child is confined, and waits for [`let_continue`] to execute its program.
     Confined {
-        /// PID of the confined process, which is not always the process that the keeper forked.
+        /// PID of the confined process. In a PID namespace, this is a child of the process that the keeper forked.
         pid: u32,
-        /// Descriptor that receives notifications of forbidden system calls.
+        /// Descriptor on which the kernel notifies the keeper of forbidden system calls.
         listener: Option<OwnedFd>,
     },
-    /// The child has executed the worker's program, or was killed before it could do so.
+    /// The child no longer sends messages, because it has executed the worker's program or was killed earlier.
     Executed,
     /// A step failed.
     Failed(StepFailure),

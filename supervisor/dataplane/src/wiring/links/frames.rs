@@ -30,7 +30,7 @@ use crate::memory_files::lend;
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, Incoming};
 
-/// Maximum number of consecutive reads from a link per iteration.
+/// Maximum number of reads from the same link in one iteration.
 const READS_PER_ITERATION_MAX: usize = 8;
 
 /// Maximum size of a worker's status text, in bytes.
@@ -55,7 +55,7 @@ impl DataPlane {
         self.links.schedule_read(index);
     }
 
-    /// Reads once from a link. Returns true if the link might contain more input.
+    /// Performs a single read from a link. Returns true if the link might contain more input.
     pub(crate) fn read_link_once(&mut self, index: LinkIndex) -> bool {
         let link = &mut self.links[index];
         if link.is_closed() {
@@ -95,7 +95,7 @@ impl DataPlane {
         }
     }
 
-    /// Passes to policy all notices that were received in one read. Returns an error if the worker must be killed.
+    /// Passes all notices received in one read to policy. Returns an error if the worker must be killed.
     fn apply_unsolicited_frames(&mut self, index: LinkIndex) -> Result<(), String> {
         let (compartment, worker) = self.links[index].key();
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;
@@ -192,7 +192,7 @@ impl DataPlane {
             self.apply_journal_frames(index, &frames);
         }
         let is_on = !self.compartments[compartment].policy.limits().lookahead.is_zero();
-        // Zero means that the worker never wrote the count.
+        // A count of zero means that the worker has never written the count.
         (is_on && begun > 0).then_some(begun)
     }
 
@@ -245,7 +245,7 @@ impl DataPlane {
         Ok(false)
     }
 
-    /// Handles the end of an oversized result. Releases the permit of the job that produced the result.
+    /// Handles the end of an oversized result. Releases the permit that was held by the job.
     fn end_oversized(&mut self, index: LinkIndex) {
         let link = &mut self.links[index];
         let (compartment, worker) = link.key();
@@ -420,7 +420,7 @@ impl DataPlane {
             return Err(message);
         }
         let says = |bit| hello.capabilities & bit != 0;
-        // The journal is sent before the welcome, so that the worker has it from the start.
+        // The journal is sent before the WELCOME frame, so that the worker has a journal from the start.
         if says(capability::RESIZE) && (says(capability::PREFETCH) || says(capability::STACK_TEXT)) {
             self.lend_journal(index, hello.capabilities);
         }
@@ -429,8 +429,7 @@ impl DataPlane {
         let compartment_of_link = &self.compartments[compartment];
         let (entry, limits) =
             (self.bulkheads.owner(compartment_of_link), compartment_of_link.policy.limits());
-        // Heartbeats that are read from the journal can be less frequent. This reduces the number of times that the
-        // worker wakes up.
+        // Heartbeats in the journal can be sent less often, so that the worker wakes up less often.
         let can_be_rarer = link.beats_in_journal() && limits.health.missed >= RARE_HEARTBEATS_MISSED;
         let interval = entry.heartbeat.saturating_mul(if can_be_rarer { 2 } else { 1 });
         let welcome = WorkerWelcome {
@@ -457,7 +456,7 @@ impl DataPlane {
             has_dispatch_thread: says(capability::DISPATCH_THREAD),
             can_resize: says(capability::RESIZE),
         };
-        // Without the PREFETCH capability, the worker can write only text to the file.
+        // A worker without the PREFETCH capability uses the journal file only for writing stacks as text.
         let journal =
             self.links[index].journal.as_ref().filter(|_| says(capability::PREFETCH)).map(Journal::claims);
         let event = Event::Hello { worker, capabilities, journal };
@@ -474,7 +473,7 @@ impl DataPlane {
         payload: Incoming<'_>,
     ) {
         let (size, job) = (payload.len(), JobId(number));
-        // The reply to a cancelled job is late but expected.
+        // A reply to a job that has been cancelled is late, but not a protocol violation.
         let is_owed = self.compartments[compartment].policy.holds(worker, job);
         let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
         let before = late(self);
@@ -573,7 +572,7 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
         return Err(format!("the worker did not send HELLO: the first frame has kind {}", header.kind));
     }
-    // An oversized result is discarded as it arrives, regardless of its size.
+    // The length limit does not apply to results, because an oversized result is discarded while it arrives.
     let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
     if header.kind != kind::RESULT && header.length as usize > most {
         return Err(format!(

@@ -45,7 +45,8 @@ impl DataPlane {
             return 0;
         }
         if session.is_held_back {
-            // Nothing after a held-back request is read, so the end of the stream would go unnoticed.
+            // The end of the stream must be checked here, because nothing is read from a client that has a held-back
+            // request.
             if session.has_closed() {
                 self.close_session(index);
             }
@@ -59,7 +60,7 @@ impl DataPlane {
         }
         let session = &mut self.sessions[index];
         session.inbox.grow(&mut self.buffers.pool);
-        // Moved out of the session, so that frame handlers can access the whole data plane.
+        // The inbox is temporarily moved out of the session, so that frame handlers can borrow the whole data plane.
         let mut inbox = std::mem::take(&mut session.inbox);
         let mut scratch = std::mem::take(&mut self.buffers.scratch);
         let mut bytes = 0;
@@ -241,7 +242,7 @@ impl DataPlane {
         }
         self.check_request_number(index, header.number).map_err(Some)?;
         let checked = match self.check_submission(index, header, metadata) {
-            // The payload is not received, because the job would be rejected anyway.
+            // Rejects the job before its payload is received, because a complete job would be rejected as well.
             Ok(_) if self.is_stopping => {
                 Err((RejectReason::Draining, "the supervisor is stopping".to_owned()))
             }

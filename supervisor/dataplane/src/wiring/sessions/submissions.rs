@@ -122,7 +122,8 @@ impl DataPlane {
         let session = &self.sessions[index];
         let (submit, extensions) =
             submissions::decode(metadata).map_err(|error| (RejectReason::Invalid, error.to_string()))?;
-        // Consecutive jobs from a client are usually for the same bulkhead.
+        // Looks up the bulkhead of the client's previous job first, because consecutive jobs are usually for the same
+        // bulkhead.
         let found = self.bulkheads.find_recent(session.frame_for, submit.bulkhead);
         if let Grant::Rules(rules) = &session.grant
             && let Some(message) =
@@ -149,7 +150,7 @@ impl DataPlane {
                 format!("the payload of {size} bytes is larger than max_payload ({most} bytes)"),
             ));
         }
-        // Part of the frame might already be counted.
+        // Part of the frame's memory might already be charged to the client.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_frame.bytes());
         let budget = self.limits.buffered_bytes_max;
         if !self.memory.can_hold(session.holder, Some(bulkhead), more, budget) {

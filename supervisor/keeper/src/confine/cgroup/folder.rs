@@ -1,5 +1,5 @@
-//! A control group as a folder of small files. The size of each read and write is limited, and each error names the
-//! file.
+//! Accesses a control group as a folder of small files. Limits the size of each read and write, and names the file in
+//! each error.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -51,7 +51,7 @@ impl Folder {
         let failed = |errno| failure(format!("open the cgroup {}", path.display()), errno);
         let descriptor = open_folder(rustix::fs::CWD, path).map_err(failed)?;
         let system = rustix::fs::fstatfs(&descriptor).map_err(failed)?;
-        // The field's type differs between architectures.
+        // The cast is needed because the type of the field differs between architectures.
         if system.f_type as u64 != CGROUP2_MAGIC {
             let attempted =
                 format!("find cgroup v2 at {}, where another file system is mounted", path.display());
@@ -181,7 +181,7 @@ impl Folder {
         }
         match remove_children(&self.descriptor) {
             Ok(true) => remove(),
-            // Another keeper may be removing the same groups.
+            // Removing a nested group can fail because another keeper is removing the same groups.
             Ok(false) | Err(Errno::NOENT | Errno::NODEV) => Ok(false),
             Err(errno) => Err(failed(errno)),
         }

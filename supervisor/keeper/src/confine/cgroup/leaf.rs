@@ -23,7 +23,7 @@ impl Leaf {
         self.folder.path()
     }
 
-    /// Returns the group's descriptor, which [`fork_into`](super::fork_into) needs.
+    /// Returns the group's descriptor, for use with [`fork_into`](super::fork_into).
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.folder.as_fd()
     }

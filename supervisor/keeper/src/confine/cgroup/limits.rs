@@ -25,8 +25,8 @@ pub(super) struct Setting {
     is_optional: bool,
 }
 
-/// Quota period for `cpu.max`, in µs. Very low limits need a longer period, because the kernel requires a minimum
-/// quota.
+/// Quota period for `cpu.max`, in µs. For very low limits, this period is too short, because the quota would be below
+/// the kernel's minimum.
 const PERIOD_US: f64 = 100_000.0;
 
 /// Longest period and smallest quota that the kernel accepts, in µs.
@@ -54,8 +54,7 @@ impl Limits {
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };
-        // All processes of a worker are killed and counted together, so a worker must not create child
-        // groups.
+        // Forbids child groups, so that all processes of a worker can be killed and counted together.
         let mut settings = vec![required("cgroup.max.descendants", "0".to_owned())];
         if let Some(bytes) = self.memory_bytes {
             settings.push(required("memory.max", bytes.to_string()));

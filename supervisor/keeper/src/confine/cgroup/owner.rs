@@ -8,7 +8,8 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// Identity of a process. It stays unique even if the PID is reused or also exists in another PID namespace.
+/// Identity of a process. Remains unique even if the PID is reused, or if a process in another PID namespace has the
+/// same PID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     /// Inode of the PID namespace.

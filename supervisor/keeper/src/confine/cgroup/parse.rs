@@ -28,7 +28,7 @@ fn number(text: &str, key: &str) -> Option<u64> {
     found
 }
 
-/// Parses a number that consists only of digits. Needed because `parse` also accepts a sign.
+/// Parses a number that consists only of digits. Rejects a sign, unlike the standard `parse` method.
 fn parse_digits<T: std::str::FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
@@ -53,7 +53,7 @@ pub(super) fn own_group_paths(mounts: &str, cgroups: &str) -> Vec<PathBuf> {
     own.map_or(Vec::new(), |own| mounts.lines().filter_map(|line| group_path_in_mount(line, own)).collect())
 }
 
-/// Returns the path of `cgroup` in the mount that `line` describes.
+/// Returns the path at which the control group `cgroup` is visible in the file system. `line` describes a cgroup mount.
 fn group_path_in_mount(line: &str, cgroup: &Path) -> Option<PathBuf> {
     let (before, after) = line.split_once(" - ")?;
     let mut fields = before.split(' ').skip(3);

@@ -169,7 +169,7 @@ fn forked_process_starts_in_its_cgroup() {
     let Some(group) = TestGroup::new("first-moment") else { return };
     let leaf = group.leaf(1);
     assert!(leaf.is_empty().unwrap());
-    // The shell itself checks its control group, before any other process could have moved it.
+    // The shell checks its own control group, which proves that it was started in the group and not moved there later.
     let script =
         format!("grep -q '^0::.*/{}$' /proc/self/cgroup", leaf.path().file_name().unwrap().to_str().unwrap());
     assert_eq!(Shell::start(&folder(&leaf), &script).wait(), 0);
@@ -268,7 +268,7 @@ fn worker_cannot_create_child_cgroups() {
 fn nested_cgroups_are_removed_with_their_leaf() {
     let Some(group) = TestGroup::new("nested") else { return };
     let leaf = group.leaf(1);
-    // A process that is allowed to create groups can also remove this limit.
+    // Removes the limit on nested groups, as a worker that is allowed to create groups could do.
     folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
     let deep = leaf.path().join("deep/".repeat(300));
     fs::create_dir_all(&deep).unwrap();
@@ -299,7 +299,7 @@ fn too_deeply_nested_cgroups_are_an_error() {
     }
     let error = group.0.remove().unwrap_err();
     assert_eq!(error.errno, Errno::LOOP, "{error}");
-    // Removes some levels, so that dropping `group` can remove the others.
+    // Removes the innermost levels, so that dropping `group` can remove the remaining ones.
     for _ in 0..200 {
         let parent = here.parent().unwrap();
         assert_eq!(parent.remove_child("d"), Ok(true));
@@ -342,12 +342,13 @@ fn only_leaves_of_dead_keepers_are_removed() {
     assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()));
 }
 
-/// It is an error if the delegated group contains a process that does not belong to the supervisor.
+/// Tests that the supervisor's processes are moved out of the delegated group, and that any other process in the group
+/// is an error.
 #[test]
 fn only_supervisor_processes_leave_delegated_cgroup() {
     let Some(group) = TestGroup::new("vacate") else { return };
-    // The shell stands in for the supervisor. Like the keeper's children, the shell's child descends from this
-    // process.
+    // The shell and its child stand in for the supervisor and another process of the supervisor. Both descend from this
+    // process, like the keeper's own children.
     let supervisor = Shell::start(&group.0, "sleep 1000 & sleep 1000");
     wait_until("both processes run", || processes(group.path()).len() >= 2);
     let root = group.root(supervisor.pid());
@@ -357,8 +358,8 @@ fn only_supervisor_processes_leave_delegated_cgroup() {
     assert!(processes(&main).contains(&supervisor.pid()));
     root.move_processes_out().unwrap();
 
-    // An orphan whose origin is unknown: the process that created it is gone, and the orphan has another
-    // parent.
+    // Starts an orphan whose origin is unknown, because the process that created the orphan has exited and another
+    // process has adopted it.
     assert_eq!(Shell::start(&group.0, "(exec setsid sleep 1234 </dev/null >/dev/null 2>&1) & :").wait(), 0);
     wait_until("the process is an orphan", || {
         let inside = processes(group.path());
@@ -376,7 +377,7 @@ fn only_supervisor_processes_leave_delegated_cgroup() {
     assert_eq!(processes(group.path()), [orphan], "the orphan was moved");
 }
 
-/// The supervisor has children other than the keeper, such as symbolizers.
+/// The supervisor also has children other than the keeper, such as symbolizers. They must be moved as well.
 #[test]
 fn all_children_of_the_supervisor_leave_delegated_cgroup() {
     let Some(group) = TestGroup::new("symbolizer") else { return };
@@ -427,7 +428,7 @@ fn cgroup_limit_without_controller_is_an_error() {
 #[test]
 fn cgroup_controllers_are_enabled_after_moving_processes() {
     let Some(group) = TestGroup::new("enable") else { return };
-    // The test works with any available controller.
+    // Uses the first available controller, because the test does not depend on a particular one.
     let have = group.0.read_words("cgroup.controllers").unwrap();
     let Some(controller) = have.first() else {
         return eprintln!("NOT RUN: no controller at all in {}", group.path().display());

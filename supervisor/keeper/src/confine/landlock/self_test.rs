@@ -17,10 +17,10 @@ use rustix::io::Errno;
 pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
     ListRoot,
-    /// Creates a device node at this path. No rule allows this, so this action is attempted if the rules grant access
-    /// to the root folder.
+    /// Creates a device node at this path, which no rule allows. Used if the rules grant access to the root folder, so
+    /// that listing it would succeed.
     CreateDevice(CString),
-    /// No test is possible. The rules allow reading all files, and the worker has no folder of its own.
+    /// No action can be tested, because the rules allow reading all files, and the worker has no temporary folder.
     None,
 }
 
@@ -30,8 +30,8 @@ const NODE_NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 
 impl ForbiddenAction {
-    /// Chooses the action to attempt. This is listing the root folder or, if the rules allow that, creating a device
-    /// node.
+    /// Chooses the forbidden action to attempt. The action is to list the root folder or, if the rules allow that, to
+    /// create a device node.
     pub(super) fn choose(root_is_given: bool, temporary: Option<&Path>) -> Self {
         let node =
             temporary.and_then(|folder| CString::new(folder.join(NODE_NAME).as_os_str().as_bytes()).ok());

@@ -19,8 +19,8 @@ use super::{Rules, Ruleset, abi_version};
 use crate::confine::paths::ETC_ENTRIES;
 use crate::protocol::confinement::NetworkAccess;
 
-/// Returns true if the kernel supports at least this version of Landlock. Otherwise prints a message to show that the
-/// test was skipped.
+/// Returns true if the kernel supports version `min` of Landlock or later. Otherwise prints a message that the test did
+/// not run.
 fn has_abi(min: u32) -> bool {
     match abi_version() {
         Ok(abi) if abi >= min => true,
@@ -31,7 +31,7 @@ fn has_abi(min: u32) -> bool {
     }
 }
 
-/// Returns true if the program exists. Otherwise prints a message and returns false.
+/// Returns true if the program exists. Otherwise prints a message that the test did not run, and returns false.
 fn has_program(path: &str) -> bool {
     let is_there = Path::new(path).exists();
     if !is_there {
@@ -66,7 +66,7 @@ fn confined(mut command: Command, rules: &Rules<'_>) -> Command {
     command
 }
 
-/// Runs a program that, like a worker, has a working directory and a temporary folder.
+/// Runs a program with a working directory and a temporary folder, like a worker.
 fn run(program: &str, arguments: &[&str]) -> Output {
     let (directory, temporary) = (TempDir::new().unwrap(), TempDir::new().unwrap());
     let mut command = Command::new(program);
@@ -275,7 +275,7 @@ fn only_configured_landlock_paths_must_exist() {
     }
     let rules = Rules { programs: &paths, directory: Some(&gone), ..Rules::default() };
     assert_eq!(Ruleset::prepare(&rules).unwrap().abi(), abi_version().unwrap());
-    // The path of a rule can be a single file.
+    // A rule can also be for a single file instead of a folder.
     let file = folder.path().join("file");
     fs::write(&file, "x").unwrap();
     let paths = [file.as_path()];
@@ -301,7 +301,7 @@ fn landlock_denies_tcp_without_network() {
     under(&all, || assert!(TcpStream::connect(address).is_ok()));
 }
 
-/// Returns listeners on an IPv4 and an IPv6 address, and their ports.
+/// Returns a listener on an IPv4 address and one on an IPv6 address, each with its port.
 fn listeners() -> Option<([TcpListener; 2], [u16; 2])> {
     let listeners = [TcpListener::bind("127.0.0.1:0").unwrap(), TcpListener::bind("[::1]:0").ok()?];
     let ports = [0, 1].map(|index: usize| listeners[index].local_addr().unwrap().port());
@@ -355,7 +355,7 @@ fn landlock_restricts_sockets_passed_to_the_worker() {
     });
 }
 
-/// The rules apply to `connect` even with TCP fast open, where `connect` returns before a connection is established.
+/// Tests that the rules also restrict TCP fast open, with which `connect` returns before a connection is established.
 #[test]
 fn landlock_restricts_tcp_fast_open() {
     if !has_abi(4) {
@@ -440,7 +440,8 @@ fn drop_capabilities() {
     set_capabilities(None, CapabilitySets { effective, permitted, inheritable }).unwrap();
 }
 
-/// Granting all of `/proc` is safe, because Landlock protects the sensitive files of other processes.
+/// Tests that granting all of `/proc` is safe, because Landlock protects sensitive files of processes outside the
+/// sandbox.
 #[test]
 fn landlock_protects_other_processes_in_proc() {
     if !has_abi(1) {
@@ -472,8 +473,8 @@ fn landlock_protects_other_processes_in_proc() {
     });
 }
 
-/// Installs a filter for the calling thread. With the filter, `landlock_restrict_self` returns success without doing
-/// anything.
+/// Installs a seccomp filter for the calling thread. Under this filter, `landlock_restrict_self` reports success but
+/// has no effect.
 fn fake_restrict_self() {
     let instruction = |code: u32, jf, k| libc::sock_filter { code: code as u16, jt: 0, jf, k };
     let number = std::mem::offset_of!(libc::seccomp_data, nr) as u32;

@@ -7,8 +7,8 @@ use std::mem::offset_of;
 
 use libc::{seccomp_data, sock_filter};
 
-/// A block of filter instructions. Execution starts at the first instruction. The block either returns a verdict or
-/// continues with the instruction after the block.
+/// A block of filter instructions. Execution starts at the first instruction, and ends with a verdict or continues
+/// after the last instruction.
 pub(super) type Block = Vec<sock_filter>;
 
 const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -19,7 +19,7 @@ const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u
 const JUMP_IF_HAS_ANY: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-/// Condition on the most recently loaded number.
+/// Condition that is checked against the number that was loaded last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Condition {
     Is(u32),
@@ -41,7 +41,7 @@ pub(super) fn load_argument(argument: u8, mask: u32) -> Block {
     if mask == u32::MAX { vec![load] } else { vec![load, instruction(AND, mask)] }
 }
 
-/// Makes the filter return this action unconditionally.
+/// Returns an instruction that makes the filter return this action.
 pub(super) fn return_action(action: u32) -> sock_filter {
     instruction(RETURN, action)
 }
@@ -56,12 +56,12 @@ pub(super) fn return_unless(condition: Condition, action: u32) -> Block {
     vec![jump_if(condition, 1, 0), return_action(action)]
 }
 
-/// Executes `yes` if the condition holds, and `no` if not. `yes` must end with a verdict, because execution would
-/// otherwise continue with `no`.
+/// Returns a block that executes `yes` if the condition holds, and `no` otherwise. `yes` must end with a verdict,
+/// because execution would otherwise continue with `no`.
 pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     let mut block = match u8::try_from(yes.len()) {
         Ok(past) => vec![jump_if(condition, 0, past)],
-        // A conditional jump cannot skip this many instructions.
+        // Uses an unconditional jump, because a conditional jump cannot skip this many instructions.
         Err(_) => vec![jump_if(condition, 1, 0), instruction(JUMP, yes.len() as u32)],
     };
     block.extend(yes);
@@ -69,8 +69,8 @@ pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     block
 }
 
-/// Executes `null` if both halves of an argument are zero, and `otherwise` if not. `null` must end with a
-/// verdict.
+/// Returns a block that executes `null` if both halves of an argument are zero, and `otherwise` if not. `null` must end
+/// with a verdict.
 pub(super) fn branch_on_null(argument: u8, null: Block, otherwise: Block) -> Block {
     const IS_ZERO: Condition = Condition::Is(0);
     let lower = argument_offset(argument);

@@ -1,5 +1,5 @@
-//! Rules for individual bits of system call arguments. They narrow the rules of a worker's profile. Each call stays
-//! allowed with other arguments.
+//! Rules that deny system calls in which certain bits of an argument are set. The other rules of the worker's profile
+//! continue to apply.
 
 use rustix::io::Errno;
 
@@ -59,8 +59,8 @@ pub(super) fn deny_fast_open(rules: &mut Rules) {
 /// truncation, because a worker could otherwise truncate files that it can only read.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
-    /// File access mode 3. The kernel checks read and write permission, but the opened file can be neither read nor
-    /// written.
+    /// File access mode 3. The kernel checks the permissions to read and to write, but the file cannot be read or
+    /// written through the descriptor.
     const NO_ACCESS: u32 = libc::O_ACCMODE as u32;
     let refused = || Rule::from(Verdict::Errno(Errno::PERM));
     rules.narrow("truncate", |_| refused());

@@ -22,7 +22,7 @@ pub(crate) struct Notification {
     pub thread: u32,
     /// Number of the system call.
     pub number: u32,
-    /// Arguments of the call. If an argument is a pointer, the memory behind it can change at any time.
+    /// Arguments of the call. The memory to which a pointer argument refers can change at any time.
     pub arguments: [u64; 6],
 }
 

@@ -12,7 +12,7 @@ use super::assembler::Condition::{AtLeast, HasAny, Is};
 use super::{Check, Pointer, Rule, Rules, Verdict, flags};
 use crate::protocol::confinement::NetworkAccess;
 
-/// System calls that change the running kernel.
+/// System calls that modify or replace the running kernel.
 const FATAL_CALLS: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
 
 /// System calls that fail with ENOSYS. C libraries and Node fall back to older calls, whose arguments a
@@ -24,9 +24,10 @@ const REFUSED_CALLS: &[&str] = &[
     // Calls that change the mounted file systems or the root folder.
     "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
      pivot_root umount2",
-    // Call that joins an existing namespace. Separate rules refuse `clone` and `unshare` calls that create a namespace.
+    // The call that joins an existing namespace. `clone` and `unshare` calls that create a namespace are refused by
+    // separate rules.
     "setns",
-    // Calls that access files without their paths.
+    // Calls that access files by other means than a path.
     "fanotify_init name_to_handle_at open_by_handle_at",
     // Calls that access other processes.
     "kcmp pidfd_getfd process_madvise process_vm_readv process_vm_writev",
@@ -97,7 +98,7 @@ pub(crate) fn allow_all() -> Rules {
     Rules::new(Verdict::Allow)
 }
 
-/// Allows a template to fork a worker as a sibling of the template. The flags must be exactly `CLONE_PARENT` and
+/// Allows a template to fork a worker as its own sibling, by a `clone` call whose flags are exactly `CLONE_PARENT` and
 /// `SIGCHLD`.
 pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     const SIBLING: u32 = (libc::CLONE_PARENT | libc::SIGCHLD) as u32;
@@ -108,7 +109,7 @@ pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     rules
 }
 
-/// Denies the call that [`allow_siblings`] allows. Used for the processes that a template has forked.
+/// Denies forking siblings, which [`allow_siblings`] allows. Used for processes that were forked by a template.
 pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
     rules.set("clone", refuse_flags(libc::CLONE_PARENT as u32));
     rules
@@ -116,7 +117,7 @@ pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
 
 const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
 
-/// Error for a denied address family. Programs react as they do on a kernel that lacks the family.
+/// Error for a denied address family. With this error, programs behave as on a kernel that does not support the family.
 const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
 
 /// Adds the rules that the `default` and `strict` profiles share.
@@ -127,7 +128,7 @@ fn deny(rules: &mut Rules) {
         rules.set(names, REFUSE);
     }
     rules.set("clone", refuse_flags(NEW_NAMESPACES | libc::CLONE_PARENT as u32));
-    // Denies `CLONE_NEWTIME` only here, because in the flags of `clone` this bit is part of the signal
+    // `CLONE_NEWTIME` is denied only for `unshare`, because the same bit in the flags of `clone` is part of the signal
     // number.
     rules.set("unshare", refuse_flags(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
     rules.set("personality", personality());
@@ -148,8 +149,8 @@ const NEW_NAMESPACES: u32 = (libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWUTS) as u32;
 
-/// Refuses calls whose first argument contains any of these flags. CLONE_PARENT is included because it would make the
-/// new process a child of the keeper.
+/// Refuses calls whose first argument contains any of the given flags. These flags include CLONE_PARENT, which would
+/// make the new process a child of the keeper.
 fn refuse_flags(flags: u32) -> Rule {
     check(0, vec![(HasAny(flags), REFUSE.into())], Verdict::Allow)
 }
@@ -161,8 +162,8 @@ fn personality() -> Rule {
     only_values(0, &[QUERY, 0, libc::ADDR_NO_RANDOMIZE as u32], REFUSE)
 }
 
-/// Refuses `PTRACE_TRACEME`, which programs use to detect a debugger. All other requests are fatal, because only
-/// debuggers make them.
+/// Refuses `PTRACE_TRACEME` with an error, because programs use this request to detect a debugger. All other requests
+/// are fatal, because only debuggers make them.
 fn ptrace() -> Rule {
     const TRACE_ME: u32 = 0;
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
@@ -297,7 +298,7 @@ fn routes_only() -> Rule {
     only_values(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
 }
 
-/// Size of a netlink address, which programs use to query addresses and routes.
+/// Size of a netlink socket address. Programs use netlink sockets to query network addresses and routes.
 const ROUTES_ADDRESS_SIZE: u32 = size_of::<libc::sockaddr_nl>() as u32;
 
 /// Allows `bind` only with the address sizes of the internet families and netlink, or with a size larger than
@@ -315,8 +316,8 @@ fn bind_address_sizes() -> Rule {
     check(2, sizes.into_iter().map(|size| (size, Verdict::Allow.into())).collect(), REFUSE)
 }
 
-/// Allows pairs of connected Unix sockets, which work like bidirectional pipes. Denies datagram pairs, because a
-/// datagram socket can send to any path.
+/// Allows pairs of connected Unix sockets, which work like bidirectional pipes. Denies pairs of datagram sockets,
+/// because such a socket can send to any path.
 fn socketpair() -> Rule {
     let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET];
     let cases = kinds.into_iter().map(|kind| (Is(kind as u32), Verdict::Allow.into())).collect();
@@ -344,14 +345,15 @@ fn only_values(argument: u8, values: &[u32], otherwise: Verdict) -> Rule {
     check(argument, values.iter().map(|&value| (Is(value), Verdict::Allow.into())).collect(), otherwise)
 }
 
-/// Index of a system call's argument (the first or second), and the allowed values of this argument.
+/// Index of a system call argument, which is the first or the second, and the values that are allowed for the argument.
 type Requests = (u8, &'static [u32]);
 
 fn only_requests((argument, requests): Requests, errno: Errno) -> Rule {
     only_values(argument, requests, Verdict::Errno(errno))
 }
 
-/// `prctl` options that concern only the calling process: names, memory, and giving up privileges.
+/// `prctl` options that concern only the calling process, such as options for the name, for memory, and for giving up
+/// privileges.
 const PROCESS_OPTIONS: Requests = (
     0,
     &[
@@ -375,7 +377,7 @@ const PROCESS_OPTIONS: Requests = (
     ],
 );
 
-/// `ioctl` requests that programs make on descriptors of unknown type. Programs use some of them to detect a
+/// `ioctl` requests that programs make on a descriptor without knowing the type of the file, for example to detect a
 /// terminal.
 const DESCRIPTOR_REQUESTS: Requests = (
     1,
@@ -414,7 +416,7 @@ const STRICT_ALLOWED_CALLS: &[&str] = &[
     "epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 \
      pause poll ppoll pselect6 select signalfd signalfd4 timerfd_create timerfd_gettime \
      timerfd_settime",
-    // Threads, processes and programs; `clone` has a separate rule.
+    // Calls for threads, processes and programs. `clone` is not listed, because it has a separate rule.
     "arch_prctl execve execveat exit exit_group fork futex futex_requeue futex_wait futex_waitv \
      futex_wake get_robust_list getcpu restart_syscall rseq sched_get_priority_max \
      sched_get_priority_min sched_getaffinity sched_getattr sched_getparam sched_getscheduler \
@@ -426,7 +428,7 @@ const STRICT_ALLOWED_CALLS: &[&str] = &[
     // Time.
     "alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer \
      time timer_create timer_delete timer_getoverrun timer_gettime timer_settime times",
-    // The process itself, its limits, and rights that it can give up.
+    // Calls that query the process itself, set its limits, or give up rights.
     "capget getegid geteuid getgid getgroups getpgid getpgrp getpid getppid getpriority getrandom \
      getresgid getresuid getrlimit getrusage getsid gettid getuid ioprio_get landlock_add_rule \
      landlock_create_ruleset landlock_restrict_self prlimit64 seccomp setpgid setpriority setrlimit \
@@ -440,13 +442,13 @@ const STRICT_ALLOWED_CALLS: &[&str] = &[
 /// name to a socket of a socket pair.
 const CONNECTION_CALLS: &str = "accept accept4 bind connect listen";
 
-/// System calls that ordinary programs try but do not need. `strict` refuses these calls in addition to the calls that
-/// both profiles refuse.
+/// System calls that ordinary programs try but do not need. The `strict` profile refuses these calls in addition to the
+/// calls that both profiles refuse.
 const STRICT_REFUSED_CALLS: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
      lsetxattr mknod mknodat removexattr removexattrat sched_setattr sched_setparam \
      sched_setscheduler setfsgid setfsuid setgid setgroups setregid setresgid setresuid setreuid \
      setuid setxattr setxattrat sync";
 
-/// System calls that fail with ENOSYS under `strict`, in addition to [`UNAVAILABLE_CALLS`]. Programs fall
-/// back to older calls.
+/// System calls that fail with ENOSYS under the `strict` profile, in addition to [`UNAVAILABLE_CALLS`]. Programs then
+/// use older calls instead.
 const STRICT_UNAVAILABLE_CALLS: &str = "io_setup listmount memfd_secret mq_open statmount";

@@ -177,7 +177,8 @@ fn seccomp_lookup_takes_fewer_than_45_instructions() {
     }
     for rules in all_profiles() {
         let filter = rules.compile(FatalAction::Notify);
-        // The longest path is the binary search, followed by the longest list of values of one argument.
+        // On the longest path, the binary search is followed by a comparison with the longest list of values for a
+        // single argument.
         let steps = depth(&filter.program);
         assert!(steps < 45, "{steps} steps in {} instructions", filter.program.len());
     }
@@ -185,7 +186,7 @@ fn seccomp_lookup_takes_fewer_than_45_instructions() {
 
 #[test]
 fn seccomp_rules_reject_unknown_call_names() {
-    // Building the profiles asserts that all names are known.
+    // Building a profile fails an assertion if the profile contains an unknown name.
     all_profiles();
     assert_eq!(default(NetworkAccess::None).with_overrides(&["read"], &["raed"]).err(), Some("raed"));
     assert_eq!(sealed(false, &["raed"]).err(), Some("raed"));
@@ -193,7 +194,7 @@ fn seccomp_rules_reject_unknown_call_names() {
 
 // ---- Real processes.
 
-/// A child process that runs under a filter, and the listener of this filter.
+/// A child process that runs under a seccomp filter, and the listener for notifications of this filter.
 struct Confined {
     child: Child,
     listener: Option<OwnedFd>,
@@ -215,7 +216,7 @@ impl Confined {
                 Ok(())
             })
         };
-        // The process group contains the child's descendants, so that they can be killed together.
+        // Puts the child and its descendants into one process group, so that the whole group can be killed at once.
         command.process_group(0);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().expect("the filter lets a program start");
@@ -251,8 +252,8 @@ impl Confined {
     }
 }
 
-/// Waits at most one second for a notification. Returns `None` if no process is left, and `Some(None)` if no
-/// notification has arrived.
+/// Waits for a notification for at most one second. Returns `None` if no process uses the filter any longer, and
+/// `Some(None)` if the wait has timed out.
 fn next_notification(listener: &OwnedFd) -> Option<Option<Notification>> {
     let mut entries = [PollFd::new(listener, PollFlags::IN)];
     let wait = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -320,7 +321,7 @@ fn helper_child_makes_system_calls() {
     }
 }
 
-/// Pseudo-number for a call through `int 0x80`, the system call entry of 32-bit programs.
+/// Number that stands for a call through `int 0x80`, by which 32-bit programs make system calls.
 const INT_80: u64 = 1 << 40;
 
 fn enter_with_32_bits() {
@@ -339,7 +340,8 @@ fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     command
 }
 
-/// Arguments that are always invalid. Every call that the kernel executes with these arguments fails.
+/// Arguments that are invalid for all system calls. A call that uses its arguments therefore fails if the kernel
+/// executes it.
 const INVALID_ARGUMENTS: [u64; 3] = [u64::MAX; 3];
 
 fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
@@ -391,7 +393,7 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         );
     }
     for flag in [libc::CLONE_NEWNS, libc::CLONE_NEWUSER, libc::CLONE_NEWPID, libc::CLONE_NEWNET] {
-        // Adds a flag with which the call fails even if the filter allows it.
+        // Adds an invalid combination of flags, so that the call fails even if the filter allows it.
         let broken = (flag | libc::CLONE_SIGHAND) as u64;
         all.extend([("clone", [broken, 0, 0], libc::EPERM), ("unshare", [flag as u64, 0, 0], libc::EPERM)]);
     }
@@ -408,7 +410,8 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socketpair", [UNIX, STREAM | CLOEXEC, 0], libc::EFAULT),
         ("socketpair", [libc::AF_TIPC as u64, STREAM, 0], libc::EAFNOSUPPORT),
         ("getpid", [0; 3], 0),
-        // The limit for core dumps can be read but not set. The rule depends on both halves of the pointer.
+        // The limit for core dumps can be read but not set. The limit is set if either half of the pointer to the new
+        // limit is nonzero.
         ("prlimit64", [0, CORE, 0], 0),
         ("prlimit64", [0, CORE, 1], libc::EPERM),
         ("prlimit64", [0, CORE, 1 << 32], libc::EPERM),
@@ -432,7 +435,7 @@ fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
         all.push(("fchmodat", [here, 0, mode], errno));
         all.push(("open", [0, libc::O_CREAT as u64, mode], errno));
         all.push(("open", [0, (libc::O_TMPFILE | libc::O_WRONLY) as u64, mode], errno));
-        // Unless the flags create a file, the mode argument has no meaning.
+        // The mode argument is ignored unless the flags create a file.
         all.push(("open", [0, libc::O_DIRECTORY as u64, mode], libc::EFAULT));
     }
     all.push(("fchmodat2", [here, 0, 0o4755], libc::EPERM));
@@ -462,7 +465,7 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socket", [INET, 10 | CLOEXEC, 0], libc::EAFNOSUPPORT),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 0], 0),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 12], libc::EPROTONOSUPPORT),
-        // The rule depends on the size of the address. Only sizes of Unix addresses are denied.
+        // The rule checks only the size of the address, and denies only sizes that indicate a Unix address.
         ("bind", [u64::MAX, 0, 12], libc::EBADF),
         ("bind", [u64::MAX, 0, 16], libc::EBADF),
         ("bind", [u64::MAX, 0, 28], libc::EBADF),
@@ -555,7 +558,7 @@ fn denied_system_calls_fail_with_expected_errors() {
     let terminal = [
         ("ioctl", [0, libc::TIOCSTI, 0], libc::EPERM),
         ("ioctl", [0, libc::TIOCLINUX, 0], libc::EPERM),
-        // The upper half of a request has no meaning, and must not bypass the rule.
+        // The kernel ignores the upper half of a request, so a nonzero upper half must not bypass the rule.
         ("ioctl", [0, libc::TIOCSTI | 1 << 32, 0], libc::EPERM),
     ];
     let outgoing = |udp| NetworkAccess::Connections { udp };
@@ -585,7 +588,8 @@ fn denied_system_calls_fail_with_expected_errors() {
     }
 }
 
-/// Tests the filter that is needed on kernels whose version of Landlock does not control truncation.
+/// Tests the filter that denies truncating files. The filter is needed on kernels whose version of Landlock cannot deny
+/// it.
 #[test]
 fn seccomp_denies_truncation_of_read_only_files() {
     let (cut, here) = (libc::O_TRUNC as u64, libc::AT_FDCWD as u64);
@@ -646,7 +650,8 @@ fn only_templates_can_fork_siblings() {
         let missing = Verdict::Errno(Errno::NOSYS).action(FatalAction::Notify);
         assert_eq!(expected(&template, clone3, [0; 6]), missing);
     }
-    // The filter is installed for each worker, and the kernel takes longer to check longer filters.
+    // The filter must be short, because it is installed for each worker, and the kernel takes longer to check a longer
+    // filter.
     let length = deny_siblings(allow_all()).compile(FatalAction::Kill).program.len();
     assert!(length <= 20, "{length} instructions");
 }
@@ -665,7 +670,7 @@ fn fatal_system_call_is_reported_with_arguments() {
     };
     assert_eq!(syscalls::name(notification.number), Some("bpf"));
     assert_eq!(notification.arguments[..3], [77, 0, 1]);
-    // Another thread made the call, because the test harness starts one thread per test.
+    // The thread is not the main thread, because the test harness runs each test in a separate thread.
     assert!(
         std::path::Path::new(&format!("/proc/{}/task/{}", confined.child.id(), notification.thread)).exists()
     );

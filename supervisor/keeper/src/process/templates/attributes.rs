@@ -9,7 +9,8 @@
 use std::fs;
 use std::io::Read;
 
-/// Size of the buffer for an attribute's value, in bytes. The largest value is a set of up to 8,192 processors.
+/// Size of the buffer for the value of an attribute, in bytes. The largest value is a processor set, with one bit for
+/// each of up to 8,192 processors.
 const VALUE_BYTES: usize = 1024;
 
 type Value = [u8; VALUE_BYTES];
@@ -20,8 +21,8 @@ const LIMIT_BYTES: usize = size_of::<libc::rlimit64>();
 
 const IOPRIO_WHO_PROCESS: usize = 1;
 
-/// A process attribute: its name, getter and setter. The getter returns `false` if the kernel does not provide the
-/// attribute.
+/// Name, getter and setter of a process attribute. The getter returns `false` if the attribute is not available on this
+/// kernel.
 type Attribute = (&'static str, fn(usize, &mut Value) -> bool, fn(usize, &Value));
 
 const ATTRIBUTES: [Attribute; 6] = [
@@ -79,7 +80,7 @@ const ATTRIBUTES: [Attribute; 6] = [
     ),
 ];
 
-/// Recorded values of all [`ATTRIBUTES`].
+/// Values of all [`ATTRIBUTES`], recorded so that they can be restored.
 pub(super) struct RecordedAttributes([Option<Box<Value>>; ATTRIBUTES.len()]);
 
 impl RecordedAttributes {
@@ -137,7 +138,7 @@ mod tests {
             let recorded = recorded.as_ref().unwrap();
             let mut other = recorded.clone();
             match name {
-                // Changes the soft limit on open files, which any process can change.
+                // Changes the soft limit on open files, because any process is allowed to change it.
                 "limits" => other[7 * 16..7 * 16 + 8].copy_from_slice(&17_u64.to_ne_bytes()),
                 "out-of-memory score" => other[..4].copy_from_slice(b"900\0"),
                 "timer slack" => other[..6].copy_from_slice(b"77000\0"),
@@ -152,7 +153,7 @@ mod tests {
                 }
             }
             set(pid as usize, &other);
-            // Lowering the out-of-memory score again requires a privilege.
+            // The old score cannot be restored without a privilege, because it is lower than the new score.
             if before.restore(pid, || true) == Err("out-of-memory score") {
                 continue;
             }

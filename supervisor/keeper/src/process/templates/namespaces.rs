@@ -22,16 +22,16 @@ use crate::wait;
 /// Maximum number of exit reports that are read from a namespace's first process at once.
 const EXITS_MAX: usize = 64;
 
-/// Maximum number of exits of unidentified processes to remember per namespace. The template might later report that
-/// some of these processes were forked as workers.
+/// Maximum number of exits of unidentified processes to remember per namespace. A later message from the template can
+/// show that such a process was forked as a worker.
 const REMEMBERED_EXITS_MAX: usize = 64;
 
 /// Minimum and maximum pause between two orders to kill leftover processes.
 const KILL_INTERVAL_MIN: Duration = Duration::from_millis(2);
 const KILL_INTERVAL_MAX: Duration = Duration::from_millis(64);
 
-/// Time after which the whole namespace is stopped in order to kill the leftover processes that have survived
-/// individual kills.
+/// Time after which all processes in the namespace are stopped with SIGSTOP, so that leftover processes that have
+/// survived so far can be killed.
 const STOP_ALL_AFTER: Duration = Duration::from_millis(200);
 
 /// Time after which a worker is reported as reaped even if leftover processes are still running, and the interval
@@ -54,12 +54,12 @@ pub(crate) struct TemplateNamespace {
     unidentified: Vec<(u32, Instant)>,
     /// True if the namespace might contain more unidentified children than are listed.
     has_more: bool,
-    /// PIDs of unidentified processes that exited recently.
+    /// PIDs of unidentified processes that have exited recently, each with the time of the exit.
     recent_exits: VecDeque<(u32, Instant)>,
     /// Exited workers, which are reported as reaped once no unidentified process is left.
     exited: Vec<ExitedWorker>,
-    /// Start time, time of the next order, and pause after that order. `None` unless leftover processes are being
-    /// killed.
+    /// Progress of killing leftover processes. Contains the start time, the time of the next order, and the pause after
+    /// that order. `None` if no processes have to be killed.
     kills: Option<(Instant, Instant, Duration)>,
 }
 
@@ -78,7 +78,8 @@ pub(crate) struct NamespaceMember {
     pub(crate) namespace: u32,
     /// The worker's PID in the namespace.
     pub(crate) inner: u32,
-    /// Secret part of the name of the worker's temporary folder. Set only if the folder is inside the namespace.
+    /// Secret part of the name of the worker's temporary folder. Set only if the folder is on a file system inside the
+    /// namespace.
     pub(crate) secret: Option<u128>,
 }
 
@@ -125,7 +126,7 @@ impl TemplateNamespace {
         }
     }
 
-    /// Records the current children of the first process.
+    /// Updates the list of the first process's children that have not been identified.
     fn update_children(&mut self, children: &[u32], has_more: bool, now: Instant) {
         let before: HashMap<u32, Instant> = self.unidentified.drain(..).collect();
         let since = |pid: u32| before.get(&pid).copied().unwrap_or(now);
@@ -146,11 +147,11 @@ impl EventLoop {
         self.send_namespace_orders(pid, has_more);
     }
 
-    /// Sends pending orders. If `has_more` is true, registers the socket again, because it might already contain
-    /// messages for which polling reports no new event.
+    /// Sends pending orders. If `has_more` is true, also registers the socket again, because polling would not report
+    /// messages that have already arrived.
     fn send_namespace_orders(&mut self, pid: u32, has_more: bool) {
         let Some(namespace) = self.namespace_mut(pid) else { return };
-        // If the first process has exited, it is reaped next.
+        // A failure to send means that the first process has exited, and will be reaped next.
         let is_blocked = !namespace.outbox.flush(&namespace.socket).unwrap_or(true);
         if !has_more && !is_blocked {
             return;
@@ -164,7 +165,7 @@ impl EventLoop {
         let (exits, has_more) = self.read_exits(pid);
         let child = self.children.get(&pid);
         if child.is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks())) {
-            // A process may have identified itself before it exited.
+            // A process may have sent the message that identifies it before it exited.
             self.read_pending_messages(pid);
         }
         exits.into_iter().for_each(|exit_report| self.handle_exit(pid, exit_report));
@@ -182,7 +183,7 @@ impl EventLoop {
                     Some(exit_report) => exits.push(exit_report),
                     None => return (exits, false),
                 },
-                // If the socket is closed, the first process has exited and is reaped next.
+                // A closed socket means that the first process has exited, and will be reaped next.
                 Ok(Received::Nothing | Received::Closed) | Err(_) => return (exits, false),
             }
         }
@@ -217,11 +218,11 @@ impl EventLoop {
     /// Handles the exit of a template. The template's workers continue to run.
     fn template_exited(&mut self, pid: u32, exit_report: &ChildExit) {
         self.advance_start(pid);
-        // The pending messages include the reason for the exit.
+        // Reads the pending messages, because one of them can contain the reason for the exit.
         self.read_pending_messages(pid);
         let Some(child) = self.children.get_mut(&pid) else { return };
         if !matches!(child.stage, Stage::Running) {
-            // The first process exits together with the template.
+            // The first process exits as well, and the keeper handles that exit instead.
             return;
         }
         child.stage = Stage::Ended;
@@ -249,8 +250,8 @@ impl EventLoop {
     pub(crate) fn clean_namespace(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(namespace) = &mut child.namespace else { return };
-        // All forks in progress began after this time. A child that was discovered earlier is not the result of one of
-        // these forks.
+        // Start time of the oldest fork in progress. A child that was discovered before this time cannot be the result
+        // of a fork in progress.
         let forks_since = child.template.as_ref().and_then(|template| template.forks_since());
         let is_left = |since: Instant| forks_since.is_none_or(|forks| since < forks);
         if namespace.unidentified.is_empty() && !namespace.has_more {
@@ -261,7 +262,8 @@ impl EventLoop {
             namespace.unidentified.iter().filter(|(_, since)| is_left(*since)).map(|(it, _)| *it).collect();
         if left.is_empty() {
             if let Some((since, due, pause)) = namespace.kills {
-                // Waits for the forks in progress. Postpones the next order, so that the loop does not spin.
+                // Waits until the forks in progress have ended. The time of the next order is postponed, so that the
+                // loop does not spin.
                 namespace.kills = Some((since, due.max(now + KILL_INTERVAL_MIN), pause));
             }
             return;
@@ -302,8 +304,8 @@ impl EventLoop {
         due.into_iter().for_each(|pid| self.clean_namespace(pid, now));
     }
 
-    /// Removes the resources of the exited workers for which `is_reaped` returns true, and reports these workers as
-    /// reaped.
+    /// Removes the folders and groups of all exited workers for which `is_reaped` returns true, and reports these
+    /// workers as reaped.
     fn report_reaped_in(&mut self, pid: u32, is_reaped: impl Fn(&ExitedWorker) -> bool) {
         let Some(namespace) = self.namespace_mut(pid) else { return };
         let reaped: Vec<ExitedWorker> = namespace.exited.extract_if(.., |exited| is_reaped(exited)).collect();

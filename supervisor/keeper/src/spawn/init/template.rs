@@ -37,7 +37,7 @@ const FIXED_BYTES: usize = 4 + STATUS_BYTES + 1;
 /// Maximum size of an exit report, including the list of children, in bytes.
 pub(crate) const EXIT_BYTES_MAX: usize = FIXED_BYTES + 4 * CHILDREN_MAX;
 
-/// Maximum number of children to name in one order. Any further children are named in the next order.
+/// Maximum number of children to kill with one order. Any further children are listed in the next order.
 pub(crate) const NAMED_CHILDREN_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_CHILDREN_MAX;
@@ -56,7 +56,7 @@ const STOP_TIME_MAX: Duration = Duration::from_millis(250);
 const EXIT_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const FAILED_WAITS_MAX: u32 = 8;
 
-/// An order from the keeper to the namespace's first process. All PIDs in it are relative to the namespace.
+/// An order that the keeper sends to the first process of a namespace. Contains PIDs as they are inside the namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order<'a> {
     /// Kills the listed children and the process groups that they lead.
@@ -88,8 +88,8 @@ pub(crate) struct ChildExit {
     pub(crate) pid: u32,
     pub(crate) exit: Exit,
     pub(crate) usage: Usage,
-    /// PIDs of the remaining children inside the namespace. `None` if another exit report from the same iteration
-    /// follows.
+    /// PIDs of the remaining children, as seen inside the namespace. `None` if they are listed in a later report of the
+    /// same iteration.
     pub(crate) children: Option<Vec<u32>>,
     /// True if there might be more children than are listed.
     pub(crate) has_more: bool,
@@ -102,7 +102,7 @@ const SOME_CHILDREN: u8 = 1;
 const ANOTHER_EXIT: u8 = 2;
 
 impl ChildExit {
-    /// Decodes an exit report. Returns `None` if the bytes are not an exit report.
+    /// Decodes an exit report. Returns `None` if the bytes are malformed.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let (pid, rest) = bytes.split_first_chunk()?;
         let (end, rest) = rest.split_first_chunk()?;
@@ -120,7 +120,7 @@ impl ChildExit {
     }
 }
 
-/// Opens the file that lists the children of the first process.
+/// Opens the file in which the kernel lists the children of the calling thread.
 pub(crate) fn open_children() -> Result<OwnedFd, Errno> {
     rustix::fs::open(CHILDREN_FILE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
@@ -168,8 +168,8 @@ struct TemplateInit<'s> {
 }
 
 impl TemplateInit<'_> {
-    /// Clears the readiness of the `sigchld` descriptor. One read is enough, because at most one SIGCHLD can be
-    /// pending.
+    /// Reads the pending signal from the `sigchld` descriptor. A single read is enough, because SIGCHLD is not queued
+    /// more than once.
     fn clear_sigchld(&self) {
         let mut info = [0; size_of::<libc::signalfd_siginfo>()];
         let _ = rustix::io::read(&self.sigchld, &mut info);
@@ -182,7 +182,7 @@ impl TemplateInit<'_> {
         let has_no_child = loop {
             match wait4(-1, libc::WNOHANG) {
                 Ok((0, ..)) => break false,
-                // The child has asked to be traced by this process (`PTRACE_TRACEME`), which only hostile
+                // A child stops only if it has asked this process to trace it (`PTRACE_TRACEME`), which only hostile
                 // programs do.
                 Ok((pid, status, _)) if libc::WIFSTOPPED(status) => kill(pid as i32),
                 Ok((pid, status, rusage)) => {
@@ -240,7 +240,7 @@ impl TemplateInit<'_> {
         loop {
             let read = rustix::io::retry_on_intr(|| rustix::io::pread(&self.children, &mut text, offset));
             let read = match read {
-                // After a read error, there may be more children.
+                // If reading fails, further children might not have been listed.
                 Err(_) => return (count, true),
                 Ok(0) => return (count, false),
                 Ok(read) => read,
@@ -337,7 +337,7 @@ mod tests {
         let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };
         let exit = Exit::Signal { number: libc::SIGSEGV, core_dumped: true };
         let mut bytes = [0; EXIT_BYTES_MAX];
-        // This thread has no children.
+        // The expected lists are empty, because the test's thread has no children.
         let (mut length, followed) = (0, [(false, None, true), (true, Some(Vec::new()), false)]);
         for (lists, children, has_more) in followed {
             init.report_exit(&(7, libc::SIGSEGV | 0x80, usage), lists);
@@ -362,7 +362,7 @@ mod tests {
                     children: open_children().unwrap(),
                     sigchld: watch_sigchld().unwrap(),
                 };
-                // Only the children of this thread are listed.
+                // The children are started by this thread, because only the children of this thread are listed.
                 let mut sleeping: Vec<_> = (0..40)
                     .map(|_| std::process::Command::new("sleep").arg("100").spawn().unwrap())
                     .collect();

@@ -22,7 +22,7 @@ pub(crate) fn run(worker: u32, status: &OwnedFd) -> ! {
     become_init(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
     loop {
         match bulkhead_linux::wait::wait4(-1, 0) {
-            // The process has asked to be traced by this process (`PTRACE_TRACEME`), which only hostile
+            // A process stops only if it has asked this process to trace it (`PTRACE_TRACEME`), which only hostile
             // programs do.
             Ok((pid, status, _)) if libc::WIFSTOPPED(status) => wait::kill_child(pid),
             Ok((pid, end, rusage)) if pid == worker => {
@@ -36,8 +36,8 @@ pub(crate) fn run(worker: u32, status: &OwnedFd) -> ! {
     }
 }
 
-/// Reads the first process's report about the worker's exit. Returns `None` if the first process was killed before the
-/// worker exited.
+/// Reads the report that the first process of a namespace has sent about the worker's exit. Returns `None` if the first
+/// process was killed before the worker exited.
 pub(crate) fn read_status(status: &OwnedFd) -> Option<(Exit, Usage)> {
     let mut bytes = [0; STATUS_BYTES];
     let read = rustix::io::retry_on_intr(|| rustix::io::read(status, &mut bytes));

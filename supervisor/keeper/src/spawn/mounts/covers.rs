@@ -29,18 +29,18 @@ const COVERS_MAX: usize = 32;
 /// is made read-only at the end.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
-/// Layout of the mounts that cover unreachable folders. The layout is decided before the fork.
+/// Layout of the file systems that are mounted over folders that the user cannot traverse. Decided before the fork.
 pub(crate) struct Covers {
     covers: Vec<CString>,
     /// Folders and files that serve as mount points.
     nodes: Vec<LayoutStep>,
     binds: Vec<Bind>,
-    /// Folders whose entries are shown individually instead of the folder as a whole.
+    /// Folders that are not shown as a whole. Instead, the entries of these folders are shown one by one.
     expanded: Vec<CString>,
 }
 
 struct Bind {
-    /// Index of the covered folder that contains the source. `None` means the root folder.
+    /// Index of the covered folder that contains the source, or `None` if the source is in the root folder.
     cover: Option<usize>,
     /// Path of the source, relative to the covered folder or to the root folder.
     from: CString,
@@ -48,7 +48,7 @@ struct Bind {
     access: Access,
 }
 
-/// First of the step numbers that have the same meaning in every layout. Lower numbers depend on the layout.
+/// Lowest step number that has the same meaning in every layout. The meaning of lower numbers depends on the layout.
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
 impl Covers {
@@ -116,8 +116,7 @@ impl Covers {
         }
         for (place, (real, access)) in binds {
             let above = above(place);
-            // Skips a path that is already visible as part of the folder above, or that is not in a covered
-            // folder.
+            // Skips a path that is visible as part of a parent folder, or that is not inside a covered folder.
             if above.is_some_and(|above| *access <= above) || (above.is_none() && covered(place).is_none()) {
                 continue;
             }
@@ -189,7 +188,8 @@ impl Covers {
         if !has_mount_namespace {
             common(0, create_mount_namespace())?;
         }
-        // Once a folder is covered, its contents can be reached only through the descriptor opened here.
+        // Opens each folder before covering it, because the folder's contents can afterwards be reached only through
+        // the descriptor.
         let mut descriptors = [const { None::<OwnedFd> }; COVERS_MAX];
         for (number, (cover, slot)) in self.covers.iter().zip(&mut descriptors).enumerate() {
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -226,7 +226,7 @@ fn entries(folder: &Path, withheld_paths: &BTreeSet<PathBuf>) -> Result<Vec<(Pat
     let found = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let entries = found.filter_map(|entry| {
         let name = PathBuf::from(entry.file_name());
-        // A link is accepted only if its target is in the same folder.
+        // Skips a symbolic link unless its target is in the same folder.
         let real = std::fs::canonicalize(entry.path()).ok()?;
         let is_in_folder = real.parent() == Some(folder);
         let is_secret = withheld_paths.iter().any(|secret| secret.starts_with(&real));

@@ -1,4 +1,4 @@
-//! Hides the entries of a private `/proc` that describe the machine, except entries that language runtimes
+//! Hides those entries of a private `/proc` that describe the machine. Does not hide entries that language runtimes
 //! read.
 //!
 //! The `subset=pid` mount option is not used, because it would also hide the entries that language runtimes read.
@@ -72,7 +72,7 @@ pub(super) fn hide() -> Result<(), Errno> {
             Err(errno) => return Err(errno),
         }
     }
-    // Also restricts the mounts that hide the entries.
+    // Restricts `/proc`, and also the mounts that hide entries of `/proc`.
     restrict(c"/proc", Access::Read)?;
     rustix::fs::unlink(EMPTY_FILE)?;
     rustix::fs::rmdir(EMPTY_FOLDER)

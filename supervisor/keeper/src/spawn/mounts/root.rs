@@ -21,8 +21,8 @@ use crate::confine::paths;
 use crate::confine::reach::{GrantedPaths, Unreachable};
 use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
 
-/// Path at which the system's root folder is mounted while the private root folder is being assembled. No granted path
-/// can be inside it.
+/// Path at which the system's root folder is available while the private root folder is assembled. A granted path must
+/// not be inside this path.
 const OLD_ROOT: &CStr = c"/.bulkhead-old-root";
 const OLD_PROC: &CStr = c"/.bulkhead-old-root/proc";
 const OLD_NULL: &CStr = c"/.bulkhead-old-root/dev/null";
@@ -34,8 +34,8 @@ const OLD_ROOT_NAME: &CStr = c".bulkhead-old-root";
 /// needed until the root is changed.
 const STAGING_FOLDER: &CStr = c"/proc";
 
-/// Mount options of the file system that contains the folders and links of the new root. It is made read-only at the
-/// end.
+/// Mount options of the file system that contains the folders and links of the new root folder. This file system is
+/// made read-only at the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
 /// A private `/tmp` can contain one file for each `BYTES_PER_FILE` bytes of its size. The limit is never lower than
@@ -75,7 +75,7 @@ pub(crate) enum LayoutStep {
 /// All steps for creating a root folder. The steps are decided before the fork.
 pub(crate) struct PrivateRoot {
     steps: Vec<LayoutStep>,
-    /// Folders whose entries are shown individually instead of the folder as a whole.
+    /// Folders that are not shown as a whole. Instead, the entries of these folders are shown one by one.
     expanded: Vec<CString>,
     has_pid_namespace: bool,
     tmp_options: Option<CString>,
@@ -85,7 +85,7 @@ pub(crate) struct PrivateRoot {
 /// shown as a whole, and its withheld paths are hidden.
 const SHOWN_ENTRIES_MAX: usize = 512;
 
-/// First of the step numbers that have the same meaning for every root folder. Lower numbers refer to
+/// Lowest step number that has the same meaning for every root folder. Lower numbers are indexes into
 /// [`PrivateRoot::steps`].
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 const COMMON_STEPS: [&str; 6] =
@@ -116,7 +116,7 @@ impl PrivateRoot {
         for folder in &layout.expanded {
             steps.extend(folders_to(folder).into_iter().map(LayoutStep::Folder));
         }
-        // The working directory must exist, even if the worker cannot access its contents.
+        // Creates the working directory, which must exist even if the worker cannot access its contents.
         if paths::is_grantable(granted.directory, granted.write) == Ok(true) {
             steps.extend(folders_to(granted.directory).into_iter().map(LayoutStep::Folder));
         }
@@ -223,12 +223,12 @@ impl LayoutStep {
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Folders whose entries are shown individually instead of the folder as a whole.
+    /// Folders that are not shown as a whole. Instead, the entries of these folders are shown one by one.
     expanded: BTreeSet<PathBuf>,
 }
 
 impl Layout {
-    /// Adds a system folder, or a link if the system has a link in place of the folder.
+    /// Adds a system folder. If the path is a symbolic link on this system, adds the link instead.
     fn add_system_folder(&mut self, path: &Path) {
         match std::fs::read_link(path) {
             Ok(to) => drop(self.links.insert(path.to_owned(), to)),
@@ -441,7 +441,7 @@ pub(crate) fn c_string(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
-/// Returns the path of a system file while the new root folder is being assembled.
+/// Returns the path under which a system file can be reached while the new root folder is being assembled.
 fn old_path(path: &Path) -> Option<CString> {
     CString::new([OLD_ROOT.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
