@@ -1,5 +1,5 @@
-//! Files with secrets, which no other user can read or change. The contents are erased from memory when they are
-//! dropped.
+//! Files with secrets, which only the owner can change, and only the owner and the group can read. The contents are
+//! erased from memory when they are dropped.
 
 use std::fmt;
 use std::fs::OpenOptions;

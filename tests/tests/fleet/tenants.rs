@@ -195,7 +195,7 @@ fn isolated_tenant_at_its_limit_does_not_delay_others() {
 
 /// A tenant's backlog must not delay the jobs of another tenant. The backlog must still use all permits of its tenant.
 #[test]
-fn backlog_of_an_isolated_tenant_neither_delays_others_nor_starves() {
+fn backlog_of_isolated_tenant_neither_delays_others_nor_starves() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
     fleet.add_host("host-a", &format!("{bulkheads}tenants = {{ isolate = true, max_active = 4 }}\n"));
