@@ -787,7 +787,7 @@ async fn read(requests: &Arc<Requests>) -> String {
 async fn write(requests: &Requests) -> String {
     loop {
         requests.flush_due.notified().await;
-        // Lets other tasks that are ready to run add frames to this write.
+        // Yields, so that other tasks that are ready can add their frames to this write.
         tokio::task::yield_now().await;
         loop {
             // Flushes within `try_io`, because only `try_io` clears tokio's readiness correctly if the socket

@@ -257,8 +257,7 @@ impl Inbox {
         }
     }
 
-    /// Returns the number of frames that have been received. A large frame is counted once its metadata has
-    /// arrived.
+    /// Returns the number of received frames. A large frame counts as received as soon as its metadata has arrived.
     pub fn frames_begun(&self) -> u64 {
         self.begun
     }

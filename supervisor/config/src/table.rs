@@ -196,8 +196,8 @@ pub(crate) fn in_braces(entries: &[String]) -> String {
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
-/// Serializes a table whose validated type is defined in `policy`. The declaration of each key determines the format of
-/// its value.
+/// Serializes a table, with each value in the format that its key's declaration specifies. `policy` defines the table's
+/// validated type.
 pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     let entries = value.key_values();
     let mut map = serializer.serialize_map(Some(entries.len()))?;
@@ -211,8 +211,8 @@ pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> R
     map.end()
 }
 
-/// Serializes an optional table whose validated type is defined in `policy`. The declaration of each key determines the
-/// format of its value.
+/// Serializes an optional table, with each value in the format that its key's declaration specifies. `policy` defines
+/// the table's validated type.
 pub(crate) fn as_table_option<T: Section, S: Serializer>(
     value: &Option<T>,
     serializer: S,

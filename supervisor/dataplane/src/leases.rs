@@ -29,7 +29,7 @@ use super::slab::SessionId;
 /// Maximum number of leases per client.
 const LEASES_PER_CLIENT_MAX: usize = 64;
 
-/// Maximum number of leases per client for which files can be created at the same time.
+/// Maximum number of leases per client whose files are being created at the same time.
 const CREATING_PER_CLIENT_MAX: usize = 4;
 
 /// Minimum size of a memory file, in bytes.

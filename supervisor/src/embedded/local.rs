@@ -203,8 +203,8 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
             timeout => {
                 let timeout = timeout.unwrap_or(Duration::MAX);
                 match next(data_plane, &event_descriptor, timeout).await? {
-                    // Iterations that serve only in-process clients avoid the system calls of a full iteration. Their
-                    // number is limited, so that sockets and timers do not starve.
+                    // An iteration that serves only in-process clients skips the system calls of a full iteration. The
+                    // number of such iterations in a row is limited, so that sockets and timers are not starved.
                     Next::Clients if client_iterations < CLIENT_ITERATIONS_MAX => {
                         client_iterations += 1;
                         guarded(data_plane, DataPlane::handle_in_process_clients)?;

@@ -968,7 +968,7 @@ async fn pid_of(client: &bulkhead_client::Client) -> u32 {
     send_to(client, "pid").await.unwrap().outcome().worker_pid.unwrap()
 }
 
-/// Checks a supervisor whose data plane runs on this thread.
+/// Checks that a supervisor whose data plane runs on this thread serves jobs and leaves the thread unchanged.
 async fn local() {
     std::thread::spawn(|| run(async {})).join().unwrap();
     let before = process_state();

@@ -480,7 +480,7 @@ fn check_explains_why_a_worker_does_not_start() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
-/// Each request for more time extends a worker's start by at most `start.ready`, both in normal operation and with
+/// Each request of a starting worker for more time postpones the timeout by at most `start.ready`. This also applies to
 /// `--check --start`.
 #[test]
 fn check_uses_the_same_start_timeout_as_the_supervisor() {

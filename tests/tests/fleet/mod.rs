@@ -1,5 +1,5 @@
-//! Durable jobs on several hosts, with real NATS servers, which `.ci/run` unpacks. The tests report that they did not
-//! run if the servers are missing.
+//! Durable jobs on several hosts, with real NATS servers. `.ci/run` unpacks the server's program. Without it, the tests
+//! report that they did not run.
 
 mod chaos;
 mod commands;

@@ -147,7 +147,7 @@ impl EventLoop {
         self.reaper.may_have_unreaped = true;
     }
 
-    /// Reaps one exited process. Returns true if a process has exited or was stopped.
+    /// Handles one state change of a child, which has exited or stopped. Returns false if there is none.
     fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
         match wait::try_reap(pid) {
             Waited::NoChild | Waited::NoChange => return false,

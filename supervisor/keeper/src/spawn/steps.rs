@@ -366,8 +366,8 @@ fn signals(_: &Plan<'_>) -> Result<(), StepError> {
 
 fn session(_: &Plan<'_>) -> Result<(), StepError> {
     match rustix::process::setsid() {
-        // Both tables contain this step. Without a PID namespace, the same process runs both tables, so it already
-        // leads a session.
+        // Both tables contain this step. Without a PID namespace, one process runs both tables, so it already leads a
+        // session when it reaches this step again.
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
     }

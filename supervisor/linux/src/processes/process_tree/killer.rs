@@ -16,8 +16,7 @@ use super::{Process, descendants, read_process};
 /// forked while others are being stopped.
 const STOP_SCANS_MAX: usize = 32;
 
-/// Finds and kills the descendants of this process. Each call of [`DescendantKiller::begin`] starts a new
-/// run.
+/// Finds and kills the descendants of this process. Each call to [`DescendantKiller::begin`] starts a new run of scans.
 #[derive(Default)]
 pub struct DescendantKiller {
     stage: Stage,
