@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::Value;
+use socket2::{Domain, Type};
 
 use crate::{PATIENCE, Supervisor, wait_for};
 
@@ -70,6 +71,21 @@ impl Place {
             Self::Tcp(address) => Socket::Tcp(TcpStream::connect(address).expect("a listener")),
         };
         socket.give_up_after(PATIENCE);
+        socket
+    }
+
+    /// Connects over TCP with a small receive buffer and small segments. The kernel then accepts less than 64 KiB from a
+    /// supervisor whose client does not read.
+    pub fn connect_with_small_buffers(&self) -> TcpStream {
+        let Self::Tcp(address) = self else { panic!("{self:?} is not a TCP address") };
+        let socket = socket2::Socket::new(Domain::for_address(*address), Type::STREAM, None).unwrap();
+        socket.set_recv_buffer_size(2048).unwrap();
+        // The kernel's minimum. The supervisor's send buffer is proportional to this size.
+        socket.set_tcp_mss(88).unwrap();
+        socket.connect(&(*address).into()).expect("a listener");
+        let socket = TcpStream::from(socket);
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        socket.set_write_timeout(Some(PATIENCE)).unwrap();
         socket
     }
 

@@ -1,6 +1,7 @@
 //! Jobs over HTTP at `jobs_http`: keep-alive connections, tokens, connection limits, and hostile clients.
 
 use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
@@ -502,6 +503,47 @@ fn clients_without_a_token_cannot_hold_connections() {
     }
     assert_eq!(job(&mut known, "echo", b"x").expect("still open").status, 200);
     assert_eq!(place.ask("GET", "/healthz", &[], b"").status, 200);
+}
+
+/// Sends hundreds of requests without a token. Returns when the first response has arrived, without reading it.
+fn send_without_reading(place: &Place) -> TcpStream {
+    let mut stranger = place.connect_with_small_buffers();
+    stranger.write_all("GET /x HTTP/1.1\r\nHost: x\r\n\r\n".repeat(400).as_bytes()).unwrap();
+    wait_for("a response has arrived", || (stranger.peek(&mut [0; 256]).unwrap() == 256).then_some(()));
+    stranger
+}
+
+#[test]
+fn clients_that_do_not_read_cannot_hold_connections() {
+    let (_supervisor, place) = start_with("jobs_http_max = 8", ONE);
+    let mut known = place.keep_alive();
+    assert_eq!(job(&mut known, "echo", b"x").unwrap().status, 200);
+    let _strangers: Vec<_> = (0..20).map(|_| send_without_reading(&place)).collect();
+    let mut others: Vec<KeptAlive> = (0..7).map(|_| place.keep_alive()).collect();
+    for other in &mut others {
+        assert_eq!(job(other, "echo", b"x").expect("an answer").status, 200);
+    }
+    for connection in others.iter_mut().chain([&mut known]) {
+        assert_eq!(job(connection, "echo", b"x").expect("still open").status, 200);
+    }
+}
+
+/// The supervisor does not count the connection of a health check as idle, because closing it frees no permit for a job.
+#[test]
+fn health_checks_do_not_prevent_closing_idle_connections() {
+    let (_supervisor, place) = start_with("jobs_http_max = 1", ONE);
+    let mut idle = place.keep_alive();
+    assert_eq!(job(&mut idle, "echo", b"x").expect("an answer").status, 200);
+    let check = || {
+        let mut check = place.keep_alive();
+        assert_eq!(check.ask("GET", "/healthz", &[], b"").expect("an answer").status, 200);
+        check
+    };
+    wait_for("the idle connection is closed for another client", || {
+        // The supervisor has answered these clients and waits until they close their connections.
+        let _checks: Vec<KeptAlive> = (0..8).map(|_| check()).collect();
+        (job(&mut place.keep_alive(), "echo", b"x")?.status == 200).then_some(())
+    });
 }
 
 #[test]

@@ -300,6 +300,25 @@ fn idle_connections_do_not_block_health_checks() {
     drop(also);
 }
 
+/// Occupies all connections with clients that do not read the metrics, which do not fit in the buffers of a connection.
+#[test]
+fn clients_that_do_not_read_do_not_block_others() {
+    let bulkheads: String = (0..32).map(|n| format!("[bulkhead.b{n}]\nexec = [\"cat\"]\n")).collect();
+    let (_supervisor, place) = start_at("127.0.0.1:0", &bulkheads);
+    let stall = || {
+        let mut socket = place.connect_with_small_buffers();
+        socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+        // Waits until the response has begun.
+        assert_eq!(socket.peek(&mut [0]).unwrap(), 1);
+        socket
+    };
+    let strangers: Vec<_> = (0..384).map(|_| stall()).collect();
+    for _ in 0..10 {
+        assert_eq!(place.ask("GET", "/v1/bulkheads", &[BEARER], b"").status, 200);
+    }
+    drop(strangers);
+}
+
 #[test]
 fn config_response_redacts_secrets() {
     let (supervisor, place) = start();

@@ -21,8 +21,8 @@ pub(super) use socket::Socket;
 use super::jobs::session::SessionSlot;
 use super::paths;
 
-/// Maximum time from accepting a connection until the response has been sent. After this time the connection
-/// is closed.
+/// Time limit for sending the head of a request, for handling the request, and for reading the rest of the response
+/// after a client without a valid token has paused.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time, at shutdown, for accepting the remaining connections and receiving their requests.
@@ -62,7 +62,13 @@ pub(super) struct Admission {
 impl Admission {
     /// Admits a TCP connection for one request.
     pub(super) fn new() -> Self {
-        Self::of_user(rustix::process::geteuid().as_raw())
+        let uid = rustix::process::geteuid().as_raw();
+        Self { rejection: None, uid, progress: Progress::new(false), session: None }
+    }
+
+    /// Admits a TCP connection for one health check.
+    pub(super) fn health_check() -> Self {
+        Self { progress: Progress::new(true), ..Self::new() }
     }
 
     /// Admits a TCP connection for any number of requests.
@@ -70,8 +76,11 @@ impl Admission {
         Self { session: Some(SessionSlot::default()), ..Self::new() }
     }
 
+    /// Admits a connection to the admin socket.
     pub(super) fn of_user(uid: u32) -> Self {
-        Self { rejection: None, uid, progress: Progress::new(), session: None }
+        let admission = Self { uid, ..Self::new() };
+        admission.progress.set_identified();
+        admission
     }
 
     pub(super) fn rejected(why: &str) -> Self {
@@ -101,6 +110,8 @@ pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     /// Channel to the low-priority reader thread. `None` if one thread serves all requests.
     readers: Option<Channel<S>>,
+    /// The listener's connections that are being served, one list for each thread.
+    active: Arc<[Arc<Active>]>,
     /// True once the control plane is shutting down. From then on, the supervisor waits only briefly for clients that
     /// have sent nothing.
     shutdown: watch::Receiver<bool>,
@@ -108,7 +119,12 @@ pub(super) struct Dispatcher<S: Socket> {
 
 impl<S: Socket> Clone for Dispatcher<S> {
     fn clone(&self) -> Self {
-        Self { main: self.main.clone(), readers: self.readers.clone(), shutdown: self.shutdown.clone() }
+        Self {
+            main: self.main.clone(),
+            readers: self.readers.clone(),
+            active: self.active.clone(),
+            shutdown: self.shutdown.clone(),
+        }
     }
 }
 
@@ -129,6 +145,11 @@ impl<S: Socket> Dispatcher<S> {
             };
             dispatcher.dispatch_to(NewConnection { socket, admission, accepted, permit }, &head[..count]);
         });
+    }
+
+    /// Closes an idle connection to make room for another client. Returns false if all connections are busy.
+    pub(super) fn close_idle(&self) -> bool {
+        self.active.iter().any(|active| active.close_idle())
     }
 
     /// Waits for the beginning of a request and peeks at it. Returns the number of bytes peeked, or `None` if the
@@ -193,14 +214,16 @@ pub(super) fn channels<S: Socket>(
     max: usize,
 ) -> (Dispatcher<S>, Queue<S>, Queue<S>) {
     let ((main, from_main), (readers, from_readers)) = (mpsc::channel(max), mpsc::channel(max));
-    let dispatcher = Dispatcher { main, readers: Some(readers), shutdown };
-    (dispatcher, Queue::new(from_main), Queue::new(from_readers))
+    let (own, of_readers) = (Queue::new(from_main), Queue::new(from_readers));
+    let active = [own.active(), of_readers.active()].into();
+    (Dispatcher { main, readers: Some(readers), active, shutdown }, own, of_readers)
 }
 
 /// Creates the channel of a listener whose requests are all served by the same thread.
 pub(super) fn channel<S: Socket>(shutdown: watch::Receiver<bool>, max: usize) -> (Dispatcher<S>, Queue<S>) {
     let (main, receiver) = mpsc::channel(max);
-    (Dispatcher { main, readers: None, shutdown }, Queue::new(receiver))
+    let queue = Queue::new(receiver);
+    (Dispatcher { main, readers: None, active: [queue.active()].into(), shutdown }, queue)
 }
 
 #[cfg(test)]

@@ -98,7 +98,7 @@ async fn listen(control: Shared, socket: TcpListener) {
     let rules = ListenerRules {
         served_max: max,
         waiting_max: max,
-        kept_alive: Some(queue.active()),
+        keeps_alive: true,
         refusal: "all jobs_http_max connections are in use; try again later",
     };
     // The listener is only started once.

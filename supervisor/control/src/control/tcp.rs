@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{Request, State};
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
@@ -17,7 +18,7 @@ use tokio::net::{TcpListener, TcpStream};
 
 use super::Shared;
 use super::admin_socket::CONNECTIONS_MAX;
-use super::connections::{Dispatcher, LAST_ACCEPT_TIMEOUT, has_waiting};
+use super::connections::{Admission, Dispatcher, LAST_ACCEPT_TIMEOUT, has_waiting};
 use super::cross_site::{self, changes_state};
 use super::http::complete;
 use super::paths::{HEALTH_PATHS, UPGRADE_PATH, WITHOUT_TOKEN};
@@ -66,7 +67,7 @@ pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatc
     let rules = ListenerRules {
         served_max: CONNECTIONS_MAX,
         waiting_max: WAITING_MAX,
-        kept_alive: None,
+        keeps_alive: false,
         refusal: "too many connections to the admin API are open; try again later",
     };
     let waiting = WaitingConnections::new(dispatcher, rules, Arc::default());
@@ -135,20 +136,25 @@ pub(super) fn router(control: Shared, check: RequestCheck) -> Router {
 
 async fn check_request(
     State((check, control)): State<(RequestCheck, Shared)>,
+    ConnectInfo(admission): ConnectInfo<Admission>,
     mut request: Request,
     next: Next,
 ) -> Response {
     match check.check(&request, &control.tokens) {
+        Ok(Permission::Open) => return next.run(request).await,
         Ok(Permission::Full) => {}
         Ok(Permission::Read) => {
             request.extensions_mut().insert(ReadOnly);
         }
         Err(rejection) => return *rejection,
     }
+    admission.progress.set_identified();
     next.run(request).await
 }
 
 enum Permission {
+    /// The request has no valid token and needs none.
+    Open,
     Full,
     Read,
 }
@@ -163,7 +169,10 @@ impl RequestCheck {
         if let Some(rejection) = self.rejection(request) {
             return Err(rejection.into());
         }
-        let permission = if is_open { Permission::Full } else { self.permission(request, tokens)? };
+        let permission = match self.permission(request, tokens) {
+            Err(_) if is_open => Permission::Open,
+            permission => permission?,
+        };
         // Payloads can have any content type. A form on another site could send a payload with stored credentials, but
         // the origin check has already rejected such requests.
         let is_change = changes_state(request.method());

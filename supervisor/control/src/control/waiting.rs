@@ -3,6 +3,7 @@
 //! permits.
 
 use std::collections::VecDeque;
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,7 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::connections::{Active, Admission, Dispatcher, HEAD_BYTES, NewConnection, REQUEST_TIMEOUT, Socket};
+use super::connections::{Admission, Dispatcher, HEAD_BYTES, NewConnection, REQUEST_TIMEOUT, Socket};
 use super::{paths, responses};
 
 /// Maximum number of waiting connections to the admin API.
@@ -40,9 +41,8 @@ pub(super) struct ListenerRules {
     pub(super) served_max: usize,
     /// Maximum number of waiting connections.
     pub(super) waiting_max: usize,
-    /// Kept-alive connections. If all connections are in use, an idle one is closed to make room for another client.
-    /// `None` if each connection is closed after one response.
-    pub(super) kept_alive: Option<Arc<Active>>,
+    /// True if connections are kept alive. A client is then refused if all connections are busy, instead of waiting.
+    pub(super) keeps_alive: bool,
     /// Explanation that is sent to refused clients.
     pub(super) refusal: &'static str,
 }
@@ -82,22 +82,32 @@ impl<S: Socket> Listener<S> {
 
     async fn permit(&self, is_health: bool, accepted: Instant) -> Option<OwnedSemaphorePermit> {
         let permits = if is_health { &self.health_permits } else { &self.permits };
-        let permit = permits.clone().acquire_owned();
-        let Some(kept_alive) = self.rules.kept_alive.as_ref().filter(|_| !is_health) else {
-            return timeout_at(accepted + REQUEST_TIMEOUT, permit).await.ok()?.ok();
-        };
-        if permits.available_permits() == 0 && !kept_alive.close_idle() {
-            return permits.clone().try_acquire_owned().ok();
+        let mut permit = pin!(permits.clone().acquire_owned());
+        let end = accepted + REQUEST_TIMEOUT;
+        if is_health {
+            return timeout_at(end, permit).await.ok()?.ok();
         }
-        timeout(IDLE_CLOSE_TIMEOUT, permit).await.ok()?.ok()
+        loop {
+            let has_room = permits.available_permits() > 0 || self.dispatcher.close_idle();
+            if !has_room && self.rules.keeps_alive {
+                return permits.clone().try_acquire_owned().ok();
+            }
+            match timeout(IDLE_CLOSE_TIMEOUT, permit.as_mut()).await {
+                Ok(permit) => return permit.ok(),
+                Err(_) if self.rules.keeps_alive || Instant::now() >= end => return None,
+                // Another connection may be idle by now.
+                Err(_) => {}
+            }
+        }
     }
 
     fn dispatch(&self, socket: S, admitted: Admitted) {
         let Admitted { head, count, is_health, permit } = admitted;
         // The connection of a health check is not kept alive, so that it does not hold its permit for long.
-        let admission = match self.rules.kept_alive {
-            Some(_) if !is_health => Admission::kept_alive(),
-            _ => Admission::new(),
+        let admission = match self.rules.keeps_alive {
+            _ if is_health => Admission::health_check(),
+            true => Admission::kept_alive(),
+            false => Admission::new(),
         };
         self.dispatcher.dispatch_to(NewConnection::new(socket, admission, permit), &head[..count]);
     }

@@ -20,7 +20,7 @@ use crate::control::responses;
 /// sooner, so the proxy rather than the supervisor closes such a connection.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
 
-/// Maximum time that a client can go without reading its response.
+/// Maximum time that a client with a valid token can go without reading its response.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum time to wait for the client to close the connection after the response has been sent.
@@ -71,7 +71,9 @@ impl<S> Connection<S> {
     /// Updates the phase when the current request has been answered or the next request has been received.
     fn update_phase(&mut self) {
         match (self.progress.is_waiting(), &self.phase) {
-            (true, Phase::Serving | Phase::Stalled) => self.enter(Phase::Idle, IDLE_TIMEOUT),
+            (true, Phase::Serving | Phase::Stalled) if self.replacement.is_none() => {
+                self.enter(Phase::Idle, IDLE_TIMEOUT)
+            }
             (false, Phase::Idle | Phase::Head) => self.phase = Phase::Serving,
             _ => {}
         }
@@ -109,10 +111,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
         Poll::Ready(Ok(()))
     }
 
-    /// Returns `Pending`, or an error if the client has not read its response for too long.
+    /// Returns `Pending`, or an error if the client has not read its response for too long or must make room for
+    /// another client.
     fn stall<T>(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
+        if self.progress.is_displaced() {
+            return Poll::Ready(Err(ErrorKind::TimedOut.into()));
+        }
+        self.progress.stalled();
         if self.phase != Phase::Stalled {
-            self.enter(Phase::Stalled, READ_TIMEOUT);
+            let limit = if self.progress.is_identified() { READ_TIMEOUT } else { REQUEST_TIMEOUT };
+            self.enter(Phase::Stalled, limit);
         }
         self.timer.as_mut().poll(cx).map(|()| Err(ErrorKind::TimedOut.into()))
     }
@@ -175,7 +183,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         }
         let result = Pin::new(&mut self.socket).poll_write_vectored(cx, slices);
         if result.is_ready() {
-            self.phase = Phase::Serving;
+            // The time limit for a client without a valid token covers the rest of the response.
+            if self.phase != Phase::Stalled || self.progress.is_identified() {
+                self.phase = Phase::Serving;
+            }
             return result;
         }
         self.stall(cx)
@@ -189,6 +200,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         ready!(self.write_replacement(cx))?;
         ready!(Pin::new(&mut self.socket).poll_flush(cx))?;
         self.progress.flushed();
+        self.update_phase();
         Poll::Ready(Ok(()))
     }
 
@@ -213,6 +225,45 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
                 Phase::Lingering { bytes_left } if *bytes_left > count => *bytes_left -= count,
                 _ => return Poll::Ready(Ok(())),
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use tokio::io::{AsyncReadExt as _, DuplexStream, duplex};
+
+    use super::super::Active;
+    use super::*;
+
+    /// Writes until the client has to read. Returns the end of the time limit, or an error if the connection must close.
+    fn stall(connection: &mut Connection<DuplexStream>) -> io::Result<Instant> {
+        let mut cx = Context::from_waker(Waker::noop());
+        while let Poll::Ready(result) = Pin::new(&mut *connection).poll_write(&mut cx, &[0; 8]) {
+            result?;
+        }
+        Ok(connection.timer.deadline())
+    }
+
+    #[tokio::test]
+    async fn only_client_with_token_extends_time_limit_by_reading() {
+        for is_identified in [false, true] {
+            let (socket, mut client) = duplex(8);
+            let (active, progress) = (Active::new(), Progress::new(false));
+            let _guard = active.add(progress.clone());
+            let mut connection = Connection::new(socket, progress.clone(), Instant::now());
+            progress.begin_request();
+            if is_identified {
+                progress.set_identified();
+            }
+            let end = stall(&mut connection).unwrap();
+            client.read_exact(&mut [0; 8]).await.unwrap();
+            assert_eq!(stall(&mut connection).unwrap() != end, is_identified);
+            // Without a token, the client makes room for another client.
+            assert_eq!(active.close_idle(), !is_identified);
+            assert_eq!(stall(&mut connection).is_ok(), is_identified);
         }
     }
 }

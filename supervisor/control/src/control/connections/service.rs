@@ -96,7 +96,9 @@ async fn serve_connection<S: Socket>(
         _ = served.as_mut() => return,
         () = progress.close_requested() => {}
     }
-    if timeout(LAST_REQUEST_WAIT, served.as_mut()).await.is_ok() {
+    if timeout(LAST_REQUEST_WAIT, served.as_mut()).await.is_ok()
+        || progress.is_displaced() && progress.is_waiting()
+    {
         return;
     }
     served.as_mut().graceful_shutdown();
