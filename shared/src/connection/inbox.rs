@@ -429,7 +429,7 @@ impl<'b> Batch<'b> {
     pub fn return_frame(self) {
         debug_assert!(
             matches!(self.inbox.state, ReceiveState::Frames | ReceiveState::Announced { .. }),
-            "the payload of the frame is not in this batch"
+            "called after a large frame"
         );
         self.inbox.state = ReceiveState::Frames;
         self.inbox.begun -= 1;

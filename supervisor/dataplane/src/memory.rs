@@ -241,7 +241,7 @@ impl Memory {
         connection: Option<Holder>,
         bulkhead: BulkheadIndex,
     ) -> Holder {
-        debug_assert_eq!(record.charge.bytes, 0, "memory is already held for the job");
+        debug_assert_eq!(record.charge.bytes, 0, "the job already holds memory");
         let is_waiting = kind == ChargeKind::Waiting;
         let bytes = match kind {
             ChargeKind::Waiting => record.footprint(),
