@@ -538,9 +538,7 @@ impl Links {
     /// Removes the link of a dead worker. The caller must return the worker's UID to the pool separately.
     pub(super) fn remove(&mut self, spawn: u64) -> Option<(LinkIndex, Link)> {
         let index = self.by_spawn.remove(&spawn)?;
-        let Some(link) = self.slab.retire(index) else {
-            unreachable!("the keeper refers only to existing links")
-        };
+        let Some(link) = self.slab.retire(index) else { unreachable!("every link in `by_spawn` exists") };
         self.dirty.retain(|&dirty| dirty != index);
         self.unfinished_reads.retain(|&unfinished| unfinished != index);
         Some((index, link))

@@ -372,7 +372,7 @@ fn error_for_missing_interpreter_names_the_cause() {
          [bulkhead.worker]\ncommand = [{script:?}]\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"
     ));
     let failed = failure(client.job("program", "").send());
-    assert!(failed.message.contains("check for CRLF line ends"), "{}", failed.message);
+    assert!(failed.message.contains("check for CRLF line endings"), "{}", failed.message);
     let told = &supervisor.wait_events("worker_not_started", 1)[0];
     assert!(told.to_string().contains("exec: the interpreter in the first line"), "{told}");
 }

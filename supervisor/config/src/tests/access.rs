@@ -111,7 +111,7 @@ fn access_rule_rejects_unknown_users_and_groups() {
         &entry("user = \"no-such-user\""),
         (4, 8),
         "`access.user`: there is no user `no-such-user`",
-        "write a name that `getent passwd` lists, or add the missing name to the system",
+        "write a name that `getent passwd` lists, or create the user",
     );
     folder.reject_one(
         &entry("group = \"no such group\""),

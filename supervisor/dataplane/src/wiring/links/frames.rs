@@ -339,7 +339,7 @@ impl DataPlane {
                 let (_, extensions) = decode_all::<Empty>(metadata, &[])?;
                 let send_number = extensions.get(tag::ARRIVAL).and_then(|bytes| bytes.try_into().ok());
                 let send_number =
-                    send_number.ok_or("the worker returned a job without the job's send number")?;
+                    send_number.ok_or("the worker returned a job without a valid send number")?;
                 self.links[index].unsolicited.charge(0);
                 // The job was recalled before the worker started it.
                 let (job, send_number) = (JobId(number), u64::from_le_bytes(send_number));
