@@ -147,7 +147,7 @@ fn access_rule_must_name_existing_bulkheads() {
         &text("[]"),
         (3, 13),
         "`access.bulkheads` is empty, so the entry would allow nothing",
-        "remove `bulkheads` for all",
+        "remove `bulkheads` to allow all bulkheads",
     );
     // A rule can name a bulkhead whose table is invalid.
     let text = "bulkhead.b = 3\n[[access]]\nuid = 1\nbulkheads = [\"b\"]\n";
@@ -163,7 +163,7 @@ fn access_rule_must_name_valid_tenants() {
     folder.reject_one(&text(&format!("[\"{}\"]", "x".repeat(257))), (5, 12), "257 bytes", "at most 256");
     folder.reject_one(&text("[\"a\\u0000\"]"), (5, 12), "contains a NUL byte", "");
     folder.reject_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "contains `a` twice", "");
-    folder.reject_one(&text("[]"), (5, 11), "the entry would allow nothing", "remove `tenants` for any");
+    folder.reject_one(&text("[]"), (5, 11), "the entry would allow nothing", "remove `tenants` to allow all tenants");
 }
 
 #[test]

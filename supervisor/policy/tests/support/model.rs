@@ -546,7 +546,7 @@ impl Model {
         self.workers.values().filter(has_room).filter(move |_| in_use < limit)
     }
 
-    /// Returns the worker that must get the next job.
+    /// Returns the worker that should receive the next job.
     fn least_loaded(&self) -> Option<WorkerId> {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
