@@ -872,6 +872,20 @@ fn exec_programs_can_have_the_supervisors_limit_on_open_files() {
     assert_eq!(text(client.job("x", "").send()), "1024\n");
 }
 
+#[test]
+fn configuration_shows_number_of_clients_that_open_files_allow() {
+    let folder = tempfile::tempdir().unwrap();
+    let bulkheads = "[bulkhead.x]\nexec = [\"true\"]\n";
+    let prlimit = ["prlimit", "--nofile=1024:1024"];
+    let supervisor =
+        Supervisor::launch_under(&prlimit, folder, "max_clients = 100000", bulkheads).until_ready();
+    let shown = || supervisor.get("/v1/config")["supervisor"]["max_clients"].as_u64().unwrap();
+    let before = shown();
+    assert!(before < 1024, "{before}");
+    assert_eq!(supervisor.post("/v1/reload").0, 200);
+    assert_eq!(shown(), before);
+}
+
 /// If a start fails, the host first sends the reason in STATUS, so that operators need not search the output of the
 /// dead process.
 #[test]

@@ -163,7 +163,12 @@ fn access_rule_must_name_valid_tenants() {
     folder.reject_one(&text(&format!("[\"{}\"]", "x".repeat(257))), (5, 12), "257 bytes", "at most 256");
     folder.reject_one(&text("[\"a\\u0000\"]"), (5, 12), "contains a NUL byte", "");
     folder.reject_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "contains `a` twice", "");
-    folder.reject_one(&text("[]"), (5, 11), "the entry would allow nothing", "remove `tenants` to allow all tenants");
+    folder.reject_one(
+        &text("[]"),
+        (5, 11),
+        "the entry would allow nothing",
+        "remove `tenants` to allow all tenants",
+    );
 }
 
 #[test]
