@@ -1026,6 +1026,66 @@ def test_deadline_ends_a_call_behind_a_job_without_a_deadline(
         assert isinstance(patient.exception(LONG), bulkhead.Disconnected)
 
 
+@pytest.mark.parametrize("who", ["callback", "thread"])
+def test_sent_job_ends_while_a_callback_waits_to_send(
+    fake: FakeSupervisor, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job without a deadline fills the socket. It is sent by the callback, or by a thread before the callback."""
+    shorten_outcome_margin(monkeypatch)
+    is_prepared, has_ended = threading.Event(), threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        number, _ = peer.job()
+        assert peer.job()[1] == b"sent"
+        assert is_prepared.wait(LONG)
+        peer.end(number, OK)
+        assert has_ended.wait(LONG)
+        peer.close()
+        peer = fake.welcome()
+        assert sorted(end_all_jobs(peer)) == sorted(payloads)
+
+    payloads = [LARGE] if who == "callback" else [LARGE, b"x"]
+    futures: list[concurrent.futures.Future[bulkhead.Reply]] = []
+    with fake.running(script) as path, Client(path) as client, concurrent.futures.ThreadPoolExecutor() as threads:
+        first, sent = client.submit("plain"), client.submit("plain", b"sent", deadline=0.5)
+        connection = client._connection
+        assert connection is not None
+        first.add_done_callback(lambda _: futures.append(client.submit("plain", payloads[-1])))
+        if who == "thread":
+            futures.append(threads.submit(client.call, "plain", LARGE))
+            wait_for("the socket is full", lambda: connection._outgoing)
+        is_prepared.set()
+        error = sent.exception(LONG)
+        has_ended.set()
+        wait_for("all jobs are submitted", lambda: len(futures) == len(payloads))
+        for future in futures:
+            future.result(LONG)
+    assert isinstance(error, JobError)
+    assert_unanswered(error)
+
+
+def test_job_that_cannot_be_sent_does_not_delay_waiting_jobs(
+    fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_outcome_margin(monkeypatch)
+    has_ended = threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        assert [peer.job()[1], peer.job()[1]] == [LARGE, b"small"]
+        peer.close()
+        peer = fake.welcome()
+        assert has_ended.wait(LONG)
+        fake.close()
+
+    with fake.running(script) as path, Client(path) as client:
+        client.submit("plain", LARGE, idempotent=True)
+        small = client.submit("plain", b"small", idempotent=True, deadline=0.5)
+        assert isinstance(small.exception(LONG), bulkhead.Disconnected)
+        has_ended.set()
+
+
 def test_asyncio_jobs_end_only_after_all_received_outcomes(
     fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
