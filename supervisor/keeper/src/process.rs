@@ -264,6 +264,9 @@ enum Stage {
     /// The worker has exited, and this was reported to the supervisor. The first process of the worker's PID namespace
     /// is still running.
     Ended,
+    /// The worker was reported as reaped although a process in its PID namespace survives SIGKILL. The first process
+    /// of the namespace must still be reaped.
+    Abandoned,
 }
 
 struct EventLoop {
@@ -388,7 +391,7 @@ impl EventLoop {
                     let pid = (token & PID_MASK) as u32;
                     match token & !PID_MASK {
                         LISTENER => self.handle_violation(pid),
-                        STATUS => self.handle_init_status(pid),
+                        STATUS => self.handle_init_status(pid, Instant::now()),
                         TEMPLATE => self.handle_template_messages(pid),
                         NAMESPACE => self.handle_namespace_messages(pid),
                         EXIT => self.reap_worker(pid, Instant::now()),

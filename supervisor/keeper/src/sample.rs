@@ -116,7 +116,7 @@ impl SampleRequest {
 
 /// Returns the descendants of a process, parents before children. Faster than [`descendants_of`], which examines all
 /// processes on the machine.
-fn descendants(root: u32) -> Vec<u32> {
+pub(crate) fn descendants(root: u32) -> Vec<u32> {
     let mut found = vec![root];
     let mut next = 0;
     while next < found.len() && found.len() < DESCENDANTS_MAX {

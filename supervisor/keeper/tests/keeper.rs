@@ -29,7 +29,7 @@ const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
-const CASES: [(&str, fn()); 21] = [
+const CASES: [(&str, fn()); 22] = [
     ("worker_starts_as_ordered", starts_as_ordered),
     ("failed_start_names_its_step", failed_steps),
     ("worker_gets_ordered_resource_limits", resource_limits),
@@ -46,6 +46,7 @@ const CASES: [(&str, fn()); 21] = [
     ("other_program_as_keeper_is_an_error", other_programs),
     ("exit_is_reported_before_descendants_are_reaped", prompt_exit_reports),
     ("exit_in_pid_namespace_is_reported_before_reaping", prompt_exit_report_in_namespace),
+    ("unkillable_process_in_pid_namespace_does_not_keep_its_worker", unkillable_in_namespace),
     ("traced_worker_in_pid_namespace_is_killed", traced_worker),
     ("kill_orders_and_pings_are_never_refused", unlimited_kills),
     ("fork_bombs_are_killed", fork_bombs),
@@ -542,14 +543,10 @@ fn prompt_exit_reports() {
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
-/// The first process of a namespace exits after all other processes in the namespace. A process that is traced by this
-/// test disappears only once the test has waited for it.
+/// Starts a worker in a PID namespace, and traces a child of the worker. The traced child disappears only once
+/// `reap_traced` has been called. Returns the worker and the PID of the child.
 #[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
-fn prompt_exit_report_in_namespace() {
-    if !rustix::process::geteuid().is_root() {
-        return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
-    }
-    let mut fixture = Fixture::start();
+fn start_with_traced_child(fixture: &mut Fixture) -> (Worker, u32) {
     let mut order = shell("sleep 1000 & read -r line <&3; exit 3");
     order.confinement.layers.namespaces.pid = true;
     let worker = fixture.order(order);
@@ -562,17 +559,63 @@ fn prompt_exit_report_in_namespace() {
     // SAFETY: neither call accesses memory of this process.
     let ptrace = |request: libc::c_uint| unsafe { libc::ptrace(request, sleeper as libc::pid_t, 0, 0) };
     assert_eq!(ptrace(libc::PTRACE_SEIZE), 0, "{}", io::Error::last_os_error());
+    (worker, sleeper)
+}
+
+#[expect(unsafe_code, reason = "waitpid(2) has no safe wrapper here")]
+fn reap_traced(pid: u32) {
+    wait_until("the traced process is dead", TIMEOUT, || process_state(pid) == Some('Z'));
+    let mut status = 0;
+    // SAFETY: the pointer refers to a local variable.
+    let waited = unsafe { libc::waitpid(pid as libc::pid_t, &mut status, libc::__WALL) };
+    assert_eq!(waited, pid as libc::pid_t);
+}
+
+/// The first process of a namespace exits after all other processes in the namespace.
+fn prompt_exit_report_in_namespace() {
+    if !rustix::process::geteuid().is_root() {
+        return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
+    }
+    let mut fixture = Fixture::start();
+    let (worker, sleeper) = start_with_traced_child(&mut fixture);
     worker.link.shutdown(std::net::Shutdown::Both).unwrap();
     match fixture.next() {
         Report::Exited { exit, .. } => assert_eq!(exit, Exit::Code(3)),
         other => panic!("{other:?}"),
     }
-    wait_until("the traced process is dead", TIMEOUT, || process_state(sleeper) == Some('Z'));
-    let mut status = 0;
-    // SAFETY: the pointer refers to a local variable.
-    let waited = unsafe { libc::waitpid(sleeper as libc::pid_t, &mut status, libc::__WALL) };
-    assert_eq!(waited, sleeper as libc::pid_t);
+    reap_traced(sleeper);
     fixture.expect_reaped(&worker);
+}
+
+/// A process in uninterruptible sleep survives SIGKILL, and the first process of its namespace waits for it. A traced
+/// process has the same effect.
+fn unkillable_in_namespace() {
+    if !rustix::process::geteuid().is_root() {
+        return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
+    }
+    let mut fixture = Fixture::start();
+    for is_ordered in [false, true] {
+        let (worker, sleeper) = start_with_traced_child(&mut fixture);
+        let expected = if is_ordered {
+            fixture.keeper.kill(worker.number).unwrap();
+            Exit::Signal { number: 9, core_dumped: false }
+        } else {
+            worker.link.shutdown(std::net::Shutdown::Both).unwrap();
+            Exit::Code(3)
+        };
+        match fixture.next() {
+            Report::Exited { exit, .. } => assert_eq!(exit, expected),
+            other => panic!("{other:?}"),
+        }
+        assert!(matches!(fixture.next(), Report::Unkillable { count: 1 }));
+        fixture.expect_reaped(&worker);
+        reap_traced(sleeper);
+        let keeper = fixture.keeper.pid();
+        wait_until("the namespace is gone", TIMEOUT, || descendants_of(keeper).unwrap().is_empty());
+        // The worker is not reported again.
+        let (next, _) = fixture.run("exit 0");
+        assert_eq!(fixture.exit_of(&next), Exit::Code(0));
+    }
 }
 
 /// A worker that asks to be traced and then stops is not reported as exited.

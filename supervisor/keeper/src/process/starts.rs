@@ -197,7 +197,7 @@ impl EventLoop {
         // progress socket, the listener, and the files counted in `extra_descriptors`.
         let executable = match &child.stage {
             Stage::Starting(connections) => connections.extra_descriptors,
-            Stage::Running | Stage::Failed | Stage::Ended => 0,
+            Stage::Running | Stage::Failed | Stage::Ended | Stage::Abandoned => 0,
         };
         let closing = 1 + u32::from(listener.is_some()) + executable;
         let open = observe::open_descriptors(process).map_err(failed)?;
