@@ -425,7 +425,6 @@ impl Keeper {
             };
         }
         process.kill()?;
-        process.wait()?;
         wait::kill_all_descendants(KILL_TIMEOUT)?;
         Err(io::Error::new(io::ErrorKind::TimedOut, "the keeper could not kill the workers"))
     }
@@ -462,7 +461,7 @@ pub fn reap_after_keeper(lost: Keeper) -> io::Result<()> {
     match lost.process {
         KeeperProcess::Child(mut process) => {
             process.kill()?;
-            process.wait()?;
+            // Also reaps the keeper. It might be in uninterruptible sleep, so no other wait has a time limit.
             wait::kill_all_descendants(KILL_TIMEOUT)
         }
         KeeperProcess::Detached(process) => process.kill_and_wait(KILL_TIMEOUT),

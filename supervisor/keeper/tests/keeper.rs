@@ -29,7 +29,7 @@ const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
-const CASES: [(&str, fn()); 22] = [
+const CASES: [(&str, fn()); 23] = [
     ("worker_starts_as_ordered", starts_as_ordered),
     ("failed_start_names_its_step", failed_steps),
     ("worker_gets_ordered_resource_limits", resource_limits),
@@ -41,6 +41,7 @@ const CASES: [(&str, fn()); 22] = [
     ("shutdown_waits_until_all_workers_are_dead", shutdown),
     ("copied_socket_does_not_keep_a_dropped_keeper_alive", copied_socket),
     ("killed_keeper_can_be_replaced", killed_keeper),
+    ("traced_keeper_can_be_killed", traced_keeper),
     ("killed_detached_keeper_leaves_foreign_children_alive", killed_detached_keeper),
     ("workers_die_with_killed_guard", killed_guard),
     ("other_program_as_keeper_is_an_error", other_programs),
@@ -463,6 +464,30 @@ fn killed_keeper() {
     let (worker, _) = fixture.run("exit 4");
     assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
     keeper::reap_after_keeper(fixture.keeper).unwrap();
+    assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
+}
+
+/// A killed keeper that is being traced, or that is in uninterruptible sleep, does not exit.
+fn traced_keeper() {
+    if !rustix::process::geteuid().is_root() {
+        return print!("NOT RUN: only root can trace the keeper everywhere ... ");
+    }
+    let fixture = Fixture::start();
+    let script = "import ctypes, sys, time
+assert ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), None, None) == 0
+print('traces', flush=True)
+time.sleep(20)
+print('gave up')";
+    let mut tracer = std::process::Command::new("python3");
+    tracer.args(["-c", script, &fixture.keeper.pid().to_string()]).stdout(std::process::Stdio::piped());
+    let tracer = tracer.spawn().unwrap();
+    let mut output = tracer.stdout.unwrap();
+    let mut line = [0; 7];
+    output.read_exact(&mut line).unwrap();
+    keeper::reap_after_keeper(fixture.keeper).unwrap();
+    let mut rest = String::new();
+    output.read_to_string(&mut rest).unwrap();
+    assert_eq!((&line, rest.as_str()), (b"traces\n", ""));
     assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
 }
 
