@@ -2,9 +2,10 @@
 //! has a second thread. The standard test harness therefore cannot be used.
 
 use std::collections::HashSet;
+use std::ffi::CString;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -29,9 +30,10 @@ const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
-const CASES: [(&str, fn()); 23] = [
+const CASES: [(&str, fn()); 24] = [
     ("worker_starts_as_ordered", starts_as_ordered),
     ("failed_start_names_its_step", failed_steps),
+    ("path_on_hung_file_system_does_not_block_keeper", hung_path),
     ("worker_gets_ordered_resource_limits", resource_limits),
     ("worker_inherits_only_four_descriptors", inherited_descriptors),
     ("only_orphans_of_dead_workers_are_killed", orphans_of_dead_workers),
@@ -298,6 +300,58 @@ fn failed_steps() {
     assert!(matches!(fixture.next(), Report::Spawned { .. }));
     assert_eq!(fixture.exit_of(&worker), Exit::Code(100_000 % 256));
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
+}
+
+/// A mounted FUSE file system without a server that answers.
+struct HungMount {
+    folder: tempfile::TempDir,
+    _connection: fs::File,
+}
+
+impl HungMount {
+    #[expect(unsafe_code, reason = "mount(2) has no safe wrapper here")]
+    fn create() -> io::Result<Self> {
+        let connection = fs::File::options().read(true).write(true).open("/dev/fuse")?;
+        let folder = tempfile::tempdir()?;
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", connection.as_raw_fd());
+        let [target, options] =
+            [folder.path().to_str().unwrap(), &options].map(|it| CString::new(it).unwrap());
+        let (kind, data) = (c"fuse.hung".as_ptr(), options.as_ptr().cast());
+        // SAFETY: the pointers refer to local variables, and the strings end with NUL.
+        match unsafe { libc::mount(c"hung".as_ptr(), target.as_ptr(), kind, 0, data) } {
+            0 => Ok(Self { folder, _connection: connection }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+impl Drop for HungMount {
+    #[expect(unsafe_code, reason = "umount2(2) has no safe wrapper here")]
+    fn drop(&mut self) {
+        let target = CString::new(self.folder.path().to_str().unwrap()).unwrap();
+        // SAFETY: the pointer refers to a local variable that ends with NUL.
+        unsafe { libc::umount2(target.as_ptr(), libc::MNT_DETACH) };
+    }
+}
+
+fn hung_path() {
+    let hung = match HungMount::create() {
+        Ok(hung) => hung,
+        Err(error) => return print!("NOT RUN: failed to mount a FUSE file system: {error} ... "),
+    };
+    let path = hung.folder.path().to_str().unwrap();
+    let mut fixture = Fixture::start();
+    for _ in 0..2 {
+        let mut order = shell("exit 0");
+        (order.confinement.layers.no_new_privs, order.confinement.layers.landlock) = (true, true);
+        order.confinement.read = vec![path];
+        let expected = (format!("{path}: the file system does not respond"), Some(libc::ETIMEDOUT));
+        assert_eq!(fixture.failed_step_of(order), expected);
+    }
+    let (worker, _) = fixture.run("exit 4");
+    assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
+    let keeper = fixture.keeper.pid();
+    wait_until("no process is left", TIMEOUT, || descendants_of(keeper).unwrap().is_empty());
 }
 
 fn dev_null() -> OwnedFd {

@@ -49,6 +49,7 @@ impl EventLoop {
         order: &SpawnOrder<'_>,
         mut descriptors: Vec<OwnedFd>,
     ) -> Result<(), SpawnError> {
+        self.hung_paths.check(&self.forker, order)?;
         let mut template = None;
         if order.is_template {
             let pair = template_socket().map_err(|error| SpawnError::from_io("descriptors", &error));
