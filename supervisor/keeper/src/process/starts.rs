@@ -49,6 +49,7 @@ impl EventLoop {
         order: &SpawnOrder<'_>,
         mut descriptors: Vec<OwnedFd>,
     ) -> Result<(), SpawnError> {
+        self.hung_paths.check(&self.forker, order)?;
         let mut template = None;
         if order.is_template {
             let pair = template_socket().map_err(|error| SpawnError::from_io("descriptors", &error));
@@ -197,7 +198,7 @@ impl EventLoop {
         // progress socket, the listener, and the files counted in `extra_descriptors`.
         let executable = match &child.stage {
             Stage::Starting(connections) => connections.extra_descriptors,
-            Stage::Running | Stage::Failed | Stage::Ended => 0,
+            Stage::Running | Stage::Failed | Stage::Ended | Stage::Abandoned => 0,
         };
         let closing = 1 + u32::from(listener.is_some()) + executable;
         let open = observe::open_descriptors(process).map_err(failed)?;
