@@ -238,6 +238,28 @@ fn run_limit_restarts_for_a_job_not_yet_started() {
     fixture.expect(job, "deadline_exceeded", Some("running"));
 }
 
+/// Otherwise, a job whose run limit is shorter than the time that a worker needs to start it would be sent again and
+/// again until its deadline.
+#[test]
+fn job_ends_when_its_run_limit_has_restarted_too_often() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let worker = fixture.spawned[0];
+    fixture.set_stuck(worker, true);
+    let job = fixture.job_that_runs_for(MS);
+    for _ in 0..10 {
+        assert_eq!(fixture.verdicts(job).len(), 0);
+        fixture.now = fixture.now + MS;
+        fixture.apply(Event::Tick);
+        fixture.apply(Event::FrameReceived { worker });
+    }
+    fixture.expect(job, "deadline_exceeded", Some("queued"));
+    assert_eq!(fixture.outcomes.last().map(|answer| answer.attempts), Some(0));
+    fixture.set_stuck(worker, false);
+    let next = fixture.job();
+    fixture.reply(next);
+    fixture.expect(next, "ok", None);
+}
+
 #[test]
 fn death_crashes_running_jobs_and_requeues_prefetched_jobs() {
     let mut fixture = fixture(limits(1, 1, 10));

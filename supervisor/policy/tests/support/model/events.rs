@@ -352,6 +352,7 @@ impl Model {
             worker: None,
             prefetched: None,
             send_number: 0,
+            run_limit_expiries: 0,
             recalled_from: None,
         };
         self.jobs.insert(id, job);
