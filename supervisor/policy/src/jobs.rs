@@ -27,8 +27,8 @@ pub(crate) struct Job<T> {
     /// the job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
-    /// Time at which the queue timeout expires. Cleared when the job is recalled while it holds a permit. Ignored once
-    /// an attempt of the job has crashed.
+    /// Time at which the queue timeout expires. Cleared when the job returns to the queue after it held a permit.
+    /// Ignored once an attempt of the job has crashed.
     pub(crate) queue_timeout_at: Option<Time>,
     /// Time by which the client must get the outcome.
     pub(crate) deadline_at: Time,

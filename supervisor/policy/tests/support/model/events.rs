@@ -634,6 +634,7 @@ impl Model {
                     (job.worker, job.is_unread, job.is_by_journal) = (None, false, false);
                     job.attempts -= 1;
                     job.unread_returns += 1;
+                    job.queue_timeout_at = None;
                 });
             } else {
                 self.job_lost(job, false, &verdict);
