@@ -356,6 +356,19 @@ fn suspects_of_a_shared_crash_are_retried_alone() {
     assert!(fixture.was_dispatched(fresh));
 }
 
+/// A job that has run once is not cancelled by a client that cancels only jobs that have not begun.
+#[test]
+fn cancel_unless_begun_ignores_job_waiting_for_a_retry() {
+    let mut fixture = Fixture::ready(retrying(1, 1.0));
+    let job = fixture.idempotent_job();
+    fixture.exit_worker(fixture.holder(job), Death::Signal(11));
+    fixture.apply(Event::Cancel { job, unless_begun: true });
+    assert_eq!(fixture.verdicts(job).len(), 0);
+    fixture.bring_up(fixture.newest_worker());
+    fixture.reply(job);
+    fixture.expect(job, "ok", None);
+}
+
 /// A job is not retried after its deadline. The outcome of the first attempt becomes the job's outcome.
 #[test]
 fn job_is_not_retried_after_its_deadline() {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bulkhead_policy::{
     BreakerLimits, Capabilities, Death, Event, KillReason, LimitChange, Limits, Overflow, Recycle, Reply,
-    Submission, WorkerId,
+    RetryLimits, Submission, WorkerId,
 };
 use bulkhead_shared::{Executed, JobId, Priority, Verdict};
 
@@ -258,6 +258,21 @@ fn job_ends_when_its_run_limit_has_restarted_too_often() {
     let next = fixture.job();
     fixture.reply(next);
     fixture.expect(next, "ok", None);
+}
+
+#[test]
+fn cancel_unless_begun_ignores_a_retry_not_yet_started() {
+    let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
+    let mut fixture = fixture(Limits { retry, ..limits(2, 1, 10) });
+    let (first, second) = (fixture.spawned[0], fixture.spawned[1]);
+    fixture.set_stuck(second, true);
+    let job = fixture.idempotent_job();
+    fixture.exit_worker(first, Death::Signal(11));
+    assert_eq!(fixture.holder(job), second);
+    fixture.apply(Event::Cancel { job, unless_begun: true });
+    assert_eq!((fixture.verdicts(job).len(), fixture.recalled_jobs.len()), (0, 0));
+    fixture.apply(Event::Cancel { job, unless_begun: false });
+    assert_eq!(fixture.verdicts(job), [&Verdict::Cancelled { executed: Executed::Yes }]);
 }
 
 #[test]

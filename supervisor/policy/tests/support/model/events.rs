@@ -363,6 +363,9 @@ impl Model {
         let Some(job) = self.jobs.get(&id).filter(|job| !job.is_answered) else { return };
         let (has_worker, has_run) = (job.worker.is_some() || job.is_prefetched(), job.before.is_some());
         let (can_be_recalled, _) = self.can_be_recalled(id);
+        if unless_begun && has_run {
+            return self.coverage.see("continues because an attempt has crashed");
+        }
         if unless_begun && has_worker && !can_be_recalled {
             return self.coverage.see("continues because it has begun");
         }
