@@ -224,6 +224,25 @@ fn half_open_breaker_admits_only_the_configured_probes() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
 }
 
+/// Checks a rule in `docs/semantics.md`: `Retry-After` is exact for `circuit_open`, also for jobs that were waiting when
+/// the breaker opened.
+#[test]
+fn waiting_jobs_learn_when_the_breaker_admits_probes() {
+    let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, 5, 10) });
+    let crashing: Vec<JobId> = (0..5).map(|_| fixture.job()).collect();
+    let (patient, hasty) = (fixture.job(), fixture.job_with(Some(3 * SECOND)));
+    fixture.exit_worker(fixture.holder(crashing[0]), Death::Signal(11));
+    assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
+    fixture.wait(SECOND);
+    fixture.bring_up(fixture.newest_worker());
+    assert_eq!(fixture.submit(), None);
+    for (job, is_retryable) in [(Some(patient), true), (Some(hasty), false), (None, true)] {
+        let answer = fixture.outcomes.iter().find(|answer| answer.job == job);
+        let told = answer.map(|answer| (answer.verdict.reason(), answer.retry_after, answer.retryable));
+        assert_eq!(told, Some((Some("circuit_open"), Some(4 * SECOND), is_retryable)));
+    }
+}
+
 /// Follows `shouldIncreaseCounterOnReleasePermission` and #544 in resilience4j: a probe whose outcome says nothing
 /// about the worker does not use up one of the permitted probes. In this test, the probes are cancelled.
 #[test]
