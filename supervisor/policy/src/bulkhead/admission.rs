@@ -452,6 +452,10 @@ impl<T> Bulkhead<T> {
         }
         if self.prefetched > 0 {
             self.recall_pending(now);
+            // The recall also takes back jobs that hold a permit, so the reserved worker can now be idle.
+            if !self.suspects.is_empty() {
+                self.dispatch_suspects(now);
+            }
         }
         if !self.to_resend.is_empty() {
             self.resend(now);

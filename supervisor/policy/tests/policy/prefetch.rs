@@ -260,6 +260,20 @@ fn job_ends_when_its_run_limit_has_restarted_too_often() {
     fixture.expect(next, "ok", None);
 }
 
+/// The recall of prefetched jobs also takes back the job that holds the permit, because the worker has not started it.
+#[test]
+fn suspect_runs_at_once_in_a_worker_idle_after_a_recall() {
+    let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
+    let (mut fixture, stuck) = beside_a_stuck_one(Limits { retry, ..limits(2, 1, 10) });
+    let other = fixture.spawned[1];
+    let (held, suspect) = (fixture.job(), fixture.idempotent_job());
+    jobs(&mut fixture, 2);
+    assert_eq!((fixture.holder(held), fixture.holder(suspect)), (stuck, other));
+    assert!(fixture.prefetched.iter().any(|&(worker, _)| worker == stuck));
+    fixture.exit_worker(other, Death::Signal(11));
+    assert_eq!(fixture.holder(suspect), stuck);
+}
+
 #[test]
 fn cancel_unless_begun_ignores_a_retry_not_yet_started() {
     let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
