@@ -125,6 +125,8 @@ struct Job {
     prefetched: Option<u32>,
     /// Sequence number of the job among all jobs sent to its worker.
     send_number: u64,
+    /// Number of dispatches whose run limit expired before the worker started the job.
+    run_limit_expiries: u32,
     recalled_from: Option<WorkerId>,
 }
 
