@@ -320,7 +320,7 @@ pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> 
     if args.json {
         output::json(confirmation)?;
     } else {
-        output::line(&format!("{}: the following change is in effect: {body}", escape(&resize.name)))?;
+        output::line(&format!("{}: now in effect: {body}", escape(&resize.name)))?;
     }
     Ok(exit::OK)
 }

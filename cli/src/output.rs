@@ -112,7 +112,7 @@ impl From<ConnectError> for Failure {
             }
             _ => "",
         };
-        Self { reason, ..Self::new(code, format!("failed to {error}{elsewhere}")) }
+        Self { reason, ..Self::new(code, format!("{error}{elsewhere}")) }
     }
 }
 

@@ -27,7 +27,9 @@ pub(crate) fn man(args: &Args, folder: &Path) -> Result<u8, Failure> {
     std::fs::create_dir_all(folder).map_err(fail)?;
     let mut command = Args::command().disable_help_subcommand(true);
     command.build();
-    let subcommands = command.get_subcommands().cloned().collect::<Vec<_>>();
+    // `fleet` runs the `bulkhead-fleet` program, which has its own man pages.
+    let subcommands = command.get_subcommands().filter(|page| page.get_name() != "fleet").cloned();
+    let subcommands = subcommands.collect::<Vec<_>>();
     let mut files = Vec::new();
     for page in std::iter::once(command).chain(subcommands) {
         let page = clap_mangen::Man::new(page);

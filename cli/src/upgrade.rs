@@ -46,7 +46,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
             let why = known(&last.message);
             Err(Failure::new(
                 exit::FAILED,
-                format!("the upgrade failed, and the old program continues to serve: {why}"),
+                format!("the upgrade failed: {why}; the old program continues to serve jobs"),
             ))
         }
         "stopped" => {

@@ -52,11 +52,11 @@ const READS_PER_POLL_MAX: usize = 16;
 /// it closed the connection.
 const CLOSE_REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Error returned when a client cannot connect. Each message completes a sentence that begins with "failed to".
+/// Error returned when a client cannot connect.
 #[derive(thiserror::Error)]
 pub enum ConnectError {
     /// The socket could not be opened.
-    #[error("connect to {}: {hint}: {source}", path.display())]
+    #[error("failed to connect to {}: {hint}: {source}", path.display())]
     Unreachable {
         /// Path of the socket.
         path: PathBuf,
@@ -66,7 +66,7 @@ pub enum ConnectError {
         source: io::Error,
     },
     /// The supervisor refused this client.
-    #[error("connect to {}: the supervisor rejected the connection: {message}", path.display())]
+    #[error("failed to connect to {}: the supervisor rejected the connection: {message}", path.display())]
     Refused {
         /// Path of the socket.
         path: PathBuf,
@@ -76,7 +76,7 @@ pub enum ConnectError {
         reason: u8,
     },
     /// The peer does not speak the protocol.
-    #[error("complete the handshake with the supervisor at {}: {message}", path.display())]
+    #[error("failed to complete the handshake with the supervisor at {}: {message}", path.display())]
     Protocol {
         /// Path of the socket.
         path: PathBuf,
@@ -712,7 +712,7 @@ impl Driver {
                 Err(error) => self.current.send_modify(|current| {
                     if let Connection::Down(loss) = current {
                         loss.attempts += 1;
-                        loss.reason = format!("failed to {error}");
+                        loss.reason = error.to_string();
                     }
                 }),
             }

@@ -10,6 +10,7 @@ import errno
 import gc
 import os
 import random
+import select
 import signal
 import socket
 import struct
@@ -926,7 +927,7 @@ def test_deadline_ends_only_its_job_if_the_supervisor_is_stopped(
             assert unlimited.result(LONG).payload == b"waited"
 
 
-@pytest.mark.parametrize("way", ["call", "submit"])
+@WAYS
 def test_deadline_ends_jobs_that_cannot_be_sent(
     fake: FakeSupervisor, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -946,6 +947,18 @@ def test_deadline_ends_jobs_that_cannot_be_sent(
             call_with(client, way, "plain", 0.1, payload)
         return caught.value
 
+    async def of_asyncio(path: str) -> list[Any]:
+        async with AsyncClient(path) as client:
+            await client.call("plain")
+            jobs = [client.submit("plain", payload, deadline=0.1) for payload in (LARGE, b"small")]
+            return await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), LONG)
+
+    if way == "asyncio":
+        with fake.running(script) as path:
+            errors = asyncio.run(of_asyncio(path))
+            has_ended.set()
+        assert [error.executed for error in errors] == ["no", "no"]
+        return
     with fake.running(script) as path, Client(path) as client, concurrent.futures.ThreadPoolExecutor() as threads:
         client.call("plain")
         connection = client._connection
@@ -1013,7 +1026,141 @@ def test_deadline_ends_a_call_behind_a_job_without_a_deadline(
         assert isinstance(patient.exception(LONG), bulkhead.Disconnected)
 
 
-@pytest.mark.parametrize("way", ["call", "submit"])
+@pytest.mark.parametrize("who", ["callback", "thread"])
+def test_sent_job_ends_while_a_callback_waits_to_send(
+    fake: FakeSupervisor, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job without a deadline fills the socket. It is sent by the callback, or by a thread before the callback."""
+    shorten_outcome_margin(monkeypatch)
+    is_prepared, has_ended = threading.Event(), threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        number, _ = peer.job()
+        assert peer.job()[1] == b"sent"
+        assert is_prepared.wait(LONG)
+        peer.end(number, OK)
+        assert has_ended.wait(LONG)
+        peer.close()
+        peer = fake.welcome()
+        assert sorted(end_all_jobs(peer)) == sorted(payloads)
+
+    payloads = [LARGE] if who == "callback" else [LARGE, b"x"]
+    futures: list[concurrent.futures.Future[bulkhead.Reply]] = []
+    with fake.running(script) as path, Client(path) as client, concurrent.futures.ThreadPoolExecutor() as threads:
+        first, sent = client.submit("plain"), client.submit("plain", b"sent", deadline=0.5)
+        connection = client._connection
+        assert connection is not None
+        first.add_done_callback(lambda _: futures.append(client.submit("plain", payloads[-1])))
+        if who == "thread":
+            futures.append(threads.submit(client.call, "plain", LARGE))
+            wait_for("the socket is full", lambda: connection._outgoing)
+        is_prepared.set()
+        error = sent.exception(LONG)
+        has_ended.set()
+        wait_for("all jobs are submitted", lambda: len(futures) == len(payloads))
+        for future in futures:
+            future.result(LONG)
+    assert isinstance(error, JobError)
+    assert_unanswered(error)
+
+
+def test_job_that_cannot_be_sent_does_not_delay_waiting_jobs(
+    fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_outcome_margin(monkeypatch)
+    has_ended = threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        assert [peer.job()[1], peer.job()[1]] == [LARGE, b"small"]
+        peer.close()
+        peer = fake.welcome()
+        assert has_ended.wait(LONG)
+        fake.close()
+
+    with fake.running(script) as path, Client(path) as client:
+        client.submit("plain", LARGE, idempotent=True)
+        small = client.submit("plain", b"small", idempotent=True, deadline=0.5)
+        assert isinstance(small.exception(LONG), bulkhead.Disconnected)
+        has_ended.set()
+
+
+def test_asyncio_jobs_end_only_after_all_received_outcomes(
+    fake: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outcomes of jobs that are long past their deadlines are in the socket and in the supervisor."""
+    monkeypatch.setattr(_connection, "OUTCOME_MARGIN_SECONDS", 0.2)
+    # A later check would postpone the end of the jobs.
+    monkeypatch.setattr(_connection, "OUTCOME_CHECK_SECONDS", LONG)
+    monkeypatch.setattr(_aio, "REFILL_MS", LONG * 1000)
+    is_full = threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        numbers = [peer.job()[0] for _ in range(1000)]
+        for number in numbers:
+            if not select.select([], [peer.link], [], 0)[1]:
+                is_full.set()
+            peer.end(number, OK)
+        assert is_full.is_set()
+        peer.wait_for_end()
+
+    async def run(path: str) -> None:
+        async with AsyncClient(path) as client:
+            jobs = [client.submit("plain", deadline=0.5) for _ in range(1000)]
+            due_at = time.monotonic() + 0.7
+            state = client._states[asyncio.get_running_loop()]
+            while state.connection is None or not state.connection._jobs or state.connection._outgoing:
+                await asyncio.sleep(0.001)
+            # The event loop is busy.
+            assert is_full.wait(LONG)
+            while time.monotonic() < due_at:
+                time.sleep(0.01)
+            for job in jobs:
+                assert (await job).payload == b""
+
+    with fake.running(script) as path:
+        asyncio.run(run(path))
+
+
+@pytest.mark.parametrize("state", ["unsent", "taken"])
+def test_cancelled_asyncio_job_keeps_no_connection_open(
+    fake: FakeSupervisor, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor does not read the job, or is being replaced and sends no outcome."""
+    shorten_outcome_margin(monkeypatch)
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+        if state == "taken":
+            number, _ = peer.job()
+            peer.go_away(number, [number])
+        else:
+            assert peer.link.recv(1, socket.MSG_PEEK)
+        other = fake.welcome()
+        other.end(other.job()[0], OK)
+        peer.wait_for_end()
+
+    async def run(path: str) -> None:
+        async with AsyncClient(path) as client:
+            await client.call("plain")
+            connection = client._states[asyncio.get_running_loop()].connection
+            assert connection is not None
+            job = client.submit("plain", LARGE if state == "unsent" else b"taken")
+            while state == "taken" and not connection.is_over:
+                await asyncio.sleep(0.001)
+            job.cancel()
+            assert (await asyncio.wait_for(client.call("plain"), LONG)).payload == b""
+            while not connection.is_lost:
+                await asyncio.sleep(0.001)
+
+    with fake.running(script) as path:
+        asyncio.run(run(path))
+
+
+@WAYS
 def test_traffic_of_other_jobs_does_not_prolong_an_unanswered_job(
     fake: FakeSupervisor, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1023,14 +1170,26 @@ def test_traffic_of_other_jobs_does_not_prolong_an_unanswered_job(
         peer = fake.welcome()
         patient, number = peer.job()[0], peer.job()[0]
         report = _wire.frame(_wire.PROGRESS, patient, _wire.progressed(0.5, "at work"))
-        peer.link.setblocking(False)
-        while True:
+        while not select.select([peer.link], [], [], 0)[0]:
             peer.link.sendall(report)
-            time.sleep(0.02)
-            with contextlib.suppress(BlockingIOError):
-                assert peer.cancellation() == number
-                break
+            # The asyncio client handles even an endless stream.
+            if way != "asyncio":
+                time.sleep(0.02)
+        assert peer.cancellation() == number
         peer.end(patient, OK)
+
+    async def of_asyncio(path: str) -> None:
+        async with AsyncClient(path) as client:
+            patient = client.submit("plain")
+            with pytest.raises(JobError) as caught:
+                await client.call("plain", deadline=0.1)
+            assert_unanswered(caught.value)
+            assert (await patient).payload == b""
+
+    if way == "asyncio":
+        with fake.running(script) as path:
+            asyncio.run(of_asyncio(path))
+        return
 
     with fake.running(script) as path, Client(path) as client:
         patient = client.submit("plain")

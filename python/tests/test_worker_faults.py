@@ -88,6 +88,29 @@ def test_exception_in_the_job_loop_ends_the_worker(tmp_path: Path) -> None:
         assert client.call("one", b"goes on").payload == b"goes on"
 
 
+def test_exception_while_reading_the_link_is_reported(tmp_path: Path) -> None:
+    code = """
+        def raise_in_read(frame, event, argument):
+            if frame.f_code.co_name == "read":
+                sys.setprofile(None)
+                raise TimeoutError("the handler is too slow")
+
+        @bulkhead.handler
+        def limited(payload, ctx):
+            sys.setprofile(raise_in_read)
+    """
+    with serving(tmp_path, code) as (own, client):
+
+        def has_exited() -> bool:
+            # The watcher's thread may have read the link for the previous job.
+            client.submit("one", deadline=LONG).exception(2 * LONG)
+            return "the worker exits" in own.log()
+
+        wait_for("a worker has exited", has_exited)
+        assert "TimeoutError: the handler is too slow" in own.log()
+        assert "closed or replaced" not in own.log()
+
+
 def test_coroutine_of_a_failed_job_is_not_run(tmp_path: Path) -> None:
     code = """
         import asyncio

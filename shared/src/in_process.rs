@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn files_arrive_together_with_their_bytes() {
+    fn files_arrive_with_the_bytes_they_were_sent_with() {
         let open = || std::fs::File::open("/dev/null").unwrap().into();
         let (here, there) = pair();
         here.write(b"before ").unwrap();

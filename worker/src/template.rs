@@ -262,7 +262,7 @@ impl Template {
         match rustix::process::test_kill_process(template) {
             Err(Errno::PERM) => {}
             Err(errno) => return Err(("the worker's template has exited", errno)),
-            Ok(()) => return Err(("landlock read-back: the worker can signal the template", Errno::PERM)),
+            Ok(()) => return Err(("landlock check: the worker can signal the template", Errno::PERM)),
         }
         if let (Some((path, _)), Some(temporary)) = (&folder, temporary) {
             for variable in FOLDER_VARIABLES {

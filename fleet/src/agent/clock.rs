@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn measured_clock_follows_the_time_since_boot() {
+    fn calibrated_clock_follows_the_time_since_boot() {
         let clock = Clock::default();
         assert_eq!((clock.is_measured(), clock.offset_seconds()), (false, 0.0));
         let measured = time_since_boot();

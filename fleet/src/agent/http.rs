@@ -19,7 +19,7 @@ pub(crate) async fn serve(listener: TcpListener, shared: Arc<Shared>) {
         .route("/readyz", get(ready))
         .with_state(shared);
     if let Err(error) = axum::serve(listener, routes).await {
-        tracing::error!("metrics and health checks are no longer served: {error}");
+        tracing::error!("failed to serve metrics and health checks: {error}");
     }
 }
 

@@ -46,7 +46,7 @@ async fn write(shared: &Shared, key: &str) -> Option<(Duration, Timestamp, Durat
     let published = publish(&shared.client, key.to_owned(), HeaderMap::new(), body, None).await;
     let after = time_since_boot();
     let Published::Stored(sequence) = published else {
-        tracing::warn!("failed to store this agent's presence: {published:?}");
+        tracing::warn!("failed to renew the presence record: {published:?}");
         return None;
     };
     let message = read_last(&shared.client, &format!("KV_{AGENTS}"), key).await.ok()??;

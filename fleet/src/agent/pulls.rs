@@ -206,7 +206,12 @@ impl Lane {
                     if CONSUMER_GONE.contains(&status) {
                         self.shared.pull_failed.notify_one();
                     }
-                    tracing::debug!(status, "a pull from {} ended: {:?}", self.consumer, message.description);
+                    tracing::debug!(
+                        status,
+                        "a pull request to {} ended: {:?}",
+                        self.consumer,
+                        message.description
+                    );
                     tokio::time::sleep(PAUSE).await;
                     return true;
                 }

@@ -231,7 +231,9 @@ impl Run {
                     payload = Bytes::new();
                 }
                 Published::TooLarge => {
-                    tracing::error!("{subject} is too large for the server; the dead letter is not stored");
+                    tracing::error!(
+                        "the dead letter {subject} is too large for the server and is not stored"
+                    );
                     return true;
                 }
                 other => {

@@ -53,7 +53,7 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq)]
 #[expect(
     clippy::large_enum_variant,
-    reason = "there are only about seven steps per job, and a step is copied only once"
+    reason = "each job has only about seven steps, and a step is moved only once"
 )]
 pub enum Step {
     /// Perform the action after this delay.

@@ -243,7 +243,7 @@ fn sibling(name: &str) -> Result<PathBuf, Failure> {
     }
     Err(Failure::new(
         exit::USAGE,
-        format!("{} is missing: install the program in that directory", program.display()),
+        format!("{} is missing: install the program at this path", program.display()),
     ))
 }
 

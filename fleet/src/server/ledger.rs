@@ -26,11 +26,11 @@ pub(crate) async fn write(client: &Client, subject: &str, write: &Write) -> Writ
         Published::Conflict(last) => WriteResult::Conflict(last),
         Published::Pending => WriteResult::Pending,
         Published::TooLarge => {
-            tracing::warn!("a record of {subject} is too large for the server");
+            tracing::warn!("the record {subject} is too large for the server");
             WriteResult::TooLarge
         }
         other => {
-            tracing::warn!("failed to store a record of {subject} in the ledger: {other:?}; trying again");
+            tracing::warn!("failed to store the record {subject} in the ledger: {other:?}; trying again");
             WriteResult::Unknown
         }
     }

@@ -171,7 +171,7 @@ pub(crate) async fn mismatches(
             let problem = match info {
                 Ok(info) => mismatch(&info["config"], &wanted),
                 Err(error) if error.err_code == CONSUMER_NOT_FOUND => {
-                    Some("does not exist: run: bulkhead fleet init".to_owned())
+                    Some("does not exist; run: bulkhead fleet init".to_owned())
                 }
                 Err(error) => return Err(error),
             };

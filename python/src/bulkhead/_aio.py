@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import _socket
 import asyncio
+import math
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 READS_MAX = 16
 #: Maximum time between two checks for jobs without an outcome, in seconds. Some event loops reject long delays.
 CHECK_SECONDS_MAX = 3600.0
+#: Time for the supervisor to refill the socket, in milliseconds.
+REFILL_MS = 50
 #: Maximum number of buffers per write. The kernel accepts 1024.
 BUFFERS_MAX = 512
 
@@ -53,6 +57,8 @@ class AsyncJob(asyncio.Future[Reply]):
         super().__init__(loop=loop)
         #: The job, until its outcome arrives.
         self._job: _again.Job | None = job
+        #: Time of the deadline, or of the cancellation.
+        self._job_ends_at = math.inf if job.ends_at is None else job.ends_at
         self._job_state = state
         self._job_connection: _Connection | None = None
         self._job_number = 0
@@ -110,6 +116,8 @@ class _Connection:
         self._last = 0
         # Total numbers of bytes queued and bytes sent so far.
         self._queued_bytes = self._sent_bytes = 0
+        #: Number of bytes sent at the previous check for jobs without an outcome, or -1 if it found no such jobs.
+        self._sent_bytes_at_check = -1
         self._jobs: dict[int, AsyncJob] = {}
         self._outgoing: deque[_wire.Buffer] = deque()
         self._is_flush_due = False
@@ -140,8 +148,7 @@ class _Connection:
         job._job_end = self._queued_bytes
         is_alone = not self._jobs
         self._jobs[number] = job
-        if kept.ends_at is not None:
-            self._check_by(kept.ends_at + _connection.OUTCOME_MARGIN_SECONDS)
+        self._check_by(job._job_ends_at + _connection.OUTCOME_MARGIN_SECONDS)
         self._flush_soon(is_alone)
 
     def _queue(self, *buffers: _wire.Buffer) -> None:
@@ -151,7 +158,10 @@ class _Connection:
 
     def cancel(self, number: int) -> None:
         """Requests cancellation of a job."""
-        if not self.is_lost and number in self._jobs:
+        job = self._jobs.get(number)
+        if job is not None:
+            job._job_ends_at = time.monotonic()
+            self._check_by(job._job_ends_at + _connection.OUTCOME_MARGIN_SECONDS)
             self._queue(_wire.frame(_wire.CANCEL, number))
             # Sent immediately, because the loop may be about to stop.
             self._flush_soon(at_once=True)
@@ -268,7 +278,8 @@ class _Connection:
     def _end_unanswered(self) -> None:
         """Ends and cancels the jobs whose outcomes have not arrived long after their deadlines.
 
-        Later outcomes of these jobs are ignored.
+        Later outcomes of these jobs are ignored. If one of these jobs is not completely sent, and nothing has been sent
+        since the previous check, closes the connection.
         """
         self._check = None
         if self.is_lost:
@@ -278,22 +289,41 @@ class _Connection:
             # The loop or the process was paused, so outcomes may still be unread.
             self._check_by(now + _connection.OUTCOME_CHECK_SECONDS)
             return
-        first = None
-        for number, job in list(self._jobs.items()):
-            kept = job._job
-            if kept is None or kept.ends_at is None:
-                continue
-            due = kept.ends_at + _connection.OUTCOME_MARGIN_SECONDS
-            if due > now:
-                first = due if first is None else min(first, due)
-                continue
-            del self._jobs[number]
-            self._queue(_wire.frame(_wire.CANCEL, number))
-            job._fail_job(unanswered_error())
-        if first is not None:
-            self._check_by(max(first, now + _connection.OUTCOME_CHECK_SECONDS))
+        margin = _connection.OUTCOME_MARGIN_SECONDS
+        due = self._receive_due(now - margin)
+        if due:
+            self._flush()
+            is_stuck = self._sent_bytes == self._sent_bytes_at_check
+            self._sent_bytes_at_check = self._sent_bytes
+            for number in due:
+                if self._jobs[number]._job_end <= self._sent_bytes:
+                    self._queue(_wire.frame(_wire.CANCEL, number))
+                    self._jobs.pop(number)._fail_job(unanswered_error())
+                elif is_stuck:
+                    self.lose("the supervisor does not read")
+                    return
+        else:
+            self._sent_bytes_at_check = -1
+        if self._jobs:
+            first = min(job._job_ends_at for job in self._jobs.values())
+            self._check_by(max(first + margin, now + _connection.OUTCOME_CHECK_SECONDS))
         self._flush_soon(at_once=True)
         self._end_if_unused()
+
+    def _receive_due(self, before: float) -> list[int]:
+        """Receives all outcomes that the supervisor has sent. Returns the numbers of due jobs without an outcome.
+
+        If the loop was busy, most of the outcomes can still be in the supervisor, which refills the socket. Blocks for
+        at most one check interval, because other data may arrive all the time.
+        """
+        until = time.monotonic() + _connection.OUTCOME_CHECK_SECONDS
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            due = [number for number, job in self._jobs.items() if job._job_ends_at <= before]
+            if not due or time.monotonic() >= until or not poll.poll(REFILL_MS):
+                return due
+            self._on_readable()
 
     # Closing.
 

@@ -327,7 +327,7 @@ class Client(BaseClient):
                     send_again = partial(_send_lost_again, weakref.ref(self), self.path)
                     seconds = handshake_seconds(left() if callable(left) else left, is_repeated=is_repeated)
                     forks = self._forks
-                    connection = Connection(self.path, send_again, seconds)
+                    connection = Connection(self.path, send_again, seconds, self._waiting)
                     # If a signal handler has forked, this connection belongs to the parent.
                     self._check_process(forks)
                     if self._is_closed:

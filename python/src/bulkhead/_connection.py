@@ -147,7 +147,7 @@ class Connection:
     """A connection to the supervisor, with its jobs. A lost connection is never restored.
 
     ``send_again`` sends lost jobs over another connection. Its arguments are the futures, the reason for the loss, and
-    whether the supervisor may have accepted the jobs.
+    whether the supervisor may have accepted the jobs. ``waiting`` are the futures that wait to be sent.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ class Connection:
         path: str,
         send_again: Callable[[list[JobFuture], str, bool], None],
         seconds: float,
+        waiting: deque[JobFuture],
     ) -> None:
         self._socket, self._reader, self.capabilities = open_connection(path, seconds)
         # Makes the thread that reads check regularly for jobs without an outcome.
@@ -165,6 +166,7 @@ class Connection:
         #: Time of the last check.
         self._checked_at = 0.0
         self._send_again = send_again
+        self._waiting = waiting
         self._send = self._socket.send
         self._numbers = itertools.count(1)
         # Guards the attributes below, up to `lost`.
@@ -283,53 +285,61 @@ class Connection:
         """
         try:
             while not self._writing.acquire(timeout=0.005):
-                self._receive(0)
+                self._receive()
             self._outgoing.extend(entries)
             while not self._drain_some():
-                self._receive(None)
+                self._wait_for_space(select.POLLIN | select.POLLOUT)
+                self._receive()
         finally:
             # A signal handler may have raised an exception before or after the lock was acquired.
             if self._writing._is_owned():  # type: ignore[attr-defined]
                 self._writing.release()
 
-    def _receive(self, patience_ms: int | None) -> None:
-        """Receives available data for later processing.
-
-        Waits at most ``patience_ms``. With ``None``, waits until the socket is readable or writable, but only until the
-        next check for jobs without an outcome.
-        """
+    def _poll(self, events: int, seconds: float) -> bool:
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN | (select.POLLOUT if patience_ms is None else 0))
-        found = poll.poll(OUTCOME_CHECK_SECONDS * 1000 if patience_ms is None else patience_ms)
-        if any(events & select.POLLIN for _, events in found):
+        poll.register(self._socket, events)
+        return bool(poll.poll(seconds * 1000))
+
+    def _receive(self) -> None:
+        """Receives available data for later processing."""
+        if self._poll(select.POLLIN, 0):
             try:
                 self._reader.read()
             except EOFError:
                 raise ConnectionResetError(errno.ECONNRESET, "it has closed") from None
-        elif patience_ms is None and not found:
-            self._end_unanswered()
-            self._break_if_stuck()
 
-    def _wait_for_space(self) -> None:
-        """Waits until the socket is writable, or until the next check for jobs that cannot be sent."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
+    def _wait_for_space(self, events: int = select.POLLOUT) -> None:
+        """Waits until the socket is writable, or until the next check for jobs that cannot be sent.
+
+        The thread that reads also waits until the socket is readable.
+        """
         began = time.monotonic()
-        is_found = poll.poll(OUTCOME_CHECK_SECONDS * 1000)
+        is_found = self._poll(events, OUTCOME_CHECK_SECONDS)
         # A longer wait means that this process was paused, possibly together with the supervisor.
         if not is_found and time.monotonic() - began <= 2 * OUTCOME_CHECK_SECONDS:
             self._break_if_stuck()
 
     def _break_if_stuck(self) -> None:
-        """Raises an exception that breaks the connection, if a job is still being sent long after its deadline.
+        """Raises an exception that breaks the connection, if a job on it or behind it is long past its deadline.
 
-        Called when the socket has been full for a check interval. The supervisor may have read only a part of the job's
-        frame, so no other frame can be sent instead.
+        Called when the socket has been full for a check interval. The supervisor may have read only a part of a frame,
+        so no other frame can be sent instead.
         """
         before = time.monotonic() - OUTCOME_MARGIN_SECONDS
+        # By then, the thread that reads has ended the jobs that were sent, unless one of its callbacks waits to send.
+        before_sent = before - 3 * OUTCOME_CHECK_SECONDS
         # Does not acquire the lock, because a signal handler in its owner's thread may be waiting to send.
-        is_stuck = any(call.is_sending and call.is_due(before) for call in list(self._calls.values()))
-        if is_stuck or any(job.is_sending() and job.is_due(before) for job in list(self._futures.values())):
+        jobs: dict[int, _Call | JobFuture] = {**self._calls, **self._futures}
+        for kind, number, _, _ in list(self._reader.frames):
+            if kind == _wire.OUTCOME:
+                jobs.pop(number, None)
+        # The supervisor does not read from a client that does not read.
+        is_read = not self._poll(select.POLLIN, 0)
+        is_stuck = any(
+            job.is_due(before) if job.is_sending else is_read and job.is_due(before_sent) for job in jobs.values()
+        )
+        waiting = [future.job for future in list(self._waiting)]
+        if is_stuck or any(job is not None and (job.waits_until or 0.0) < before for job in waiting):
             raise ConnectionResetError(errno.ECONNRESET, "it does not read")
 
     def _push_or_break(self, *buffers: _wire.Buffer) -> bool:
@@ -383,13 +393,11 @@ class Connection:
         If the socket is full, the next thread that sends also sends the requests. If another thread is sending, does
         nothing.
         """
-        is_nested = self._writing._is_owned()  # type: ignore[attr-defined]
         if not self._writing.acquire(blocking=False):
             return
         try:
             self._outgoing.extend([(_wire.frame(_wire.CANCEL, number), []) for number in numbers])
-            if not is_nested:
-                self._drain_some()
+            self._drain_some()
         except OSError as error:
             # The thread that reads detects a lost connection.
             if error.errno not in _wire.LOST_CONNECTION_ERRORS:
@@ -673,7 +681,7 @@ class Connection:
         """
         now = time.monotonic()
         checked_at, self._checked_at = self._checked_at, now
-        if now - checked_at > 2 * OUTCOME_CHECK_SECONDS or self._reader.frames:
+        if now - checked_at > 2 * OUTCOME_CHECK_SECONDS:
             return
         before = now - OUTCOME_MARGIN_SECONDS
         with self._lock:
@@ -683,7 +691,7 @@ class Connection:
             futures = {
                 number: future
                 for number, future in self._futures.items()
-                if future.is_due(before) and not future.is_sending()
+                if future.is_due(before) and not future.is_sending
             }
             if calls or futures:
                 # The outcomes can arrive while no thread reads.
@@ -724,7 +732,7 @@ class Connection:
                     self._calls.pop(number, None)
             for number, future in list(self._futures.items()):
                 if number not in taken:
-                    if future.is_sending():
+                    if future.is_sending:
                         self._not_taken.add(number)
                     else:
                         again.append(future)
@@ -743,7 +751,7 @@ class Connection:
             self.lost = lost_error(reason)
             calls, self._calls = self._calls, {}
             # Other threads are still sending the remaining futures.
-            futures = {number: future for number, future in self._futures.items() if not future.is_sending()}
+            futures = {number: future for number, future in self._futures.items() if not future.is_sending}
             for number in futures:
                 self._futures.pop(number, None)
             for call in calls.values():

@@ -143,8 +143,9 @@ class JobFuture(CancellableFuture[Reply]):
         job = self.job
         return job is not None and job.ends_at is not None and job.ends_at < before
 
+    @property
     def is_sending(self) -> bool:
-        """Returns true while a thread is sending the job."""
+        """True while a thread is sending the job."""
         return self.job is not None and self.job.is_sending
 
     def settle(self, metadata: bytes, payload: bytes | bytearray) -> None:

@@ -76,9 +76,6 @@ class Link:
                     self.socket.sendall(head)
                     self.socket.sendall(payload)
         except OSError as error:
-            if error.errno is None:
-                # Raised by a signal handler, such as a TimeoutError.
-                raise
             end_without_link(error)
 
     def heartbeat(self) -> None:
@@ -97,9 +94,6 @@ class Link:
                 return False
             self.socket.sendall(_wire.frame(kind, number, metadata))
         except OSError as error:
-            if error.errno is None:
-                # Raised by a signal handler, such as a TimeoutError.
-                raise
             end_without_link(error)
         finally:
             if held and held[0]:
@@ -124,7 +118,12 @@ def _identity(socket: _socket.socket) -> tuple[int, int]:
 
 
 def end_without_link(error: OSError) -> NoReturn:
-    """Exits after the link was lost. Prints a message unless the supervisor closed the link."""
+    """Exits after the link was lost. Prints a message unless the supervisor closed the link.
+
+    Re-raises an exception without an error number, because it comes from a signal handler.
+    """
+    if error.errno is None:
+        raise error
     if error.errno in (errno.EPIPE, errno.ECONNRESET):
         os._exit(1)
     exit_with_message(

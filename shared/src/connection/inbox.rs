@@ -271,7 +271,7 @@ impl Inbox {
     /// Removes and returns the bytes that have been received but not yet returned as frames. Must not be called while a
     /// large frame is incomplete.
     pub fn take_partial(&mut self) -> Vec<u8> {
-        debug_assert!(!self.is_within_large(), "the state of a large frame cannot be moved");
+        debug_assert!(!self.is_within_large(), "called while a large frame is incomplete");
         std::mem::take(&mut self.partial)
     }
 
@@ -365,7 +365,7 @@ impl<'b> Batch<'b> {
     /// returns `None`. After an error, the connection is unusable.
     #[expect(
         clippy::should_implement_trait,
-        reason = "no frame can follow an error, but an `Iterator` could continue after one"
+        reason = "an `Iterator` could continue after an error, but a connection cannot"
     )]
     pub fn next(&mut self) -> Result<Option<Item<'b>>, FrameError> {
         loop {
@@ -428,7 +428,7 @@ impl<'b> Batch<'b> {
     pub fn return_frame(self) {
         debug_assert!(
             matches!(self.inbox.state, ReceiveState::Frames | ReceiveState::Announced { .. }),
-            "the payload of the frame is not in this batch"
+            "called after a large frame"
         );
         self.inbox.state = ReceiveState::Frames;
         self.inbox.begun -= 1;

@@ -23,7 +23,7 @@ fn found_id(label: &str, what: &str, name: &str, found: nix::Result<Option<u32>>
         Ok(Some(id)) => Ok(id),
         Ok(None) => Err(ValueError::new(
             format!("`{label}`: there is no {what} `{}`", shown(name)),
-            format!("write a name that `getent {database}` lists, or add the missing name to the system"),
+            format!("write a name that `getent {database}` lists, or create the {what}"),
         )),
         Err(error) => Err(ValueError::new(
             format!("`{label}`: the {what} `{}` cannot be looked up: {error}", shown(name)),

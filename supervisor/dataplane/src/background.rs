@@ -161,7 +161,7 @@ impl Background {
                 Ok(Done::Keeper(keeper)) => return keeper,
                 Ok(_) => {}
                 // The timeout has expired, or the threads have exited.
-                Err(_) => return Err(io::Error::other("no keeper has started in time")),
+                Err(_) => return Err(io::Error::other("no keeper started in time")),
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Fallbacks. If a bulkhead rejects a job, or if the job crashes there, the job is passed on to other bulkheads. Each
 //! fallback is tried once, in the configured order, within the job's remaining time. If no fallback completes the job,
-//! the client gets the first outcome.
+//! the client gets the first crash or, if the job has not run, the first outcome.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,9 +32,9 @@ pub(super) struct FallbackState {
 
 /// Combined result of a job in all bulkheads that passed the job on.
 struct EarlierResult {
-    /// Outcome in the bulkhead to which the job was submitted. The client receives this outcome if no fallback produces
-    /// a better one.
-    first: Outcome,
+    /// First crash or, if the job has not run, the outcome in the bulkhead to which the job was submitted. The client
+    /// receives this outcome if no fallback produces a better one.
+    outcome: Outcome,
     attempts: u32,
     ran: Duration,
     worker_pid: Option<u32>,
@@ -54,6 +54,10 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
         Verdict::Crashed { .. } => idempotent,
         _ => false,
     }
+}
+
+fn is_crash(verdict: &Verdict) -> bool {
+    matches!(verdict, Verdict::Crashed { .. })
 }
 
 impl FallbackState {
@@ -86,6 +90,11 @@ impl FallbackState {
     /// Returns true if the job was already passed on to a fallback.
     pub(super) fn is_at_fallback(&self) -> bool {
         self.earlier.is_some()
+    }
+
+    /// Returns true if the job has run in a bulkhead that passed the job on.
+    pub(super) fn has_run(&self) -> bool {
+        self.earlier.as_ref().is_some_and(|earlier| earlier.attempts > 0)
     }
 
     /// Returns the name of the fallback that has the job, or `None` if the job was not passed on.
@@ -125,7 +134,7 @@ impl FallbackState {
     }
 
     /// Records the job's outcome in the current bulkhead before the job is passed on to the fallback at `position`.
-    /// Calls `outcome` only if no earlier outcome has been recorded.
+    /// Calls `outcome` only if the outcome must be kept.
     pub(super) fn pass_on(
         &mut self,
         position: usize,
@@ -138,8 +147,11 @@ impl FallbackState {
                 earlier.attempts += attempts;
                 earlier.ran += ran;
                 earlier.worker_pid = worker_pid.or(earlier.worker_pid);
+                if is_crash(&answer.verdict) && !is_crash(&earlier.outcome.verdict) {
+                    earlier.outcome = outcome();
+                }
             }
-            None => self.earlier = Some(EarlierResult { first: outcome(), attempts, ran, worker_pid }),
+            None => self.earlier = Some(EarlierResult { outcome: outcome(), attempts, ran, worker_pid }),
         }
         self.next = position + 1;
     }
@@ -168,19 +180,19 @@ impl FallbackState {
     /// times are added up. Returns `None` if the job was never passed on.
     pub(super) fn combine(&self, now: Time, outcome: &Outcome) -> Option<Outcome> {
         let earlier = self.earlier.as_ref()?;
-        let has_crashed = matches!(earlier.first.verdict, Verdict::Crashed { .. });
+        let has_crashed = is_crash(&earlier.outcome.verdict);
         let is_rejected = match &outcome.verdict {
             Verdict::Rejected { .. } => true,
             Verdict::DeadlineQueued => has_crashed,
             _ => false,
         };
-        let mut combined = if is_rejected { earlier.first.clone() } else { outcome.clone() };
+        let mut combined = if is_rejected { earlier.outcome.clone() } else { outcome.clone() };
         combined.attempts = earlier.attempts + outcome.attempts;
         combined.ran = earlier.ran + outcome.ran;
         combined.queued = now.since(self.received).saturating_sub(combined.ran);
         combined.worker_pid = outcome.worker_pid.or(earlier.worker_pid);
         combined.deadline = self.limit;
-        if let (Verdict::Cancelled { executed }, true) = (&mut combined.verdict, earlier.attempts > 0) {
+        if let (Verdict::Cancelled { executed }, true) = (&mut combined.verdict, self.has_run()) {
             *executed = Executed::Yes;
         }
         Some(combined)

@@ -65,6 +65,8 @@ pub(super) struct Link {
     /// True if the worker writes heartbeats to the journal instead of sending heartbeat frames.
     beats_in_journal: bool,
     phase: Phase,
+    /// Maximum size of a result, in bytes, as stated in the welcome message. Does not change in a reload.
+    result_bytes_max: u64,
     /// Budget for frames that are not replies to jobs, such as heartbeats.
     pub(super) unsolicited: UnsolicitedFrames,
     status: Option<String>,
@@ -168,6 +170,7 @@ impl Link {
             counted_waiting: 0,
             beats_in_journal: false,
             phase: Phase::AwaitingHello,
+            result_bytes_max: 0,
             unsolicited: UnsolicitedFrames::default(),
             status: None,
         }
@@ -379,8 +382,13 @@ impl Link {
     }
 
     /// Completes the handshake.
-    pub(super) fn welcome(&mut self) {
+    pub(super) fn welcome(&mut self, result_bytes_max: u64) {
         self.phase = Phase::Welcomed { unknown_replies: 0, oversized: None };
+        self.result_bytes_max = result_bytes_max;
+    }
+
+    pub(super) fn result_bytes_max(&self) -> u64 {
+        self.result_bytes_max
     }
 
     /// Removes and returns the stacks that were recorded because the worker did not respond.
@@ -538,9 +546,7 @@ impl Links {
     /// Removes the link of a dead worker. The caller must return the worker's UID to the pool separately.
     pub(super) fn remove(&mut self, spawn: u64) -> Option<(LinkIndex, Link)> {
         let index = self.by_spawn.remove(&spawn)?;
-        let Some(link) = self.slab.retire(index) else {
-            unreachable!("the keeper refers only to existing links")
-        };
+        let Some(link) = self.slab.retire(index) else { unreachable!("every link in `by_spawn` exists") };
         self.dirty.retain(|&dirty| dirty != index);
         self.unfinished_reads.retain(|&unfinished| unfinished != index);
         Some((index, link))

@@ -241,7 +241,7 @@ impl Memory {
         connection: Option<Holder>,
         bulkhead: BulkheadIndex,
     ) -> Holder {
-        debug_assert_eq!(record.charge.bytes, 0, "memory is already held for the job");
+        debug_assert_eq!(record.charge.bytes, 0, "the job already holds memory");
         let is_waiting = kind == ChargeKind::Waiting;
         let bytes = match kind {
             ChargeKind::Waiting => record.footprint(),
@@ -337,7 +337,7 @@ impl Charge {
 /// Returns the reason and the message for rejecting data that does not fit into `most` bytes.
 pub(super) fn memory_full_rejection(most: usize) -> (RejectReason, String) {
     let message = format!(
-        "waiting data has reached max_buffered ({most} bytes), and this user, connection or bulkhead has used up \
+        "max_buffered ({most} bytes) has been reached, and this user, connection or bulkhead has used up \
          its equal share: submit fewer jobs at once, or raise the limit"
     );
     (RejectReason::Overloaded, message)

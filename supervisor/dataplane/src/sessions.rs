@@ -661,10 +661,13 @@ impl Sessions {
         true
     }
 
-    /// Removes all requests of a client and returns their jobs.
-    pub(super) fn take_requests(&mut self, index: SessionIndex) -> Vec<(CompartmentIndex, JobId)> {
-        let requests = self.slab.get_mut(index).map(|session| std::mem::take(&mut session.requests));
-        requests.unwrap_or_default().into_values().collect()
+    /// Removes all requests of a client whose session is being closed, and returns their jobs. Marks the session as
+    /// closing, because cancelling one job can cause the rejection of another, which must not be passed on to a
+    /// fallback.
+    pub(super) fn begin_closing(&mut self, index: SessionIndex) -> Vec<(CompartmentIndex, JobId)> {
+        let Some(session) = self.slab.get_mut(index) else { return Vec::new() };
+        session.phase = Phase::Closing;
+        std::mem::take(&mut session.requests).into_values().collect()
     }
 
     // Writing.

@@ -22,7 +22,7 @@ macro_rules! indices {
             #[inline]
             fn from_number(number: usize) -> Self {
                 let fits = u32::try_from(number).is_ok();
-                debug_assert!(fits, "memory or descriptors should have run out first");
+                debug_assert!(fits, "an index must fit into 32 bits");
                 Self(number as u32)
             }
 

@@ -108,10 +108,14 @@ impl KeeperLauncher {
     /// Starts the keeper, and sends it the subordinate user IDs for workers and the lifeline (see
     /// [`Keeper::send_lifeline`]).
     pub fn start(&self) -> io::Result<Keeper> {
-        let mut keeper = match self.is_detached {
+        self.hand_over(match self.is_detached {
             true => Keeper::launch_detached(&self.program, ProbeMachine::No)?.0,
             false => Keeper::start(&self.program)?,
-        };
+        })
+    }
+
+    /// Sends a new keeper the descriptors of this launcher.
+    fn hand_over(&self, mut keeper: Keeper) -> io::Result<Keeper> {
         let sent = match &self.ids {
             Some(ids) => keeper.send_subordinate_ids(ids.clone()),
             None => Ok(()),
@@ -120,13 +124,9 @@ impl KeeperLauncher {
             Some(lifeline) => keeper.send_lifeline(lifeline.clone()),
             None => Ok(()),
         });
-        match sent {
-            Ok(()) => Ok(keeper),
-            Err(error) => {
-                reap_after_keeper(keeper)?;
-                Err(error)
-            }
-        }
+        // After an error, the dropped keeper has no workers and exits. Killing all descendants would kill the workers
+        // of other keepers.
+        sent.map(|()| keeper)
     }
 }
 
@@ -425,7 +425,6 @@ impl Keeper {
             };
         }
         process.kill()?;
-        process.wait()?;
         wait::kill_all_descendants(KILL_TIMEOUT)?;
         Err(io::Error::new(io::ErrorKind::TimedOut, "the keeper could not kill the workers"))
     }
@@ -462,7 +461,7 @@ pub fn reap_after_keeper(lost: Keeper) -> io::Result<()> {
     match lost.process {
         KeeperProcess::Child(mut process) => {
             process.kill()?;
-            process.wait()?;
+            // Also reaps the keeper. It might be in uninterruptible sleep, so no other wait has a time limit.
             wait::kill_all_descendants(KILL_TIMEOUT)
         }
         KeeperProcess::Detached(process) => process.kill_and_wait(KILL_TIMEOUT),
@@ -475,5 +474,26 @@ impl KeeperProcess {
             Self::Child(process) => process.kill(),
             Self::Detached(process) => process.kill_keeper(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_launch_kills_no_other_processes() {
+        let mut other = Command::new("sleep").arg("1000").spawn().unwrap();
+        let (socket, theirs) = OrderSocket::pair().unwrap();
+        drop(theirs);
+        let program = Path::new("true");
+        let process = Command::new(program).spawn().unwrap();
+        let keeper = Keeper::new(KeeperProcess::Child(process), program, socket);
+        let lifeline: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
+        let launcher = KeeperLauncher { lifeline: Some(Arc::new(lifeline)), ..keeper.launcher() };
+        assert_eq!(launcher.hand_over(keeper).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+        assert_eq!(other.try_wait().unwrap(), None);
+        other.kill().unwrap();
+        other.wait().unwrap();
     }
 }

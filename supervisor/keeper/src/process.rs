@@ -1,11 +1,12 @@
 //! The keeper process. Runs a loop that handles orders, workers that are starting, forbidden system calls, and exited
 //! processes.
 //!
-//! The keeper kills and reaps every worker, but never restarts one. It never blocks on the supervisor, on the file
-//! system of a program, or on a process that survives SIGKILL.
+//! The keeper kills and reaps every worker, but never restarts one. It never blocks on the supervisor or on a process
+//! that survives SIGKILL, and only briefly on the file system of a program.
 
 mod cgroups;
 mod guard;
+mod hung_paths;
 mod id_maps;
 mod observe;
 mod priority;
@@ -33,6 +34,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use self::cgroups::WorkerGroups;
 use self::guard::become_guard;
+use self::hung_paths::HungPaths;
 use self::priority::PriorityBoost;
 use self::reaping::DescendantReaper;
 use self::samples::Samples;
@@ -264,6 +266,9 @@ enum Stage {
     /// The worker has exited, and this was reported to the supervisor. The first process of the worker's PID namespace
     /// is still running.
     Ended,
+    /// The worker was reported as reaped although a process in its PID namespace survives SIGKILL. The first process
+    /// of the namespace must still be reaped.
+    Abandoned,
 }
 
 struct EventLoop {
@@ -284,6 +289,7 @@ struct EventLoop {
     templates: BTreeSet<u32>,
     own_status: observe::KeeperStatus,
     filters: FilterCache,
+    hung_paths: HungPaths,
     folders: TemporaryFolders,
     groups: WorkerGroups,
     reaper: DescendantReaper,
@@ -330,6 +336,7 @@ impl EventLoop {
             templates: BTreeSet::new(),
             own_status: observe::KeeperStatus::read(),
             filters: FilterCache::default(),
+            hung_paths: HungPaths::default(),
             folders: TemporaryFolders::default(),
             groups: WorkerGroups::new(is_embedded),
             reaper: DescendantReaper::new(scan_always),
@@ -388,7 +395,7 @@ impl EventLoop {
                     let pid = (token & PID_MASK) as u32;
                     match token & !PID_MASK {
                         LISTENER => self.handle_violation(pid),
-                        STATUS => self.handle_init_status(pid),
+                        STATUS => self.handle_init_status(pid, Instant::now()),
                         TEMPLATE => self.handle_template_messages(pid),
                         NAMESPACE => self.handle_namespace_messages(pid),
                         EXIT => self.reap_worker(pid, Instant::now()),

@@ -116,7 +116,7 @@ impl SampleRequest {
 
 /// Returns the descendants of a process, parents before children. Faster than [`descendants_of`], which examines all
 /// processes on the machine.
-fn descendants(root: u32) -> Vec<u32> {
+pub(crate) fn descendants(root: u32) -> Vec<u32> {
     let mut found = vec![root];
     let mut next = 0;
     while next < found.len() && found.len() < DESCENDANTS_MAX {
@@ -181,10 +181,20 @@ struct Tracee {
 
 impl Drop for Tracee {
     fn drop(&mut self) {
+        let (thread, signal) = (self.id as libc::pid_t, libc::c_long::from(intercepted_signal(self.id)));
+        let no_address = std::ptr::null::<libc::c_void>();
         // Fails if the thread has not stopped. The kernel then detaches the thread when the calling thread
-        // exits.
-        let _ = ptrace::detach(pid(self.id), None);
+        // exits. SAFETY: the call accesses no memory of this process.
+        #[expect(unsafe_code, reason = "no safe wrapper delivers real-time signals")]
+        let _ = unsafe { libc::ptrace(libc::PTRACE_DETACH, thread, no_address, signal) };
     }
+}
+
+/// Returns the signal whose delivery stopped an attached thread. The signal is lost unless it is passed on when the
+/// thread is detached. Returns 0 if the thread stopped for another reason or has not stopped.
+fn intercepted_signal(id: u32) -> i32 {
+    let is_delivery = |found: &libc::siginfo_t| found.si_code >> 8 != libc::PTRACE_EVENT_STOP;
+    ptrace::getsiginfo(pid(id)).ok().filter(is_delivery).map_or(0, |found| found.si_signo)
 }
 
 impl Sample {
@@ -389,4 +399,64 @@ fn read_limited(path: &str) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     File::open(path)?.take(PROC_FILE_BYTES_MAX).read_to_end(&mut bytes)?;
     Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(120);
+
+    /// Sends a signal to an attached thread, detaches the thread once the signal has stopped it, and checks that the
+    /// signal then kills the process.
+    fn check_that_signal_is_delivered(send: impl FnOnce(ProcessStart)) {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = ProcessStart::of(child.id()).unwrap();
+        ptrace::seize(pid(process.id), ptrace::Options::empty()).unwrap();
+        let tracee = Tracee { id: process.id };
+        send(process);
+        let until = Instant::now() + TIMEOUT;
+        while describe(process.id, process.id).state != b't' {
+            assert!(Instant::now() < until, "the signal did not stop the thread");
+            std::thread::sleep(STOP_INTERVAL);
+        }
+        drop(tracee);
+        let has_exited = crate::wait::exits_within(&child, TIMEOUT).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(has_exited, "the signal was lost");
+    }
+
+    #[test]
+    fn signal_during_a_sample_is_delivered() {
+        check_that_signal_is_delivered(|process| {
+            nix::sys::signal::kill(pid(process.id), nix::sys::signal::Signal::SIGTERM).unwrap();
+        });
+    }
+
+    #[test]
+    fn real_time_signal_during_a_sample_is_delivered() {
+        check_that_signal_is_delivered(|process| send_stack_signal(process).unwrap());
+    }
+
+    #[test]
+    fn sampled_thread_continues() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = ProcessStart::of(child.id()).unwrap();
+        let tracee = seize(process, process.id).unwrap();
+        let until = Instant::now() + TIMEOUT;
+        let wait_for = |is_wanted: fn(u8) -> bool| {
+            while !is_wanted(describe(process.id, process.id).state) {
+                assert!(Instant::now() < until, "the thread did not stop or continue");
+                std::thread::sleep(STOP_INTERVAL);
+            }
+        };
+        wait_for(|state| state == b't');
+        drop(tracee);
+        wait_for(|state| state == b'S');
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
 }

@@ -8,6 +8,7 @@
 //! - `prepared`, `confinement`: everything that the child needs, prepared before the fork.
 //! - `forker`: the thread that forks. `clone`: the system call.
 //! - `child`: the child, which executes the steps. `plan`: the input of the steps.
+//! - `path_check`: a process that checks whether file systems respond.
 //! - `progress`: messages between the child and the keeper.
 //! - `program_rules`: the Landlock rules that the host of `exec` programs receives.
 //! - `mounts`: a private root folder, a private `/proc`, and paths that the worker's user cannot reach.
@@ -21,6 +22,7 @@ mod confinement;
 mod forker;
 mod init;
 mod mounts;
+mod path_check;
 mod plan;
 mod prepared;
 mod program_rules;
@@ -38,6 +40,7 @@ pub(crate) use self::confinement::{FilterCache, PreparedConfinement};
 pub(crate) use self::forker::{Forker, Job, distinguishes_orphans, fork_step};
 pub(crate) use self::init::template::{ChildExit, EXIT_BYTES_MAX, NAMED_CHILDREN_MAX, Order as InitOrder};
 pub(crate) use self::init::worker::read_status;
+pub(crate) use self::path_check::PathCheck;
 pub(crate) use self::plan::{OomSettings, OriginalSettings};
 pub(crate) use self::prepared::{ChildConnections, Prepared};
 pub(crate) use self::progress::{Progress, let_continue, read as read_progress};

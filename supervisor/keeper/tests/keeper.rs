@@ -2,9 +2,10 @@
 //! has a second thread. The standard test harness therefore cannot be used.
 
 use std::collections::HashSet;
+use std::ffi::CString;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -29,9 +30,10 @@ const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
-const CASES: [(&str, fn()); 21] = [
+const CASES: [(&str, fn()); 24] = [
     ("worker_starts_as_ordered", starts_as_ordered),
     ("failed_start_names_its_step", failed_steps),
+    ("path_on_hung_file_system_does_not_block_keeper", hung_path),
     ("worker_gets_ordered_resource_limits", resource_limits),
     ("worker_inherits_only_four_descriptors", inherited_descriptors),
     ("only_orphans_of_dead_workers_are_killed", orphans_of_dead_workers),
@@ -41,11 +43,13 @@ const CASES: [(&str, fn()); 21] = [
     ("shutdown_waits_until_all_workers_are_dead", shutdown),
     ("copied_socket_does_not_keep_a_dropped_keeper_alive", copied_socket),
     ("killed_keeper_can_be_replaced", killed_keeper),
+    ("traced_keeper_can_be_killed", traced_keeper),
     ("killed_detached_keeper_leaves_foreign_children_alive", killed_detached_keeper),
     ("workers_die_with_killed_guard", killed_guard),
     ("other_program_as_keeper_is_an_error", other_programs),
     ("exit_is_reported_before_descendants_are_reaped", prompt_exit_reports),
     ("exit_in_pid_namespace_is_reported_before_reaping", prompt_exit_report_in_namespace),
+    ("unkillable_process_in_pid_namespace_does_not_keep_its_worker", unkillable_in_namespace),
     ("traced_worker_in_pid_namespace_is_killed", traced_worker),
     ("kill_orders_and_pings_are_never_refused", unlimited_kills),
     ("fork_bombs_are_killed", fork_bombs),
@@ -298,6 +302,58 @@ fn failed_steps() {
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
+/// A mounted FUSE file system without a server that answers.
+struct HungMount {
+    folder: tempfile::TempDir,
+    _connection: fs::File,
+}
+
+impl HungMount {
+    #[expect(unsafe_code, reason = "mount(2) has no safe wrapper here")]
+    fn create() -> io::Result<Self> {
+        let connection = fs::File::options().read(true).write(true).open("/dev/fuse")?;
+        let folder = tempfile::tempdir()?;
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", connection.as_raw_fd());
+        let [target, options] =
+            [folder.path().to_str().unwrap(), &options].map(|it| CString::new(it).unwrap());
+        let (kind, data) = (c"fuse.hung".as_ptr(), options.as_ptr().cast());
+        // SAFETY: the pointers refer to local variables, and the strings end with NUL.
+        match unsafe { libc::mount(c"hung".as_ptr(), target.as_ptr(), kind, 0, data) } {
+            0 => Ok(Self { folder, _connection: connection }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+impl Drop for HungMount {
+    #[expect(unsafe_code, reason = "umount2(2) has no safe wrapper here")]
+    fn drop(&mut self) {
+        let target = CString::new(self.folder.path().to_str().unwrap()).unwrap();
+        // SAFETY: the pointer refers to a local variable that ends with NUL.
+        unsafe { libc::umount2(target.as_ptr(), libc::MNT_DETACH) };
+    }
+}
+
+fn hung_path() {
+    let hung = match HungMount::create() {
+        Ok(hung) => hung,
+        Err(error) => return print!("NOT RUN: failed to mount a FUSE file system: {error} ... "),
+    };
+    let path = hung.folder.path().to_str().unwrap();
+    let mut fixture = Fixture::start();
+    for _ in 0..2 {
+        let mut order = shell("exit 0");
+        (order.confinement.layers.no_new_privs, order.confinement.layers.landlock) = (true, true);
+        order.confinement.read = vec![path];
+        let expected = (format!("{path}: the file system does not respond"), Some(libc::ETIMEDOUT));
+        assert_eq!(fixture.failed_step_of(order), expected);
+    }
+    let (worker, _) = fixture.run("exit 4");
+    assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
+    let keeper = fixture.keeper.pid();
+    wait_until("no process is left", TIMEOUT, || descendants_of(keeper).unwrap().is_empty());
+}
+
 fn dev_null() -> OwnedFd {
     fs::File::open("/dev/null").unwrap().into()
 }
@@ -465,6 +521,30 @@ fn killed_keeper() {
     assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
 }
 
+/// A killed keeper that is being traced, or that is in uninterruptible sleep, does not exit.
+fn traced_keeper() {
+    if !rustix::process::geteuid().is_root() {
+        return print!("NOT RUN: only root can trace the keeper everywhere ... ");
+    }
+    let fixture = Fixture::start();
+    let script = "import ctypes, sys, time
+assert ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), None, None) == 0
+print('traces', flush=True)
+time.sleep(20)
+print('gave up')";
+    let mut tracer = std::process::Command::new("python3");
+    tracer.args(["-c", script, &fixture.keeper.pid().to_string()]).stdout(std::process::Stdio::piped());
+    let tracer = tracer.spawn().unwrap();
+    let mut output = tracer.stdout.unwrap();
+    let mut line = [0; 7];
+    output.read_exact(&mut line).unwrap();
+    keeper::reap_after_keeper(fixture.keeper).unwrap();
+    let mut rest = String::new();
+    output.read_to_string(&mut rest).unwrap();
+    assert_eq!((&line, rest.as_str()), (b"traces\n", ""));
+    assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
+}
+
 fn killed_detached_keeper() {
     let mut other = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     let mut fixture = Fixture::start_detached();
@@ -542,14 +622,10 @@ fn prompt_exit_reports() {
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
-/// The first process of a namespace exits after all other processes in the namespace. A process that is traced by this
-/// test disappears only once the test has waited for it.
+/// Starts a worker in a PID namespace, and traces a child of the worker. The traced child disappears only once
+/// `reap_traced` has been called. Returns the worker and the PID of the child.
 #[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
-fn prompt_exit_report_in_namespace() {
-    if !rustix::process::geteuid().is_root() {
-        return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
-    }
-    let mut fixture = Fixture::start();
+fn start_with_traced_child(fixture: &mut Fixture) -> (Worker, u32) {
     let mut order = shell("sleep 1000 & read -r line <&3; exit 3");
     order.confinement.layers.namespaces.pid = true;
     let worker = fixture.order(order);
@@ -562,17 +638,63 @@ fn prompt_exit_report_in_namespace() {
     // SAFETY: neither call accesses memory of this process.
     let ptrace = |request: libc::c_uint| unsafe { libc::ptrace(request, sleeper as libc::pid_t, 0, 0) };
     assert_eq!(ptrace(libc::PTRACE_SEIZE), 0, "{}", io::Error::last_os_error());
+    (worker, sleeper)
+}
+
+#[expect(unsafe_code, reason = "waitpid(2) has no safe wrapper here")]
+fn reap_traced(pid: u32) {
+    wait_until("the traced process is dead", TIMEOUT, || process_state(pid) == Some('Z'));
+    let mut status = 0;
+    // SAFETY: the pointer refers to a local variable.
+    let waited = unsafe { libc::waitpid(pid as libc::pid_t, &mut status, libc::__WALL) };
+    assert_eq!(waited, pid as libc::pid_t);
+}
+
+/// The first process of a namespace exits after all other processes in the namespace.
+fn prompt_exit_report_in_namespace() {
+    if !rustix::process::geteuid().is_root() {
+        return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
+    }
+    let mut fixture = Fixture::start();
+    let (worker, sleeper) = start_with_traced_child(&mut fixture);
     worker.link.shutdown(std::net::Shutdown::Both).unwrap();
     match fixture.next() {
         Report::Exited { exit, .. } => assert_eq!(exit, Exit::Code(3)),
         other => panic!("{other:?}"),
     }
-    wait_until("the traced process is dead", TIMEOUT, || process_state(sleeper) == Some('Z'));
-    let mut status = 0;
-    // SAFETY: the pointer refers to a local variable.
-    let waited = unsafe { libc::waitpid(sleeper as libc::pid_t, &mut status, libc::__WALL) };
-    assert_eq!(waited, sleeper as libc::pid_t);
+    reap_traced(sleeper);
     fixture.expect_reaped(&worker);
+}
+
+/// A process in uninterruptible sleep survives SIGKILL, and the first process of its namespace waits for it. A traced
+/// process has the same effect.
+fn unkillable_in_namespace() {
+    if !rustix::process::geteuid().is_root() {
+        return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
+    }
+    let mut fixture = Fixture::start();
+    for is_ordered in [false, true] {
+        let (worker, sleeper) = start_with_traced_child(&mut fixture);
+        let expected = if is_ordered {
+            fixture.keeper.kill(worker.number).unwrap();
+            Exit::Signal { number: 9, core_dumped: false }
+        } else {
+            worker.link.shutdown(std::net::Shutdown::Both).unwrap();
+            Exit::Code(3)
+        };
+        match fixture.next() {
+            Report::Exited { exit, .. } => assert_eq!(exit, expected),
+            other => panic!("{other:?}"),
+        }
+        assert!(matches!(fixture.next(), Report::Unkillable { count: 1 }));
+        fixture.expect_reaped(&worker);
+        reap_traced(sleeper);
+        let keeper = fixture.keeper.pid();
+        wait_until("the namespace is gone", TIMEOUT, || descendants_of(keeper).unwrap().is_empty());
+        // The worker is not reported again.
+        let (next, _) = fixture.run("exit 0");
+        assert_eq!(fixture.exit_of(&next), Exit::Code(0));
+    }
 }
 
 /// A worker that asks to be traced and then stops is not reported as exited.

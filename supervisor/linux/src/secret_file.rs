@@ -53,15 +53,13 @@ impl SecretFileError {
     pub fn help(&self) -> &'static str {
         match self {
             Self::Unreadable(_) => {
-                "create the file, make it readable for the supervisor's user, or correct the path"
+                "create the file, make it readable by the supervisor's user, or correct the path"
             }
             Self::NotRegular => "specify the path of a regular file",
             Self::Mode(_) => {
                 "run `chmod 600` on the file; `chmod 640` is also accepted, and lets the file's group read it"
             }
-            Self::TooLarge(_) => {
-                "shorten the contents, or set a variable in `env` to the file's path instead"
-            }
+            Self::TooLarge(_) => "use a smaller file, or pass the path of the file in `env` instead",
             Self::Nul => "encode the value as text, for example in base64",
         }
     }

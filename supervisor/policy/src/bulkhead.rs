@@ -554,6 +554,10 @@ impl<T> Bulkhead<T> {
 
     fn cancel(&mut self, now: Time, id: JobId, unless_begun: bool) {
         let Some(index) = self.jobs.find(id) else { return };
+        // A job that waits for a retry, or whose retry has not started, has already run.
+        if unless_begun && self.jobs.get(index).earlier_attempts.is_some() {
+            return;
+        }
         let unbegun = Verdict::Cancelled { executed: Executed::No };
         if self.recall_job(now, index, Some(unbegun)) {
             return;

@@ -27,8 +27,8 @@ pub(crate) struct Job<T> {
     /// the job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
-    /// Time at which the queue timeout expires. Cleared when the job is recalled while it holds a permit. Ignored once
-    /// an attempt of the job has crashed.
+    /// Time at which the queue timeout expires. Cleared when the job returns to the queue after it held a permit.
+    /// Ignored once an attempt of the job has crashed.
     pub(crate) queue_timeout_at: Option<Time>,
     /// Time by which the client must get the outcome.
     pub(crate) deadline_at: Time,
@@ -51,6 +51,8 @@ pub(crate) struct Job<T> {
     pub(crate) send_number: u64,
     /// Number of times that the job was recalled before a worker started it.
     pub(crate) recalls: u8,
+    /// Number of dispatches whose run limit expired before the worker started the job.
+    pub(crate) run_limit_expiries: u8,
     /// Worker from which the job was last recalled.
     pub(crate) recalled_from: Option<WorkerId>,
     pub(crate) attempts: u32,
@@ -186,6 +188,7 @@ impl<T> Jobs<T> {
             bytes: submission.bytes,
             send_number: 0,
             recalls: 0,
+            run_limit_expiries: 0,
             recalled_from: None,
             attempts: 0,
             unread_returns: 0,

@@ -43,11 +43,7 @@ impl WorkersByLoad {
 
     fn remove(&mut self, worker: u32, level: u32) {
         let word = &mut self.levels[level as usize][worker as usize / 64];
-        debug_assert_ne!(
-            *word & (1 << (worker % 64)),
-            0,
-            "the worker is not listed at its recorded load level"
-        );
+        debug_assert_ne!(*word & (1 << (worker % 64)), 0, "the worker is missing from its load level");
         *word &= !(1 << (worker % 64));
         self.count -= 1;
         while self.count > 0 && self.levels[self.lowest].iter().all(|&w| w == 0) {

@@ -131,7 +131,7 @@ pub enum Event<T> {
     Cancel {
         /// Job to cancel.
         job: JobId,
-        /// True if the job must not be cancelled once it has been started.
+        /// True if the job must not be cancelled once any attempt has been started.
         unless_begun: bool,
     },
     /// The memory for waiting jobs is exhausted. The given job is rejected unless a worker already has it.

@@ -50,7 +50,7 @@ fn policy_follows_the_rules_in_random_histories() {
 }
 
 /// Situations that must occur at least once in every long simulation.
-const REQUIRED: [&str; 124] = [
+const REQUIRED: [&str; 125] = [
     "death withholds no permit",
     "death withholds the permit of a tenant",
     "death withholds permits of several tenants",
@@ -74,6 +74,7 @@ const REQUIRED: [&str; 124] = [
     "prefetched to a worker that died",
     "prefetched job cancelled",
     "continues because it has begun",
+    "continues because an attempt has crashed",
     "prefetched job shed",
     "reply before the job began",
     "reply after a recall",

@@ -61,7 +61,7 @@ fn serve(link: &mut std::fs::File, debug_folders: &[String]) -> io::Result<()> {
 pub fn symbolize(bytes: &[u8], debug_folders: &[String]) -> NativeCrash {
     let processes = record::processes(bytes);
     let Some(first) = processes.first().and_then(|process| process.threads.first()) else {
-        return NativeCrash::unavailable("the record of the process is invalid");
+        return NativeCrash::unavailable("the thread records are invalid");
     };
     if first.header.machine != MACHINE {
         return NativeCrash::unavailable("the worker's processor architecture differs from the supervisor's");

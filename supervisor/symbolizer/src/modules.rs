@@ -1,6 +1,7 @@
 //! Programs and libraries that the recorded processes have mapped, and the unwind tables of these files.
 //!
-//! A file is used only if its device and inode are those of the mapped file. The file may have been written by a
+//! A file is used only if its device and inode are those of the mapped file. The device is ignored on file systems for
+//! which the kernel shows another device. The file may have been written by a
 //! hostile worker.
 
 use std::borrow::Cow;
@@ -11,7 +12,7 @@ use std::ops::Range;
 use object::read::ReadCache;
 use object::read::elf::{ElfFile64, FileHeader, ProgramHeader};
 use object::{Endianness, Object, ObjectSection};
-use rustix::fs::{FileType, Mode, OFlags, fstat, major, minor, open};
+use rustix::fs::{FileType, Mode, OFlags, Stat, fstat, fstatfs, major, minor, open};
 
 use crate::record::{Mapping, Mappings};
 
@@ -23,6 +24,11 @@ const FILE_BYTES_MAX: i64 = 2 << 30;
 
 /// Maximum size of a section in bytes.
 const SECTION_BYTES_MAX: u64 = 256 << 20;
+
+/// Types of file systems that return other device numbers from `stat` than they show in `/proc/PID/maps`. On overlayfs,
+/// this was so before about Linux 6.8.
+const BTRFS: u32 = 0x9123_683e;
+const OVERLAYFS: u32 = 0x794c_7630;
 
 /// Folder in which distributions install separate debug information.
 const DEBUG_FOLDER: &str = "/usr/lib/debug";
@@ -129,13 +135,19 @@ fn open_file(path: &str, mapping: Option<&Mapping<'_>>) -> io::Result<File> {
     let found = fstat(&file)?;
     let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
     let is_mapped = mapping.is_none_or(|mapping| {
-        found.st_ino == mapping.inode && (major(found.st_dev), minor(found.st_dev)) == mapping.device
+        is_mapped_file(&found, mapping, || fstatfs(&file).map_or(0, |found| found.f_type as u32))
     });
     if is_file && is_mapped && found.st_size <= FILE_BYTES_MAX {
         Ok(file.into())
     } else {
         Err(io::ErrorKind::InvalidInput.into())
     }
+}
+
+/// Returns true if a mapping refers to the file. `file_system` determines the type of the file's file system.
+fn is_mapped_file(file: &Stat, mapping: &Mapping<'_>, file_system: impl FnOnce() -> u32) -> bool {
+    let is_same_device = (major(file.st_dev), minor(file.st_dev)) == mapping.device;
+    file.st_ino == mapping.inode && (is_same_device || [BTRFS, OVERLAYFS].contains(&file_system()))
 }
 
 /// The modules of a process. A module is opened when it is first needed.
@@ -168,5 +180,25 @@ impl<'r> Modules<'r> {
     pub(crate) fn at(&self, address: u64) -> Option<(&Mapping<'r>, Option<&Module>)> {
         let mapping = self.mappings.at(address)?;
         Some((mapping, self.opened.get(&mapping.start).and_then(Option::as_ref)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_is_ignored_where_maps_shows_another_device() {
+        const EXT4: u32 = 0xef53;
+        let file = fstat(File::open("/proc/self/exe").unwrap()).unwrap();
+        let device = (major(file.st_dev), minor(file.st_dev));
+        let mapping = Mapping { start: 0, end: 1, offset: 0, device, inode: file.st_ino, path: "/program" };
+        let other_device = Mapping { device: (device.0 + 1, device.1), ..mapping };
+        let other_file = Mapping { inode: file.st_ino + 1, ..mapping };
+        for (file_system, ignores_device) in [(EXT4, false), (BTRFS, true), (OVERLAYFS, true)] {
+            assert!(is_mapped_file(&file, &mapping, || file_system));
+            assert_eq!(is_mapped_file(&file, &other_device, || file_system), ignores_device);
+            assert!(!is_mapped_file(&file, &other_file, || file_system));
+        }
     }
 }

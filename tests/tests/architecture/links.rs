@@ -148,6 +148,36 @@ fn page_links_have_existing_targets() {
     assert!(broken.is_empty(), "{broken:#?}");
 }
 
+/// The pages are in the Debian package, so the files in `deploy` that they refer to must be in the package as well.
+#[test]
+fn package_contains_deployment_files_that_its_pages_link_to() {
+    let root = workspace();
+    let assets = fs::read_to_string(root.join("supervisor/Cargo.toml")).unwrap();
+    let mut all = Vec::new();
+    files(&root.join("docs"), &mut all);
+    all.extend(fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().path()));
+    let mut linked = BTreeSet::new();
+    for page in all.iter().filter(|path| has_ending(path, &["md"])) {
+        let folder = page.parent().unwrap();
+        for target in targets(&fs::read_to_string(page).unwrap()) {
+            let file = normal(&folder.join(target));
+            linked.extend(
+                file.strip_prefix(&root).ok().filter(|file| file.starts_with("deploy")).map(Path::to_owned),
+            );
+        }
+    }
+    assert!(linked.len() > 5, "{linked:?}");
+    for file in linked {
+        let folder = file.parent().unwrap().display().to_string();
+        let ending = file.extension().map_or(String::new(), |ending| format!(".{}", ending.display()));
+        let sources = [file.display().to_string(), format!("{folder}/*"), format!("{folder}/*{ending}")];
+        let is_packaged = |source: &String| {
+            assets.contains(&format!("[\"../{source}\", \"usr/share/doc/bulkhead/{folder}/\", \"644\"]"))
+        };
+        assert!(sources.iter().any(is_packaged), "{} is not in the package", file.display());
+    }
+}
+
 /// Returns the documentation pages that a source file refers to, with their anchors.
 fn named_pages(text: &str) -> BTreeSet<&str> {
     let is_part = |char: char| char.is_ascii_alphanumeric() || "/._#-".contains(char);

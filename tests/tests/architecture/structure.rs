@@ -462,7 +462,7 @@ fn data_plane_files_have_no_circular_imports() {
 }
 
 #[test]
-fn data_plane_structure_matches_recorded_numbers() {
+fn data_plane_structure_stays_within_recorded_limits() {
     let files = data_plane().modules;
     let (calls, lines) = method_calls(&files, "DataPlane");
     let between = calls.values().map(BTreeSet::len).sum::<usize>();

@@ -312,7 +312,7 @@ fn connect_error_suggests_checking_the_supervisor() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("jobs.sock");
     let missing = text(&path);
-    assert!(missing.starts_with(&format!("connect to {}", path.display())), "{missing}");
+    assert!(missing.starts_with(&format!("failed to connect to {}", path.display())), "{missing}");
     assert!(missing.contains("the socket does not exist; is the supervisor running?"), "{missing}");
 
     drop(UnixListener::bind(&path).unwrap());
@@ -588,7 +588,7 @@ fn connect_fails_without_valid_welcome() {
             |fake| fake.accept().send(answer),
             async |path| {
                 let error = Client::connect(path).await.expect_err("the welcome is missing or invalid");
-                assert!(format!("failed to {error}").contains(expected), "{expected}: {error}");
+                assert!(error.to_string().contains(expected), "{expected}: {error}");
                 let is_refusal = matches!(&error, ConnectError::Refused { message, .. }
                     if message == "too many clients; try later");
                 assert_eq!(is_refusal, expected.contains("rejected"), "{error:?}");

@@ -950,6 +950,8 @@ fn every_subcommand_has_a_man_page() {
         assert!(ran.text().lines().any(|line| line.ends_with(&file)), "{file} is not listed");
     }
     assert!(page("bulkhead-submit.1").contains("idempotent"));
+    // The page of the `bulkhead-fleet` program is in section 8, which `man` searches later.
+    assert!(!pages.join("bulkhead-fleet.1").exists());
     let told = spawn(&mut plain(&["man", pages.to_str().unwrap(), "--json"])).end().expect(0).object();
     assert_eq!(told["files"].as_array().unwrap().len(), ran.text().lines().count());
     std::fs::write(folder.path().join("file"), "").unwrap();

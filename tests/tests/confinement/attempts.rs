@@ -137,7 +137,7 @@ fn stops_as_much_in_an_application(profile: &str, word: &str) {
 }
 
 #[test]
-fn default_profile_stops_attempts_under_embedded_supervisor() {
+fn default_profile_stops_escape_attempts_in_embedded_supervisor() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         stops_as_much_in_an_application(DEFAULT, "default");
     }

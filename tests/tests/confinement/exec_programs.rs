@@ -121,7 +121,7 @@ fn text(result: Result<bulkhead_client::Reply, JobError>) -> String {
 }
 
 #[test]
-fn files_and_processes_of_each_program_are_removed_at_its_exit() {
+fn files_and_processes_of_a_program_are_removed_when_it_exits() {
     let users: &[Option<u32>] = if is_root() { &[None, Some(NOBODY)] } else { &[None] };
     for (profile, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         for user in users.iter().filter(|_| has_layers(layers)) {

@@ -369,7 +369,7 @@ fn worker_with_write_folders_keeps_its_user_id() {
             why.contains("chown") && why.contains("/place") && why.contains("`user`"),
             "{profile}: {why}"
         );
-        let id: u32 = why.split_once("let user ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
+        let id: u32 = why.split_once(": user ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
         assert!(IDS.contains(&id), "{why}");
         chown(&place, Some(id.into()), Some(id.into())).unwrap();
         for _ in 0..2 {

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Executed, Job, JobError, Priority, Reply};
 use bulkhead_tests::{
-    Auditor, SAME_NUMBERS, Supervisor, connect, heavy, outcome, overrun, run, spawn, tally, wait_for,
+    Auditor, SAME_NUMBERS, Supervisor, connect, heavy, kill_pid, outcome, overrun, run, spawn, tally,
+    wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -347,6 +348,40 @@ fn unavailable_fallback_leaves_crash_as_outcome() {
         assert!(error.outcome().unwrap().worker_pid.is_some());
     });
     assert_eq!(counted(&supervisor, "entry"), [1, 0, 1, 0, 0]);
+    auditor.finish();
+}
+
+/// The crash is the outcome, although the first and the last bulkhead rejected the job. Otherwise, the client would learn
+/// that the job has not run.
+#[test]
+fn crash_in_first_fallback_outlasts_rejection_by_the_second() {
+    let supervisor = start_more(
+        "fallback = [\"one\", \"two\"]",
+        &format!(
+            "[bulkhead.one]\n{WORKER}\n[bulkhead.two]\n{WORKER}\nmax_queue = 5\nqueue_timeout = \"50ms\"\n"
+        ),
+    );
+    let auditor = Auditor::of(&supervisor);
+    supervisor.resize("entry", FORCED_OPEN);
+    run(async {
+        let client = connect(&supervisor).await;
+        let running = spawn(client.job("two", "").operation("steps:wait end"));
+        supervisor.wait_number("two", "in_flight", 1);
+        // In `two`, the first job exceeds the queue timeout, and the second job is not admitted.
+        for breaker in [r#"{"breaker": "auto"}"#, FORCED_OPEN] {
+            supervisor.resize("two", breaker);
+            supervisor.wait_number("one", "available", 1);
+            let result = steps(&client, "die").idempotent(true).send().await;
+            assert_eq!(end(&result), ended("crashed/signal", "one"));
+            let error = result.unwrap_err();
+            assert_eq!((error.executed(), error.is_retryable()), (Executed::Unknown, true));
+            let told = error.outcome().unwrap();
+            assert_eq!((told.attempts, told.report.is_some()), (1, true), "{told:?}");
+        }
+        supervisor.touch("end");
+        assert_eq!(outcome(&running.await.unwrap()), "ok");
+    });
+    assert_eq!(counted(&supervisor, "entry"), [2, 0, 2, 0, 0]);
     auditor.finish();
 }
 
@@ -707,6 +742,57 @@ fn crashed_job_cancelled_in_fallback_queue_counts_as_run() {
         supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
     });
+}
+
+#[test]
+fn cancel_unless_begun_ignores_job_that_crashed_before_fallback() {
+    let supervisor = start("", "max_queue = 5");
+    let auditor = Auditor::of(&supervisor);
+    run(async {
+        let client = connect(&supervisor).await;
+        let running = spawn(client.job("safe", "").operation("steps:wait end"));
+        supervisor.wait_number("safe", "in_flight", 1);
+        let waiting = steps(&client, "die-first 1 ran").idempotent(true).start().await.unwrap();
+        supervisor.wait_number("safe", "queued", 1);
+        waiting.cancel_unless_begun();
+        // This job follows on the same connection. Its outcome shows that the supervisor has read the cancellation.
+        assert_eq!(outcome(&client.job("missing", "").send().await), "rejected/not_found");
+        supervisor.touch("end");
+        assert_eq!(outcome(&running.await.unwrap()), "ok");
+        let result = waiting.await;
+        assert_eq!(end(&result), ended("ok", "safe"));
+        assert_eq!(result.unwrap().outcome().attempts, 2);
+    });
+    auditor.finish();
+}
+
+/// When the client disconnects, the cancellation of the job that holds the permit lets the breaker reject the client's
+/// waiting jobs.
+#[test]
+fn disconnected_clients_jobs_do_not_reach_fallback() {
+    let supervisor =
+        start("max_queue = 100\nhealth = { heartbeat = \"10s\", missed = 10 }", "max_queue = 100");
+    let auditor = Auditor::of(&supervisor);
+    let worker = supervisor.worker_pids("entry")[0];
+    // The stopped worker begins no job, so a cancellation frees its permit at once.
+    kill_pid(worker, Signal::SIGSTOP);
+    let jobs = ["--repeat", "40", "--concurrency", "40", "-n"];
+    let mut command = supervisor.command();
+    command.args(["submit", "entry", "steps:count ran"]).args(jobs);
+    let mut client = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    supervisor.wait_number("entry", "queued", 39);
+    supervisor.resize("entry", FORCED_OPEN);
+    client.kill().unwrap();
+    client.wait().unwrap();
+    supervisor.wait_number("entry", "in_flight", 0);
+    kill_pid(worker, Signal::SIGCONT);
+    run(async {
+        let client = connect(&supervisor).await;
+        assert_eq!(end(&client.job("safe", "").send().await), ended("ok", "safe"));
+    });
+    assert_eq!(supervisor.file_bytes("ran"), 0);
+    assert_eq!(supervisor.events("fallback_used").len(), 0);
+    auditor.finish();
 }
 
 #[test]

@@ -435,6 +435,44 @@ fn reload_keeps_fallbacks_by_name() {
     });
 }
 
+/// The worker was told the limit that applied when it started.
+#[test]
+fn reload_does_not_lower_result_limit_of_running_jobs() {
+    let supervisor = start(&format!("{B}max_result = \"1MiB\"\n"));
+    run(async {
+        let client = connect(&supervisor).await;
+        let job = client.job("b", vec![b'x'; 100_000]).operation("steps:count ran;wait end;echo");
+        let job = spawn(job);
+        wait_ran(&supervisor, 1);
+        reload(&supervisor, &format!("{B}max_result = \"1KiB\"\n"));
+        supervisor.touch("end");
+        assert_eq!(job.await.unwrap().unwrap().payload().len(), 100_000);
+        let refused = client.job("b", vec![b'x'; 100_000]).operation("echo").send().await;
+        assert_eq!(outcome(&refused), "failed/result_too_large");
+    });
+}
+
+/// Two removed bulkheads with the same name can still have jobs.
+#[test]
+fn metrics_show_only_the_newest_of_removed_bulkheads_with_the_same_name() {
+    let supervisor = start(B);
+    run(async {
+        let client = connect(&supervisor).await;
+        let mut jobs = holders(&client, "b", 1);
+        wait_ran(&supervisor, 1);
+        // Isolating the tenants replaces the bulkhead.
+        reload(&supervisor, &format!("{B}tenants = {{ isolate = true }}\n"));
+        jobs.push(spawn(steps(&client, "b", "count ran;wait end;pid").tenant("acme")));
+        wait_ran(&supervisor, 2);
+        reload(&supervisor, "[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n");
+        let (_, metrics) = supervisor.try_get("/metrics").unwrap();
+        let lines = metrics.lines().filter(|line| line.starts_with("bulkhead_limit{bulkhead=\"b\"}"));
+        assert_eq!(lines.count(), 1, "{metrics}");
+        supervisor.touch("end");
+        assert_eq!(outcomes(jobs).await, ["ok", "ok"]);
+    });
+}
+
 #[test]
 fn removed_bulkhead_waits_for_jobs_in_fallback() {
     let b = format!("{B}max_queue = 5\n");

@@ -298,7 +298,7 @@ fn reports_omit_payloads_if_crash_payloads_is_false() {
     assert_eq!(refused.status.code(), Some(65));
     assert!(
         String::from_utf8_lossy(&refused.stderr)
-            .contains("the supervisor stored none of the payload's 9 bytes")
+            .contains("the supervisor did not store the payload of 9 bytes")
     );
 }
 

@@ -491,7 +491,7 @@ fn rejected_tenants_use_bounded_memory() {
 /// The supervisor must remember tenants whose jobs are waiting in the fallback, and must still forget other tenants
 /// when there are too many.
 #[test]
-fn jobs_at_a_fallback_do_not_keep_other_tenants_remembered() {
+fn other_tenants_are_forgotten_while_jobs_are_at_a_fallback() {
     const WAITING: usize = 30;
     let _turn = heavy();
     let keys = format!(

@@ -18,6 +18,33 @@ async fn pid_of(client: &Client, tenant: &str) -> u32 {
     std::str::from_utf8(reply.payload()).unwrap().parse().unwrap()
 }
 
+/// A worker that is started when `file` exists.
+fn command_after(file: &str) -> String {
+    format!(
+        "command = [\"/bin/sh\", \"-c\", \"while [ ! -e {file} ]; do sleep 0.01; done; exec MISBEHAVE\"]\n\
+         start = {{ handshake = \"120s\" }}\ndeadline = \"120s\"\nsandbox = {{ profile = \"none\" }}\n"
+    )
+}
+
+#[test]
+fn supervisor_becomes_ready_while_workers_of_tenants_start() {
+    let isolated = format!("[bulkhead.a]\n{}tenants = {{ isolate = true }}\n", command_after("go-a"));
+    let bulkheads = format!("{isolated}[bulkhead.b]\n{}", command_after("go-b"));
+    let supervisor = Supervisor::launch(tempfile::tempdir().unwrap(), "", &bulkheads);
+    wait_for("the supervisor serves jobs", || supervisor.try_get("/v1/bulkheads/a").map(drop));
+    run(async {
+        let client = connect(&supervisor).await;
+        let job = spawn(client.job("a", "x").tenant("acme"));
+        wait_for("the tenant's worker is starting", || {
+            (supervisor.worker_pids("a").len() == 1).then_some(())
+        });
+        supervisor.touch("go-b");
+        let supervisor = supervisor.until_ready();
+        supervisor.touch("go-a");
+        assert_eq!(job.await.unwrap().unwrap().payload(), b"x");
+    });
+}
+
 #[test]
 fn no_worker_is_started_before_the_first_job() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", "processes = 2"));

@@ -372,7 +372,7 @@ fn error_for_missing_interpreter_names_the_cause() {
          [bulkhead.worker]\ncommand = [{script:?}]\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"
     ));
     let failed = failure(client.job("program", "").send());
-    assert!(failed.message.contains("check for CRLF line ends"), "{}", failed.message);
+    assert!(failed.message.contains("check for CRLF line endings"), "{}", failed.message);
     let told = &supervisor.wait_events("worker_not_started", 1)[0];
     assert!(told.to_string().contains("exec: the interpreter in the first line"), "{told}");
 }
@@ -870,6 +870,20 @@ fn exec_programs_can_have_the_supervisors_limit_on_open_files() {
     let supervisor = Supervisor::launch_under(&prlimit, folder, "", bulkheads).until_ready();
     let client = Client::connect(supervisor.socket()).unwrap();
     assert_eq!(text(client.job("x", "").send()), "1024\n");
+}
+
+#[test]
+fn configuration_shows_number_of_clients_that_open_files_allow() {
+    let folder = tempfile::tempdir().unwrap();
+    let bulkheads = "[bulkhead.x]\nexec = [\"true\"]\n";
+    let prlimit = ["prlimit", "--nofile=1024:1024"];
+    let supervisor =
+        Supervisor::launch_under(&prlimit, folder, "max_clients = 100000", bulkheads).until_ready();
+    let shown = || supervisor.get("/v1/config")["supervisor"]["max_clients"].as_u64().unwrap();
+    let before = shown();
+    assert!(before < 1024, "{before}");
+    assert_eq!(supervisor.post("/v1/reload").0, 200);
+    assert_eq!(shown(), before);
 }
 
 /// If a start fails, the host first sends the reason in STATUS, so that operators need not search the output of the

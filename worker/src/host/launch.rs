@@ -228,8 +228,8 @@ impl Program {
 pub(super) fn describe(error: &io::Error, program: &str) -> String {
     match error.raw_os_error() {
         Some(libc::ENOENT) if Path::new(program).exists() => format!(
-            "{error}: the file exists, but the interpreter in its first line (check for CRLF line ends), or its \
-             loader, does not"
+            "{error}: the file exists, but the interpreter in its first line (check for CRLF line endings) or its \
+             loader does not"
         ),
         Some(libc::ENOEXEC) => {
             format!(

@@ -148,7 +148,7 @@ fn unreachable_supervisor_leaves_last_state_dimmed() {
 }
 
 #[test]
-fn screen_shows_help_filter_and_empty_list() {
+fn screen_shows_help_and_filter_and_empty_list() {
     let (mut app, now) = app();
     press(&mut app, KeyCode::Char('?'));
     let lines = screen(&mut app, now, 80, 24);

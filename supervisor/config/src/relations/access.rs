@@ -84,7 +84,7 @@ impl Checker<'_> {
 
     fn access_bulkheads(&mut self, field: &Field<Arguments>, names: &[String]) -> Option<Vec<String>> {
         let given = field.given()?;
-        self.check_not_empty("bulkheads", "all", given);
+        self.check_not_empty("bulkheads", given);
         self.check_unique("access.bulkheads", &given.value);
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         for name in given.value.iter().filter(|name| !names.contains(&name.value.as_str())) {
@@ -100,7 +100,7 @@ impl Checker<'_> {
 
     fn access_tenants(&mut self, field: &Field<Arguments>) -> Option<Vec<String>> {
         let given = field.given()?;
-        self.check_not_empty("tenants", "any", given);
+        self.check_not_empty("tenants", given);
         self.check_unique("access.tenants", &given.value);
         for name in &given.value {
             let result = match name.value.is_empty() {
@@ -117,12 +117,12 @@ impl Checker<'_> {
 
     /// Reports an empty list, because an empty list permits nothing. A list that is empty because all its elements were
     /// invalid has already been reported.
-    fn check_not_empty(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
+    fn check_not_empty(&mut self, name: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(
                 given.span.clone(),
                 format!("`access.{name}` is empty, so the entry would allow nothing"),
-                format!("add a name, or remove `{name}` for {without}"),
+                format!("add a name, or remove `{name}` to allow all {name}"),
             );
         }
     }

@@ -111,7 +111,7 @@ fn access_rule_rejects_unknown_users_and_groups() {
         &entry("user = \"no-such-user\""),
         (4, 8),
         "`access.user`: there is no user `no-such-user`",
-        "write a name that `getent passwd` lists, or add the missing name to the system",
+        "write a name that `getent passwd` lists, or create the user",
     );
     folder.reject_one(
         &entry("group = \"no such group\""),
@@ -147,7 +147,7 @@ fn access_rule_must_name_existing_bulkheads() {
         &text("[]"),
         (3, 13),
         "`access.bulkheads` is empty, so the entry would allow nothing",
-        "remove `bulkheads` for all",
+        "remove `bulkheads` to allow all bulkheads",
     );
     // A rule can name a bulkhead whose table is invalid.
     let text = "bulkhead.b = 3\n[[access]]\nuid = 1\nbulkheads = [\"b\"]\n";
@@ -163,7 +163,12 @@ fn access_rule_must_name_valid_tenants() {
     folder.reject_one(&text(&format!("[\"{}\"]", "x".repeat(257))), (5, 12), "257 bytes", "at most 256");
     folder.reject_one(&text("[\"a\\u0000\"]"), (5, 12), "contains a NUL byte", "");
     folder.reject_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "contains `a` twice", "");
-    folder.reject_one(&text("[]"), (5, 11), "the entry would allow nothing", "remove `tenants` for any");
+    folder.reject_one(
+        &text("[]"),
+        (5, 11),
+        "the entry would allow nothing",
+        "remove `tenants` to allow all tenants",
+    );
 }
 
 #[test]

@@ -254,7 +254,7 @@ fn env_files_must_name_private_files() {
         ("work", "is not a regular file", "specify the path of a regular file"),
         ("open", "has mode 0644, so other users can read or change it", "run `chmod 600`"),
         ("nul", "contains a NUL byte", ""),
-        ("large", "is larger than 65536 bytes", "shorten the contents"),
+        ("large", "is larger than 65536 bytes", "use a smaller file"),
     ] {
         let message = format!("`env_files.A`: {} {message}", folder.path(file).display());
         let text = of(&format!("A = \"{file}\""));

@@ -136,7 +136,7 @@ fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, S
             let why = match (job.is_answered, job.payload_bytes) {
                 (true, _) => "the outcome was sent to the client before the crash".to_owned(),
                 (false, bytes) if bytes <= PAYLOAD_BYTES_MAX as u64 => {
-                    format!("the supervisor stored none of the payload's {bytes} bytes")
+                    format!("the supervisor did not store the payload of {bytes} bytes")
                 }
                 (false, bytes) => format!("a payload of {bytes} bytes is too large for a report"),
             };

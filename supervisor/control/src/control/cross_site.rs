@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn other_sites_can_only_link_to_pages() {
+    fn other_sites_can_link_to_pages_but_not_send_requests() {
         let from = |site, mode, dest| {
             is_rejected(
                 "GET",

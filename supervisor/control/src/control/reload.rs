@@ -115,6 +115,8 @@ struct Prepared {
     after: Arc<Config>,
     changes: Changes,
     reload: Reload,
+    /// Maximum number of clients that the limit on open files allows.
+    max_clients: usize,
 }
 
 impl Reloads {
@@ -187,8 +189,11 @@ pub(super) async fn watch(control: Arc<Control>) {
             () = control.reloads.requested.notified() => {}
             _ = shutdown.wait_for(|has_begun| *has_begun) => return,
         }
-        // The result is ignored, because the reload has reported it as an event.
-        let _ = reload(&control, false).await;
+        // All other results have been reported as events.
+        if let Err(refused @ ReloadError::Steer(SteerError::Upgrading)) = reload(&control, false).await {
+            let path = control.reloads.active_config.lock().await.config.path.clone();
+            control.report_reload(&path, &Err(refused));
+        }
     }
 }
 
@@ -257,7 +262,8 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, ReloadError
 }
 
 async fn apply(control: &Control, active_config: &mut ActiveConfig) -> Result<Changes, ReloadError> {
-    let Prepared { after, mut changes, reload } = prepare(&control.reloads, active_config).await?;
+    let Prepared { after, mut changes, reload, max_clients } =
+        prepare(&control.reloads, active_config).await?;
     if !changes.is_empty() {
         reload.log_warnings();
         let (reply, receiver) = oneshot::channel();
@@ -269,7 +275,9 @@ async fn apply(control: &Control, active_config: &mut ActiveConfig) -> Result<Ch
     }
     let after = effective_config(&active_config.config.supervisor, Arc::unwrap_or_clone(after));
     active_config.config = Arc::new(after);
-    control.set_config(active_config.config.clone());
+    let mut shown = active_config.config.clone();
+    Arc::make_mut(&mut shown).supervisor.max_clients = max_clients;
+    control.set_config(shown);
     if changes.access {
         control.tokens.update(&active_config.config);
     }
@@ -330,7 +338,7 @@ fn read(active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
     let ActiveConfig { support, labels, own_uid, .. } = active_config;
     let inputs = SpecInputs { host: host.as_deref(), support, labels };
     let reload = reload::prepare(&changes, before, &after, limits, (inputs, *own_uid));
-    Ok(Prepared { after, changes, reload })
+    Ok(Prepared { after, changes, reload, max_clients: bounded.supervisor.max_clients })
 }
 
 /// Notifies systemd that a reload has begun. If the service has `Type=notify-reload`, systemd considers the reload to

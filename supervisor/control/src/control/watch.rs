@@ -30,8 +30,8 @@ pub(super) struct Watch {
     states: watch::Sender<Option<Bytes>>,
     /// Notified when a watcher joins.
     joined: Notify,
-    /// Start time of the supervisor. Watchers use it to detect that the supervisor was restarted, in which case event
-    /// numbers begin at 1 again.
+    /// Start time of this process. Watchers use it to detect that the supervisor was restarted or upgraded, in which
+    /// case the counters begin at 0 again. Event numbers begin at 1 again only after a restart.
     started: SystemTime,
 }
 

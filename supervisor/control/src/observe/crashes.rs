@@ -751,7 +751,7 @@ mod tests {
     }
 
     #[test]
-    fn new_program_shows_reports_that_the_old_program_writes() {
+    fn new_program_shows_crash_reports_written_by_the_old_program() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut old = Store::open(Some(&path), 5).unwrap();

@@ -1,6 +1,7 @@
 //! All compartments, by index, together with their timers.
 
 use bulkhead_policy::{Time, Timers};
+use bulkhead_shared::JobId;
 
 use super::{Compartment, CompartmentIndex, Slab, owns_slab};
 use crate::slab::SlabIndex;
@@ -82,6 +83,13 @@ impl Compartments {
     /// Removes an expired timer and returns the timer's compartment. Returns `None` if no timer has expired.
     pub(crate) fn pop_due(&mut self, now: Time) -> Option<CompartmentIndex> {
         self.timers.pop_due(now).map(|number| CompartmentIndex::from_number(number as usize))
+    }
+
+    /// Returns true if a job has run in another bulkhead, which then passed the job on to this compartment. Policy knows
+    /// only the attempts in this compartment.
+    pub(crate) fn has_run_elsewhere(&mut self, index: CompartmentIndex, job: JobId) -> bool {
+        let record = self.slab[index].policy.record_mut(job);
+        record.and_then(|record| record.fallback.as_ref()).is_some_and(|fallback| fallback.has_run())
     }
 
     /// Removes a compartment that has no jobs and no workers. Its index can be reused immediately.

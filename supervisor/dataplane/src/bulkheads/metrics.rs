@@ -34,14 +34,17 @@ impl Bulkheads {
         numbers
     }
 
-    /// Returns the bulkheads whose metrics are exported. Includes a removed bulkhead unless a new bulkhead has the same
-    /// name.
+    /// Returns the bulkheads whose metrics are exported. Includes a removed bulkhead unless a bulkhead that was added
+    /// later has the same name.
     fn with_metrics(&self) -> Vec<BulkheadIndex> {
-        let is_reported = |entry: &BulkheadEntry| match entry.presence {
-            Presence::Here => true,
-            Presence::Leaving => !self.by_name.contains_key(&entry.name),
+        let is_newest = |index, name: &Arc<str>| {
+            self.leaving.iter().rfind(|&&other| self[other].name == *name) == Some(&index)
         };
-        self.iter().filter(|(_, entry)| is_reported(entry)).map(|(index, _)| index).collect()
+        let is_reported = |index, entry: &BulkheadEntry| match entry.presence {
+            Presence::Here => true,
+            Presence::Leaving => !self.by_name.contains_key(&entry.name) && is_newest(index, &entry.name),
+        };
+        self.iter().filter(|(index, entry)| is_reported(*index, entry)).map(|(index, _)| index).collect()
     }
 
     /// Returns a short description of the state of each configured bulkhead.

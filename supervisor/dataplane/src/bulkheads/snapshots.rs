@@ -181,7 +181,8 @@ impl SnapshotQueue {
         self.0.is_empty()
     }
 
-    /// Requests a snapshot of the bulkhead with this name, or of all bulkheads.
+    /// Requests a snapshot of the bulkhead with this name, or of all bulkheads. If there is no such bulkhead, replies
+    /// immediately.
     pub(crate) fn request(
         &mut self,
         source: &SnapshotSource<'_>,
@@ -190,7 +191,12 @@ impl SnapshotQueue {
     ) {
         let configured = source.bulkheads.configured().into_iter();
         let wanted = configured.map(|index| (index, source.bulkheads[index].name.clone()));
-        let wanted = wanted.filter(|(_, name)| bulkhead.is_none_or(|wanted| wanted == &**name)).collect();
+        let wanted: VecDeque<_> =
+            wanted.filter(|(_, name)| bulkhead.is_none_or(|wanted| wanted == &**name)).collect();
+        if wanted.is_empty() {
+            let _ = reply.send(Vec::new());
+            return;
+        }
         self.0.push_back(PartialSnapshot { reply, wanted, visit: None, done: Vec::new() });
         // If no other snapshot is in progress, the snapshot is usually complete immediately.
         if self.0.len() == 1 {

@@ -119,7 +119,7 @@ impl Bulkheads {
     fn tenants(&mut self, bulkhead: BulkheadIndex) -> &mut Isolated {
         match self.slab[bulkhead].isolated_mut() {
             Some(isolated) => isolated,
-            None => unreachable!("the layout of a bulkhead never changes"),
+            None => unreachable!("the bulkhead's tenants are not isolated"),
         }
     }
 

@@ -126,7 +126,7 @@ fn removes_request_once_it_has_an_outcome() {
     assert_eq!(sessions.request(index, 7), Some(place));
     assert!(sessions.finish_request(id, 7) && sessions.request(index, 7).is_none());
     sessions.record_job(id, 8, place, BulkheadIndex::default());
-    assert_eq!(sessions.take_requests(index), [place]);
+    assert_eq!(sessions.begin_closing(index), [place]);
     sessions.close(index);
     assert!(!sessions.finish_request(id, 8));
 }

@@ -139,7 +139,7 @@ impl DataPlane {
                 self.keeper.kill(self.links[index].spawn(), self.now);
             }
         } else if self.keeper.cancel_worker_order(compartment, worker) {
-            let message = "the worker was stopped before it started".to_owned();
+            let message = "the worker's start was cancelled".to_owned();
             self.links.defer_spawn_failure(compartment, worker, message);
         } else if let Some(message) = self.templates.cancel(compartment, worker) {
             self.links.defer_spawn_failure(compartment, worker, message);

@@ -209,7 +209,7 @@ impl DataPlane {
     }
 
     fn cancel_requests(&mut self, index: SessionIndex) {
-        for (compartment, job) in self.sessions.take_requests(index) {
+        for (compartment, job) in self.sessions.begin_closing(index) {
             self.apply(compartment, Event::Cancel { job, unless_begun: false }, Incoming::None);
         }
     }

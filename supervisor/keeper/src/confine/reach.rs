@@ -137,7 +137,7 @@ impl fmt::Display for UnusablePath {
         let shared = if *is_subordinate { " (\"shared\")" } else { "" };
         write!(
             f,
-            "let user {uid} {wanted} {path}: run {remedy}, or set `user` in `sandbox` to a user that \
+            "user {uid} cannot {wanted} {path}: run {remedy}, or set `user` in `sandbox` to a user that \
              can{shared}"
         )
     }
@@ -361,7 +361,9 @@ mod tests {
         let why =
             |read: &[&Path], write: &[&Path]| look_at(outer.path(), read, write).unwrap_err().to_string();
         let read = why(&[&secret], &[]);
-        assert!(read.contains("let user 61184 read") && read.contains("/secret") && read.contains("`user`"));
+        assert!(
+            read.contains("user 61184 cannot read") && read.contains("/secret") && read.contains("`user`")
+        );
         let write = why(&[], &[&place]);
         assert!(write.contains("`chown 61184:61184") && write.contains("`user`"), "{write}");
         file(&outer.path().join("home/checkout/program"), 0o700);

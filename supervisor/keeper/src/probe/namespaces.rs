@@ -22,7 +22,7 @@ const STEP_TIMEOUT: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 
 type Step = fn() -> Result<(), Errno>;
 
-const NEEDS_USER_NAMESPACES: &str = "see the layer `user namespace`, or run as root with CAP_SYS_ADMIN";
+const NEEDS_USER_NAMESPACES: &str = "see the advice for `user namespace`, or run as root with CAP_SYS_ADMIN";
 
 /// Steps of the child process in order, each with the name of its layer and advice. The new `/proc` is mounted early,
 /// because the kernel allows this only while the old `/proc` is still visible. `pivot_root` comes last.

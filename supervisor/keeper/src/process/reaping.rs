@@ -1,15 +1,17 @@
 //! Handles exited processes: reaps dead workers, reports their exits, and kills the processes that they left
 //! behind. These processes are killed in small steps between other work.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use bulkhead_linux::process_tree::{DescendantKiller, Progress};
+use bulkhead_linux::process_tree::{DescendantKiller, Progress, is_alive, start_time};
 use rustix::io::Errno;
 
 use super::{Child, EventLoop, Stage, deregister};
 use crate::confine::cgroup::Leaf;
 use crate::protocol::{Exit, ReportMessage, Usage};
+use crate::sample::descendants;
 use crate::spawn::{self, SpawnError};
 use crate::wait::{self, Waited};
 
@@ -53,6 +55,9 @@ pub(super) struct DescendantReaper {
     /// out whether descendants are left.
     scans_always: bool,
     dead_workers: Vec<DeadWorker>,
+    /// First processes of workers' PID namespaces that are exiting, with the time at which the keeper noticed this.
+    /// Such a process disappears only after all other processes in the namespace.
+    exiting: HashMap<u32, Instant>,
     killer: DescendantKiller,
     /// Time at which the next search for leftover processes starts.
     next_run: Option<Instant>,
@@ -73,6 +78,7 @@ impl DescendantReaper {
         Self {
             scans_always,
             dead_workers: Vec::new(),
+            exiting: HashMap::new(),
             killer: DescendantKiller::default(),
             next_run: None,
             run_interval: RUN_INTERVAL_MIN,
@@ -98,7 +104,9 @@ impl DescendantReaper {
             return Some(now + RUN_INTERVAL_MIN);
         }
         let overdue = self.dead_workers.iter().map(|dead| dead.since + KILL_TIMEOUT).min();
-        overdue.map_or(self.next_audit, |overdue| Some(overdue.min(self.next_run.unwrap_or(now))))
+        let next = overdue.map_or(self.next_audit, |time| Some(time.min(self.next_run.unwrap_or(now))));
+        let overdue = self.exiting.values().min().map(|since| *since + KILL_TIMEOUT);
+        next.into_iter().chain(overdue).min()
     }
 }
 
@@ -163,14 +171,16 @@ impl EventLoop {
         true
     }
 
-    /// Handles the report that a worker has exited, sent by the first process of the worker's PID namespace. This first
-    /// process exits later, after all other processes in the namespace.
-    pub(super) fn handle_init_status(&mut self, pid: u32) {
+    /// Handles the report that a worker has exited, sent by the first process of the worker's PID namespace. If this
+    /// first process was killed, handles the end of its pipe. The first process disappears later, after all other
+    /// processes in the namespace.
+    pub(super) fn handle_init_status(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
         // The first process sends only one message, so the pipe is no longer needed, even if the message is
         // invalid.
         deregister(&self.poll, &status);
+        self.reaper.exiting.insert(pid, now);
         let Some(status) = spawn::read_status(&status) else { return };
         self.advance_start(pid);
         let Some(child) = self.children.get_mut(&pid) else { return };
@@ -184,6 +194,7 @@ impl EventLoop {
     /// Handles a child that was reaped. Reports its exit immediately, and starts the cleanup.
     fn clean_up_after(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
         child.deregister_all(&self.poll);
+        self.reaper.exiting.remove(&pid);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
         let is_reported = !matches!(child.stage, Stage::Failed);
         if let Some(template) = child.template.take() {
@@ -200,6 +211,7 @@ impl EventLoop {
                 self.report(&ReportMessage::Exited { worker, exit, usage }, None);
             }
             Stage::Ended => {}
+            Stage::Abandoned => return self.remove_resources(child.folder, child.leaf),
             Stage::Starting(_) => {
                 // The supervisor waits for the result of the order, so the failure is reported even though the child
                 // has given no reason.
@@ -243,6 +255,7 @@ impl EventLoop {
         }
         self.step_killer(now);
         self.give_up_on_overdue(now);
+        self.give_up_on_namespaces(now);
         if !self.reaper.dead_workers.is_empty() {
             self.priority.raise();
         } else if !self.reaper.killer.is_active() {
@@ -309,6 +322,41 @@ impl EventLoop {
         }
     }
 
+    /// Reports workers as exited and reaped if a process in their PID namespace survives SIGKILL. The first process of
+    /// the namespace waits for this process.
+    fn give_up_on_namespaces(&mut self, now: Instant) {
+        const KILLED: Exit = Exit::Signal { number: libc::SIGKILL, core_dumped: false };
+        let overdue = self.reaper.exiting.extract_if(|_, since| now >= *since + KILL_TIMEOUT);
+        let overdue: Vec<u32> = overdue.map(|(pid, _)| pid).collect();
+        for pid in overdue {
+            let Some(child) = self.children.get_mut(&pid) else { continue };
+            let left = descendants(pid);
+            let exit = match child.stage {
+                // The worker itself survives. Its exit must not be reported yet, because a system call of its jobs is
+                // still in progress.
+                Stage::Running if left.contains(&child.process) && is_running(child.process) => {
+                    self.reaper.exiting.insert(pid, now);
+                    continue;
+                }
+                Stage::Running => Some(child.exit_cause(KILLED)),
+                Stage::Ended => None,
+                // The failure of the start is reported instead.
+                Stage::Starting(_) | Stage::Failed | Stage::Abandoned => continue,
+            };
+            child.stage = Stage::Abandoned;
+            let (worker, folder) = (child.worker, child.folder.take());
+            if let Some(exit) = exit {
+                self.report(&ReportMessage::Exited { worker, exit, usage: Usage::default() }, None);
+            }
+            self.report(&ReportMessage::Unkillable { count: left.len().max(1) as u64 }, None);
+            self.remove_resources(folder, None);
+            self.report(&ReportMessage::Reaped { worker }, None);
+            if self.reaper.dead_workers.is_empty() {
+                self.priority.restore();
+            }
+        }
+    }
+
     /// Removes the folders and groups of all dead workers for which `is_reaped` returns true. Also reports each of
     /// these workers as reaped, unless its start failed.
     fn report_reaped(&mut self, is_reaped: impl Fn(&DescendantReaper, &DeadWorker) -> bool) {
@@ -349,4 +397,8 @@ impl EventLoop {
             None => wait::kill_group(pid),
         }
     }
+}
+
+fn is_running(pid: u32) -> bool {
+    start_time(pid).is_some_and(|started| is_alive(pid, started))
 }

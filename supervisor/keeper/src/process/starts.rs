@@ -49,6 +49,7 @@ impl EventLoop {
         order: &SpawnOrder<'_>,
         mut descriptors: Vec<OwnedFd>,
     ) -> Result<(), SpawnError> {
+        self.hung_paths.check(&self.forker, order)?;
         let mut template = None;
         if order.is_template {
             let pair = template_socket().map_err(|error| SpawnError::from_io("descriptors", &error));
@@ -187,7 +188,7 @@ impl EventLoop {
         listener: Option<OwnedFd>,
     ) -> Result<(), SpawnError> {
         let Some(child) = self.children.get_mut(&pid) else { return Ok(()) };
-        let failed = |error: io::Error| SpawnError::from_io("read-back from /proc", &error);
+        let failed = |error: io::Error| SpawnError::from_io("confinement check in /proc", &error);
         child.process = process;
         if let Some(namespace) = &mut child.namespace {
             namespace.template = Some(observe::namespace_pids(process).map_err(failed)?.inner);
@@ -197,7 +198,7 @@ impl EventLoop {
         // progress socket, the listener, and the files counted in `extra_descriptors`.
         let executable = match &child.stage {
             Stage::Starting(connections) => connections.extra_descriptors,
-            Stage::Running | Stage::Failed | Stage::Ended => 0,
+            Stage::Running | Stage::Failed | Stage::Ended | Stage::Abandoned => 0,
         };
         let closing = 1 + u32::from(listener.is_some()) + executable;
         let open = observe::open_descriptors(process).map_err(failed)?;
@@ -211,7 +212,7 @@ impl EventLoop {
             child.layers.seccomp != Seccomp::Off && filters != 0 && filters <= self.own_status.filter_count;
         let filter = lacks_filter.then_some("Seccomp_filters");
         if let Some(what) = child.observed.mismatch(&child.layers).or(limit).or(filter) {
-            let step = format!("read-back from /proc: {what} differs from the requested value");
+            let step = format!("confinement check: {what} differs from the requested value");
             return Err(SpawnError::new(&step, Errno::PERM));
         }
         if let Some(listener) = listener {
@@ -244,7 +245,7 @@ impl EventLoop {
             child.stage = Stage::Failed;
             self.kill(pid);
             let step = format!(
-                "read-back from /proc: {what} differs from the requested value after the program has started"
+                "confinement check: {what} differs from the requested value after the program has started"
             );
             return self.report_failure(worker, &SpawnError::new(&step, Errno::PERM));
         }

@@ -7,6 +7,7 @@ use bulkhead_linux::vfork;
 use bulkhead_linux::wait::thread_has_children;
 
 use super::clone::clone;
+use super::path_check::PathCheck;
 use super::plan::{OriginalSettings, Plan};
 use super::prepared::Prepared;
 use super::{exit, user_namespace};
@@ -16,6 +17,7 @@ use crate::wait::{self, Waited};
 /// Kind of child to fork.
 pub(crate) enum Job {
     Worker(Box<Prepared>),
+    PathCheck(PathCheck),
     /// Exits immediately.
     Child,
     /// Exits immediately and leaves behind a child that also exits immediately.
@@ -68,7 +70,7 @@ fn fork(job: &Job, original: OriginalSettings) -> io::Result<u32> {
             },
             original,
         }),
-        Job::Child | Job::Grandchild => None,
+        Job::PathCheck(_) | Job::Child | Job::Grandchild => None,
     };
     let namespaces = plan.as_ref().map_or(Namespaces::default(), Plan::fork_namespaces);
     let cgroup = plan.as_ref().and_then(|plan| plan.prepared.cgroup.as_ref());
@@ -81,9 +83,11 @@ fn fork(job: &Job, original: OriginalSettings) -> io::Result<u32> {
         0 => match plan {
             Some(plan) => plan.run(),
             None => {
-                if matches!(job, Job::Grandchild) {
+                match job {
+                    Job::PathCheck(check) => check.run(),
                     // The child and the grandchild only exit.
-                    let _ = clone(Namespaces::default(), None);
+                    Job::Grandchild => _ = clone(Namespaces::default(), None),
+                    Job::Worker(_) | Job::Child => {}
                 }
                 exit(0)
             }

@@ -68,8 +68,8 @@ pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
 fn too_many_entries(folder: &Path) -> SpawnError {
     let folder = folder.display();
     let step = format!(
-        "show the entries of {folder} one by one, because there are more than {ENTRIES_MAX} and the worker's user \
-         cannot list the directory: `chmod go+rx {folder}`, or set `user` in `sandbox` to a user that can"
+        "{folder} has more than {ENTRIES_MAX} entries, and the worker's user cannot list the directory: run `chmod \
+         go+rx {folder}`, or set `user` in `sandbox` to a user that can"
     );
     SpawnError::new(&step, Errno::ACCESS)
 }

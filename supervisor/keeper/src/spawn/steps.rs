@@ -117,7 +117,8 @@ impl ChildConnections {
     fn with_missing_path(&self, step: String) -> String {
         match step.as_str() {
             EXEC_STEP if self.program.exists() => format!(
-                "{EXEC_STEP}: the interpreter in the first line (check for CRLF line ends), or the loader, does not exist"
+                "{EXEC_STEP}: the interpreter in the first line (check for CRLF line endings) or the loader does not \
+                 exist"
             ),
             EXEC_STEP => format!("{EXEC_STEP} {}", self.program.display()),
             DIRECTORY_STEP => format!("{DIRECTORY_STEP} {}", self.directory.display()),
@@ -135,7 +136,7 @@ fn describe(failure: &StepFailure, root: Option<&PrivateRoot>, covers: Option<&C
             format!("{ROOT_STEP}: {what}")
         }
         Some(LANDLOCK_STEP) if failure.detail == LANDLOCK_NOT_ENFORCED => {
-            format!("{LANDLOCK_STEP} read-back: the kernel accepted the rules but does not enforce them")
+            format!("{LANDLOCK_STEP} check: the kernel accepted the rules but does not enforce them")
         }
         Some(COVERS_STEP) => {
             let what = covers.map(|covers| covers.describe(failure.detail)).unwrap_or_default();

@@ -11,28 +11,30 @@ use rustix::io::{Errno, retry_on_intr};
 
 use crate::errno;
 
-/// Calls `waitid` without reaping the child. Returns the PID of a child that has exited, or 0 if there is none. Fails
-/// if there is no matching child at all.
-fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
+/// Calls `waitid` without reaping the child. Returns the PID of a child that has exited, or 0 if there is none. Also
+/// returns the `si_code`, because the kernel reports children that this process traces when they stop. Fails if there
+/// is no matching child at all.
+fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<(u32, i32), Errno> {
     let flags = flags | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
     // SAFETY: an all-zero `siginfo_t` is valid, and the call may fill it. If the call succeeds, the PID is that of a
     // child, or still zero.
     unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
         errno::check(libc::waitid(kind, pid, &mut info, flags))?;
-        Ok(info.si_pid() as u32)
+        Ok((info.si_pid() as u32, info.si_code))
     }
 }
 
 /// Returns the PID of a child that has exited, but does not reap the child. The PID cannot be reused until the child
-/// is reaped.
+/// is reaped. The child can also be a stopped process that this process traces.
 pub fn peek_ended() -> Option<u32> {
-    peek_child(libc::P_ALL, 0, 0).ok().filter(|&pid| pid != 0)
+    peek_child(libc::P_ALL, 0, 0).ok().map(|(pid, _)| pid).filter(|&pid| pid != 0)
 }
 
 /// Returns true if the child with this PID has exited and has not been reaped.
 pub fn has_ended(pid: u32) -> bool {
-    peek_child(libc::P_PID, pid, 0).is_ok_and(|pid| pid != 0)
+    const EXITS: [i32; 3] = [libc::CLD_EXITED, libc::CLD_KILLED, libc::CLD_DUMPED];
+    peek_child(libc::P_PID, pid, 0).is_ok_and(|(pid, code)| pid != 0 && EXITS.contains(&code))
 }
 
 /// Returns true if this process has an unreaped child with this PID, alive or dead.
@@ -69,4 +71,33 @@ pub fn wait_until_readable(descriptor: impl AsFd, timeout: Duration) -> io::Resu
     let limit = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
     let mut events = [PollFd::new(&descriptor, PollFlags::IN)];
     Ok(retry_on_intr(|| poll(&mut events, Some(&limit)))? > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    fn wait_until(mut is_so: impl FnMut() -> bool) {
+        let until = Instant::now() + Duration::from_secs(120);
+        while !is_so() {
+            assert!(Instant::now() < until, "the process did not change its state");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn traced_and_stopped_child_has_not_ended() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = child.id();
+        // SAFETY: neither call accesses memory of this process.
+        let ptrace = |request: libc::c_uint| unsafe { libc::ptrace(request, pid as libc::pid_t, 0, 0) };
+        assert_eq!([libc::PTRACE_SEIZE, libc::PTRACE_INTERRUPT].map(|request| ptrace(request)), [0, 0]);
+        wait_until(|| peek_child(libc::P_PID, pid, 0).is_ok_and(|(found, _)| found == pid));
+        assert!(!has_ended(pid));
+        child.kill().unwrap();
+        wait_until(|| has_ended(pid));
+        child.wait().unwrap();
+    }
 }

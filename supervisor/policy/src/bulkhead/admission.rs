@@ -30,14 +30,14 @@ struct Rejection {
 
 #[derive(Clone, Copy)]
 enum Wait {
-    ByLoad,
+    ByReason,
     RetryIn(Duration),
     Never,
 }
 
 impl From<Verdict> for Rejection {
     fn from(verdict: Verdict) -> Self {
-        Self { verdict, wait: Wait::ByLoad }
+        Self { verdict, wait: Wait::ByReason }
     }
 }
 
@@ -169,13 +169,10 @@ impl<T> Bulkhead<T> {
     fn check_breaker(&self, now: Time) -> Result<(), Rejection> {
         // A worker that is about to be started also counts, because the job can then become the probe.
         let has_worker = self.has_ready_worker() || self.activity == Activity::StartAnnounced;
-        let wait = match self.breaker.peek(now, has_worker) {
-            Admission::Closed | Admission::Probe => return Ok(()),
-            Admission::Open { retry_after } if !retry_after.is_zero() => Wait::RetryIn(retry_after),
-            // A probe needs a ready worker, and it is not known when a worker will be ready.
-            Admission::Open { .. } | Admission::Probing | Admission::ForcedOpen => Wait::ByLoad,
-        };
-        Err(Rejection { verdict: rejection(RejectReason::CircuitOpen), wait })
+        match self.breaker.peek(now, has_worker).is_admitted() {
+            true => Ok(()),
+            false => Err(RejectReason::CircuitOpen.into()),
+        }
     }
 
     /// Charges a job's cost against the rate limit. Rejects the job if the limit is exceeded.
@@ -363,7 +360,7 @@ impl<T> Bulkhead<T> {
         let retry_after = match wait {
             Wait::RetryIn(wait) => Some(wait),
             Wait::Never => None,
-            Wait::ByLoad => self.retry_after(now, &verdict, submission.priority),
+            Wait::ByReason => self.retry_after(now, &verdict, submission.priority),
         };
         let run_limit = earlier(submission.run_limit, self.limits.run_limit);
         let is_pointless = matches!(wait, Wait::Never) || retry_after.is_some_and(|wait| wait > limit);
@@ -382,9 +379,10 @@ impl<T> Bulkhead<T> {
         }));
     }
 
-    /// Returns the time that a client should wait after a rejection caused by load, or `None` if a retry is pointless.
-    /// The value is the estimated time until the queue is empty, but at least the adaptive `Retry-After` of the class.
-    /// Random jitter of up to a fifth is added, so that clients do not all retry at once.
+    /// Returns the time that a client should wait after a rejection, or `None` if a retry is pointless. For an open
+    /// breaker, the value is the time until the breaker admits probes. For all other rejections, the value is the
+    /// estimated time until the queue is empty, but at least the adaptive `Retry-After` of the class. Random jitter of
+    /// up to a fifth is added to the estimate, so that clients do not all retry at once.
     #[inline]
     pub(super) fn retry_after(
         &mut self,
@@ -393,6 +391,13 @@ impl<T> Bulkhead<T> {
         priority: Priority,
     ) -> Option<Duration> {
         let Verdict::Rejected { reason, .. } = verdict else { return None };
+        // The state of the workers is irrelevant until the open time has expired. After that, it is not known when the
+        // breaker can admit a job, because a probe needs a ready worker.
+        if *reason == RejectReason::CircuitOpen
+            && let Admission::Open { retry_after } = self.breaker.peek(now, true)
+        {
+            return Some(retry_after);
+        }
         reason.is_retryable().then(|| self.estimate_retry_after(now, priority))
     }
 
@@ -447,6 +452,10 @@ impl<T> Bulkhead<T> {
         }
         if self.prefetched > 0 {
             self.recall_pending(now);
+            // The recall also takes back jobs that hold a permit, so the reserved worker can now be idle.
+            if !self.suspects.is_empty() {
+                self.dispatch_suspects(now);
+            }
         }
         if !self.to_resend.is_empty() {
             self.resend(now);

@@ -29,6 +29,11 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
+/// Number of dispatches that a job can lose because its run limit expires before the worker starts the job. With the
+/// last of them, the job ends. Otherwise, a job with a very short run limit could move between the queue and a worker
+/// until its deadline.
+const RUN_LIMIT_EXPIRIES_MAX: u8 = 10;
+
 /// Minimum time before a job's deadline and queue timeout, in multiples of `lookahead`. If less time is left, the job
 /// is not prefetched.
 const TIME_LEFT_FACTOR: u32 = 2;
@@ -432,6 +437,9 @@ impl<T> Bulkhead<T> {
         job.attempts -= 1;
         // The job was already dispatched once, so the queue timeout no longer applies.
         job.queue_timeout_at = None;
+        if matches!(job.state, JobState::InFlight { since, .. } if since + job.run_limit <= now) {
+            job.run_limit_expiries += 1;
+        }
         let is_wanted = job.record.is_some();
         if let Some(claim) = job.claim.take() {
             self.breaker.return_claim(claim);
@@ -462,7 +470,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Ends or requeues a job that its worker has not started. The run limit starts again at the next dispatch.
+    /// Ends or requeues a job that its worker has not started. The run limit starts again at the next dispatch, unless
+    /// it has expired too often.
     fn end_or_requeue(
         &mut self,
         now: Time,
@@ -480,7 +489,7 @@ impl<T> Bulkhead<T> {
             return self.forget(index);
         } else if let Some(verdict) = end {
             verdict
-        } else if job.deadline_at <= now {
+        } else if job.deadline_at <= now || job.run_limit_expiries >= RUN_LIMIT_EXPIRIES_MAX {
             Verdict::DeadlineQueued
         } else if self.mode != Mode::Open {
             rejection(RejectReason::Draining)

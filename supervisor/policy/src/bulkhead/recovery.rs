@@ -153,6 +153,8 @@ impl<T> Bulkhead<T> {
         // The dispatch does not count as an attempt, because the job was never started.
         job.attempts -= 1;
         job.unread_returns += 1;
+        // The job was already dispatched once, so the queue timeout no longer applies.
+        job.queue_timeout_at = None;
         job.state = JobState::Unplaced;
         let (tenant, claim) = (job.tenant, job.claim.take());
         if let Some(claim) = claim {

@@ -224,6 +224,25 @@ fn half_open_breaker_admits_only_the_configured_probes() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
 }
 
+/// Checks a rule in `docs/semantics.md`: `Retry-After` is exact for `circuit_open`, also for jobs that were waiting when
+/// the breaker opened.
+#[test]
+fn waiting_jobs_learn_when_the_breaker_admits_probes() {
+    let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, 5, 10) });
+    let crashing: Vec<JobId> = (0..5).map(|_| fixture.job()).collect();
+    let (patient, hasty) = (fixture.job(), fixture.job_with(Some(3 * SECOND)));
+    fixture.exit_worker(fixture.holder(crashing[0]), Death::Signal(11));
+    assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
+    fixture.wait(SECOND);
+    fixture.bring_up(fixture.newest_worker());
+    assert_eq!(fixture.submit(), None);
+    for (job, is_retryable) in [(Some(patient), true), (Some(hasty), false), (None, true)] {
+        let answer = fixture.outcomes.iter().find(|answer| answer.job == job);
+        let told = answer.map(|answer| (answer.verdict.reason(), answer.retry_after, answer.retryable));
+        assert_eq!(told, Some((Some("circuit_open"), Some(4 * SECOND), is_retryable)));
+    }
+}
+
 /// Follows `shouldIncreaseCounterOnReleasePermission` and #544 in resilience4j: a probe whose outcome says nothing
 /// about the worker does not use up one of the permitted probes. In this test, the probes are cancelled.
 #[test]
@@ -354,6 +373,19 @@ fn suspects_of_a_shared_crash_are_retried_alone() {
     let outcomes: Vec<u32> = fixture.outcomes.iter().map(|answer| answer.attempts).collect();
     assert_eq!(outcomes, [2; 4]);
     assert!(fixture.was_dispatched(fresh));
+}
+
+/// A job that has run once is not cancelled by a client that cancels only jobs that have not begun.
+#[test]
+fn cancel_unless_begun_ignores_job_waiting_for_a_retry() {
+    let mut fixture = Fixture::ready(retrying(1, 1.0));
+    let job = fixture.idempotent_job();
+    fixture.exit_worker(fixture.holder(job), Death::Signal(11));
+    fixture.apply(Event::Cancel { job, unless_begun: true });
+    assert_eq!(fixture.verdicts(job).len(), 0);
+    fixture.bring_up(fixture.newest_worker());
+    fixture.reply(job);
+    fixture.expect(job, "ok", None);
 }
 
 /// A job is not retried after its deadline. The outcome of the first attempt becomes the job's outcome.

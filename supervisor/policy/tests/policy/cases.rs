@@ -321,6 +321,21 @@ fn unread_job_is_dispatched_first() {
     assert_eq!(fixture.holder(later), fixture.newest_worker());
 }
 
+/// The queue timeout limits only the wait for the first permit.
+#[test]
+fn unread_job_has_no_queue_timeout() {
+    let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(1, 1, 5) });
+    let (worker, job) = (fixture.newest_worker(), fixture.job());
+    fixture.wait(2 * SECOND);
+    fixture.apply(Event::JobUnread { worker, job });
+    fixture.exit_worker(worker, Death::Exit(0));
+    fixture.wait(MS);
+    assert_eq!(fixture.verdicts(job).len(), 0);
+    fixture.bring_up(fixture.newest_worker());
+    fixture.reply(job);
+    fixture.expect(job, "ok", None);
+}
+
 /// If a worker dies without having started its job, and no other worker will start, the client gets the job's outcome
 /// immediately.
 #[test]

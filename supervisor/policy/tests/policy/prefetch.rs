@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bulkhead_policy::{
     BreakerLimits, Capabilities, Death, Event, KillReason, LimitChange, Limits, Overflow, Recycle, Reply,
-    Submission, WorkerId,
+    RetryLimits, Submission, WorkerId,
 };
 use bulkhead_shared::{Executed, JobId, Priority, Verdict};
 
@@ -236,6 +236,57 @@ fn run_limit_restarts_for_a_job_not_yet_started() {
     fixture.apply(Event::FrameReceived { worker });
     fixture.wait(MS);
     fixture.expect(job, "deadline_exceeded", Some("running"));
+}
+
+/// Otherwise, a job whose run limit is shorter than the time that a worker needs to start it would be sent again and
+/// again until its deadline.
+#[test]
+fn job_ends_when_its_run_limit_has_restarted_too_often() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let worker = fixture.spawned[0];
+    fixture.set_stuck(worker, true);
+    let job = fixture.job_that_runs_for(MS);
+    for _ in 0..10 {
+        assert_eq!(fixture.verdicts(job).len(), 0);
+        fixture.now = fixture.now + MS;
+        fixture.apply(Event::Tick);
+        fixture.apply(Event::FrameReceived { worker });
+    }
+    fixture.expect(job, "deadline_exceeded", Some("queued"));
+    assert_eq!(fixture.outcomes.last().map(|answer| answer.attempts), Some(0));
+    fixture.set_stuck(worker, false);
+    let next = fixture.job();
+    fixture.reply(next);
+    fixture.expect(next, "ok", None);
+}
+
+/// The recall of prefetched jobs also takes back the job that holds the permit, because the worker has not started it.
+#[test]
+fn suspect_runs_at_once_in_a_worker_idle_after_a_recall() {
+    let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
+    let (mut fixture, stuck) = beside_a_stuck_one(Limits { retry, ..limits(2, 1, 10) });
+    let other = fixture.spawned[1];
+    let (held, suspect) = (fixture.job(), fixture.idempotent_job());
+    jobs(&mut fixture, 2);
+    assert_eq!((fixture.holder(held), fixture.holder(suspect)), (stuck, other));
+    assert!(fixture.prefetched.iter().any(|&(worker, _)| worker == stuck));
+    fixture.exit_worker(other, Death::Signal(11));
+    assert_eq!(fixture.holder(suspect), stuck);
+}
+
+#[test]
+fn cancel_unless_begun_ignores_a_retry_not_yet_started() {
+    let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
+    let mut fixture = fixture(Limits { retry, ..limits(2, 1, 10) });
+    let (first, second) = (fixture.spawned[0], fixture.spawned[1]);
+    fixture.set_stuck(second, true);
+    let job = fixture.idempotent_job();
+    fixture.exit_worker(first, Death::Signal(11));
+    assert_eq!(fixture.holder(job), second);
+    fixture.apply(Event::Cancel { job, unless_begun: true });
+    assert_eq!((fixture.verdicts(job).len(), fixture.recalled_jobs.len()), (0, 0));
+    fixture.apply(Event::Cancel { job, unless_begun: false });
+    assert_eq!(fixture.verdicts(job), [&Verdict::Cancelled { executed: Executed::Yes }]);
 }
 
 #[test]

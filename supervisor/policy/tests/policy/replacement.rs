@@ -162,7 +162,7 @@ fn outdated(fixture: &Fixture) -> Vec<WorkerId> {
 /// A worker that is still starting when a restart is requested might have read an old secret, so it is replaced.
 /// Workers that were started after the restart are not replaced again.
 #[test]
-fn restart_replaces_starting_workers_once() {
+fn restart_replaces_workers_that_are_starting_only_once() {
     for is_draining in [false, true] {
         let mut fixture = Fixture::starting(limits(3, 1, 0));
         let [serving, initializing, spawning] = fixture.spawned[..] else {

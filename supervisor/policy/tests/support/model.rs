@@ -125,6 +125,8 @@ struct Job {
     prefetched: Option<u32>,
     /// Sequence number of the job among all jobs sent to its worker.
     send_number: u64,
+    /// Number of dispatches whose run limit expired before the worker started the job.
+    run_limit_expiries: u32,
     recalled_from: Option<WorkerId>,
 }
 
@@ -546,7 +548,7 @@ impl Model {
         self.workers.values().filter(has_room).filter(move |_| in_use < limit)
     }
 
-    /// Returns the worker that must get the next job.
+    /// Returns the worker that should receive the next job.
     fn least_loaded(&self) -> Option<WorkerId> {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }

@@ -187,7 +187,7 @@ impl Behaviour {
             leaves_after_job: work(random, &[0, 0, 5, 50]),
             dies_idle: work(random, &[0, 0, 10, 60]),
             reads_nothing: work(random, &[0, 5, 30]),
-            begins_late: random.pick(&[0, 0, 2, 30]),
+            begins_late: random.pick(&[0, 0, 2, 30, 100]),
             oversizes: work(random, &[0, 0, 5, 30]),
             ignores_cancel: random.pick(&[0, 20, 100]),
             ignores_drain: work(random, &[0, 0, 10, 60]),

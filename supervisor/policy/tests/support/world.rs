@@ -190,7 +190,11 @@ impl World {
             .percent(self.behaviour.own_deadline)
             .then(|| if self.random.percent(3) { Duration::ZERO } else { self.random.millis(1, most) });
         let own_run_limit = self.random.percent(self.behaviour.own_run_limit);
-        let run_limit = own_run_limit.then(|| self.random.millis(1, most));
+        let run_limit = own_run_limit.then(|| {
+            // With a very short limit, a job is recalled often before a worker starts it.
+            let most = if self.random.percent(30) { 5 } else { most };
+            self.random.millis(1, most)
+        });
         let priority = self.random.pick(&[Priority::Critical, Priority::Normal, Priority::BestEffort]);
         let idempotent = self.random.percent(50);
         let cost = self.random.pick(&[1, 1, 1, 2, 7]);

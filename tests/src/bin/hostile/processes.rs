@@ -252,7 +252,7 @@ fn reschedule_supervisor(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// Sets the CPU affinity mask of a process to its current value.
+/// Attempts to set the CPU affinity mask of a process, to the current mask.
 fn pin(pid: i32) -> Tried {
     const MASK_BYTES: usize = 128;
     let pid = pid as usize;

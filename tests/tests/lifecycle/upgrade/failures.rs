@@ -360,6 +360,9 @@ fn start_timeout_comes_from_the_new_configuration() {
     manager.configure("", &one_worker(with_limit("60s", "second")));
     let upgrading = Upgrading::start(&manager);
     upgrading.until("started");
+    // A signal has no response, so the log must say that nothing was reloaded.
+    kill_pid(old, Signal::SIGHUP);
+    wait_for("the refused reload is reported", || manager.log().contains("config_rejected").then_some(()));
     std::thread::sleep(Duration::from_secs(11));
     assert_eq!(manager.supervisors().len(), 2, "the old program did not wait long enough\n{}", manager.log());
     std::fs::write(manager.folder.path().join("go"), "").unwrap();

@@ -104,7 +104,7 @@ const CRASH_KINDS = new Set(['worker_exited', 'job_crashed', 'job_retried', 'wor
 
 const stream = new Stream({
   hello(hello, isAnother) {
-    if (isAnother) feed.remark('the supervisor was restarted: events and counters start again');
+    if (isAnother) feed.remark('the supervisor was restarted or upgraded: counters start again');
     const isUpdated = known.version !== null && known.version !== hello.version;
     known.version = hello.version;
     known.host = visible(hello.host ?? '');

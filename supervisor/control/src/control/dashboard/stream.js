@@ -13,7 +13,7 @@ const SILENCE_MS = 10_000;
 
 /**
  * Callbacks in `on`: `state(name, since)` with the state `connecting`, `live`, `stuck` or `lost`;
- * `hello(hello, isAnother)` with the supervisor's first frame, and true if the supervisor was restarted;
+ * `hello(hello, isAnother)` with the first frame, and true if the supervisor was restarted or upgraded;
  * `bulkheads`, `event` and `missed` with the other frames.
  */
 export class Stream {

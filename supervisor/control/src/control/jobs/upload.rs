@@ -214,7 +214,7 @@ impl Spool {
 
     fn memory_full(&self) -> Failure {
         Failure::Overloaded(format!(
-            "waiting data has reached max_buffered ({} bytes): submit fewer jobs at once, or raise the limit",
+            "max_buffered ({} bytes) has been reached: submit fewer jobs at once, or raise the limit",
             self.capacity
         ))
     }

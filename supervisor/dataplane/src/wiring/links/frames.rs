@@ -233,7 +233,7 @@ impl DataPlane {
             return Ok(false);
         }
         let compartment = link.compartment();
-        let most = self.bulkheads.owner(&self.compartments[compartment]).max_result;
+        let most = link.result_bytes_max();
         let size = header.payload_length() as u64;
         if size <= most {
             return Ok(true);
@@ -272,7 +272,7 @@ impl DataPlane {
         let number = header.number;
         match header.kind {
             kind::RESULT => {
-                let most = self.bulkheads.owner(&self.compartments[compartment]).max_result;
+                let most = self.links[index].result_bytes_max();
                 let mut size = payload.len() as u64;
                 let (named, status) = check_result(metadata)?;
                 self.record_exit_status((compartment, worker), JobId(number), status);
@@ -306,8 +306,7 @@ impl DataPlane {
                         Fault::Dependency
                     },
                 };
-                let is_allowed =
-                    payload.len() as u64 <= self.bulkheads.owner(&self.compartments[compartment]).max_result;
+                let is_allowed = payload.len() as u64 <= self.links[index].result_bytes_max();
                 let payload = if is_allowed { payload } else { Incoming::None };
                 self.apply_reply(compartment, worker, number, Reply::Failed(failure), payload);
             }
@@ -339,7 +338,7 @@ impl DataPlane {
                 let (_, extensions) = decode_all::<Empty>(metadata, &[])?;
                 let send_number = extensions.get(tag::ARRIVAL).and_then(|bytes| bytes.try_into().ok());
                 let send_number =
-                    send_number.ok_or("the worker returned a job without the job's send number")?;
+                    send_number.ok_or("the worker returned a job without a valid send number")?;
                 self.links[index].unsolicited.charge(0);
                 // The job was recalled before the worker started it.
                 let (job, send_number) = (JobId(number), u64::from_le_bytes(send_number));
@@ -444,10 +443,11 @@ impl DataPlane {
             result_bytes_max: entry.max_result,
             bulkhead: &entry.name,
         };
+        let result_bytes_max = welcome.result_bytes_max;
         let program = link.program().clone();
         let seal = program.sandbox().seal().map(|seal| (tag::SEAL, seal));
         let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, seal.as_slice(), Payload::NONE);
-        link.welcome();
+        link.welcome(result_bytes_max);
         if hello.capabilities & capability::MEMORY_FILES != 0 && !compartment_of_link.is_replay {
             self.leases.worker_ready(link.spawn());
         }

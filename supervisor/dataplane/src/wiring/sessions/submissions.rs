@@ -202,11 +202,11 @@ impl DataPlane {
     }
 
     pub(super) fn cancel_request(&mut self, index: SessionIndex, number: u64, unless_begun: bool) {
-        match self.sessions.request(index, number) {
-            Some((compartment, job)) => {
-                self.apply(compartment, Event::Cancel { job, unless_begun }, Incoming::None);
-            }
-            None => self.sessions.count_rejection(index),
+        let Some((compartment, job)) = self.sessions.request(index, number) else {
+            return self.sessions.count_rejection(index);
+        };
+        if !unless_begun || !self.compartments.has_run_elsewhere(compartment, job) {
+            self.apply(compartment, Event::Cancel { job, unless_begun }, Incoming::None);
         }
     }
 

@@ -308,7 +308,7 @@ fn too_deeply_nested_cgroups_are_an_error() {
 }
 
 #[test]
-fn only_leaves_of_dead_keepers_are_removed() {
+fn only_leaf_cgroups_of_dead_keepers_are_removed() {
     let Some(group) = TestGroup::new("stale") else { return };
     let root = group.root(0);
     let living = Owner::this_process().unwrap();

@@ -336,7 +336,7 @@ impl EventLoop {
             }
             // The template has already exited.
             (Stage::Ended, Some(_)) => {}
-            (Stage::Starting(_) | Stage::Running | Stage::Failed | Stage::Ended, _) => wait::kill_group(pid),
+            (_, None) | (Stage::Starting(_) | Stage::Failed | Stage::Abandoned, _) => wait::kill_group(pid),
         }
     }
 

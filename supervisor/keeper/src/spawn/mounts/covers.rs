@@ -242,7 +242,7 @@ pub(crate) fn unreachable_folder(folder: &Path, identity: Option<Identity>) -> S
     let uid = identity.map_or(0, |identity| identity.uid);
     let folder = folder.display();
     let step = format!(
-        "let user {uid} through {folder}, which contains paths granted to the worker: run `chmod o+x \
+        "user {uid} cannot traverse {folder}, which contains paths granted to the worker: run `chmod o+x \
          {folder}`, or set `user` in `sandbox` to a user that can"
     );
     SpawnError::new(&step, Errno::ACCESS)

@@ -274,8 +274,9 @@ impl Layout {
             None => Ok(()),
             Some(path) => {
                 let (path, old_root) = (path.display(), old_root.display());
-                let step =
-                    format!("{ROOT_STEP}: show {path}: rename {old_root}, because Bulkhead needs this name");
+                let step = format!(
+                    "{ROOT_STEP}: show {path}: Bulkhead needs the name {old_root}; rename the directory"
+                );
                 Err(SpawnError::new(&step, Errno::EXIST))
             }
         }
@@ -514,6 +515,10 @@ mod tests {
         let hidden = PathBuf::from("/.bulkhead-old-root/data");
         layout.binds.insert(hidden, (PathBuf::from("/usr"), Access::Read));
         let error = layout.check_names(Path::new("/usr")).unwrap_err();
-        assert!(error.step.contains("show /.bulkhead-old-root/data: rename"), "{}", error.step);
+        assert!(
+            error.step.contains("show /.bulkhead-old-root/data: Bulkhead needs the name"),
+            "{}",
+            error.step
+        );
     }
 }

@@ -352,6 +352,7 @@ impl Model {
             worker: None,
             prefetched: None,
             send_number: 0,
+            run_limit_expiries: 0,
             recalled_from: None,
         };
         self.jobs.insert(id, job);
@@ -362,6 +363,9 @@ impl Model {
         let Some(job) = self.jobs.get(&id).filter(|job| !job.is_answered) else { return };
         let (has_worker, has_run) = (job.worker.is_some() || job.is_prefetched(), job.before.is_some());
         let (can_be_recalled, _) = self.can_be_recalled(id);
+        if unless_begun && has_run {
+            return self.coverage.see("continues because an attempt has crashed");
+        }
         if unless_begun && has_worker && !can_be_recalled {
             return self.coverage.see("continues because it has begun");
         }
@@ -633,6 +637,7 @@ impl Model {
                     (job.worker, job.is_unread, job.is_by_journal) = (None, false, false);
                     job.attempts -= 1;
                     job.unread_returns += 1;
+                    job.queue_timeout_at = None;
                 });
             } else {
                 self.job_lost(job, false, &verdict);

@@ -8,6 +8,9 @@ use super::{Job, Mode, Model, Phase, Worker};
 /// Maximum number of prefetched jobs per worker.
 const JOBS_MAX: usize = 64;
 
+/// Number of dispatches that a job can lose because its run limit expires before the worker starts the job.
+const RUN_LIMIT_EXPIRIES_MAX: u32 = 10;
+
 impl Job {
     pub(super) fn is_prefetched(&self) -> bool {
         self.prefetched.is_some()
@@ -151,6 +154,8 @@ impl Model {
             (false, false) => "prefetched job recalled",
         });
         let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
+        let has_expired = entry.run_limits[0].is_some_and(|limit| entry.since + limit <= now);
+        entry.run_limit_expiries += u32::from(had_permit && has_expired);
         entry.attempts -= u32::from(had_permit);
         entry.queue_timeout_at = entry.queue_timeout_at.filter(|_| !had_permit);
         (entry.worker, entry.prefetched, entry.is_overdue) = (None, None, false);
@@ -191,6 +196,9 @@ impl Model {
             return;
         }
         let verdict = if job.deadline_at <= self.now {
+            Verdict::DeadlineQueued
+        } else if job.run_limit_expiries >= RUN_LIMIT_EXPIRIES_MAX {
+            self.coverage.see("run limit expired too often");
             Verdict::DeadlineQueued
         } else if self.mode != Mode::Open {
             Verdict::rejected(RejectReason::Draining)
