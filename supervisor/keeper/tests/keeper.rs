@@ -534,14 +534,15 @@ time.sleep(20)
 print('gave up')";
     let mut tracer = std::process::Command::new("python3");
     tracer.args(["-c", script, &fixture.keeper.pid().to_string()]).stdout(std::process::Stdio::piped());
-    let tracer = tracer.spawn().unwrap();
-    let mut output = tracer.stdout.unwrap();
+    let mut tracer = tracer.spawn().unwrap();
+    let mut output = tracer.stdout.take().unwrap();
     let mut line = [0; 7];
     output.read_exact(&mut line).unwrap();
     keeper::reap_after_keeper(fixture.keeper).unwrap();
     let mut rest = String::new();
     output.read_to_string(&mut rest).unwrap();
     assert_eq!((&line, rest.as_str()), (b"traces\n", ""));
+    assert!(tracer.wait().is_err(), "the tracer was not reaped");
     assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
 }
 

@@ -223,7 +223,7 @@ mod tests {
             for file in ["file", "a/file", "a/b/file", "a/b/c/file"] {
                 std::fs::write(folder.join(file), "x").unwrap();
             }
-            std::fs::set_permissions(folder.join("a/b"), std::fs::Permissions::from_mode(0)).unwrap();
+            std::fs::set_permissions(folder.join("a/b"), std::fs::Permissions::from_mode(0o0)).unwrap();
         }
     }
 

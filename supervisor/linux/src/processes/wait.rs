@@ -93,7 +93,7 @@ mod tests {
         let pid = child.id();
         // SAFETY: neither call accesses memory of this process.
         let ptrace = |request: libc::c_uint| unsafe { libc::ptrace(request, pid as libc::pid_t, 0, 0) };
-        assert_eq!([libc::PTRACE_SEIZE, libc::PTRACE_INTERRUPT].map(|request| ptrace(request)), [0, 0]);
+        assert_eq!([libc::PTRACE_SEIZE, libc::PTRACE_INTERRUPT].map(ptrace), [0, 0]);
         wait_until(|| peek_child(libc::P_PID, pid, 0).is_ok_and(|(found, _)| found == pid));
         assert!(!has_ended(pid));
         child.kill().unwrap();
