@@ -1024,6 +1024,21 @@ mod tests {
         }
     }
 
+    #[test]
+    fn job_returned_by_goaway_gets_a_new_wait_limit() {
+        let (requests, _there) = in_memory();
+        let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
+        job.waits_until = Some(Instant::now());
+        job.reconnect_timeout = Some(Duration::from_secs(3600));
+        let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {
+            panic!("the job was not sent")
+        };
+        requests.go_away(0);
+        requests.end_overdue("the supervisor is being replaced");
+        let polled = pending.poll(&Context::from_waker(Waker::noop()));
+        assert!(polled.is_pending(), "{polled:?}");
+    }
+
     /// Creates a [`Requests`] value with a free lease for payloads of `bytes` bytes.
     fn with_lease(bytes: usize) -> (Arc<Requests>, Endpoint, LeaseRef) {
         let (here, there) = in_process::pair();
