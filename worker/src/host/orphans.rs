@@ -65,6 +65,8 @@ struct Programs {
     /// For each process or session outside the programs' sessions, the PIDs of the programs that are possible
     /// ancestors.
     owners: HashMap<Key, Vec<u32>>,
+    /// PIDs of programs whose orphans are being killed.
+    cleanups: Vec<u32>,
 }
 
 /// Either the PID and start time of a process, or a session ID and `None`.
@@ -80,11 +82,13 @@ impl Programs {
         if self.unfinished.contains_key(&found.session) {
             return Some(vec![found.session]);
         }
+        if self.cleanups.contains(&found.session) {
+            return Some(Vec::new());
+        }
         keys(found).iter().find_map(|key| self.owners.get(key)).cloned()
     }
 
-    /// Returns the programs that a child of the host may descend from. If the child is not recorded, returns all exited
-    /// programs whose orphans are not recorded yet.
+    /// Returns the programs that a child of the host may descend from.
     fn owners_of_child(&mut self, child: u32) -> Vec<u32> {
         if self.unfinished.contains_key(&child) {
             return vec![child];
@@ -97,12 +101,23 @@ impl Programs {
         // separately.
         let Some(found) = identity_of(child) else { return Vec::new() };
         self.known_owners(found).unwrap_or_else(|| {
-            let unrecorded = self.unfinished.iter().filter(|(_, is_recorded)| !**is_recorded);
-            let owners: Vec<u32> =
-                unrecorded.map(|(&program, _)| program).filter(|&it| has_ended(it)).collect();
+            let owners = self.possible_owners(found);
             self.record(found, &owners);
             owners
         })
+    }
+
+    /// Returns the programs that an unrecorded orphan may descend from: all exited programs whose orphans are not
+    /// recorded yet. If there are none, the orphan may have changed its session during a program's `output_grace`
+    /// period, or it belongs to a program that is being cleaned up. Such a program's orphans must not survive.
+    fn possible_owners(&self, found: ProcessIdentity) -> Vec<u32> {
+        let is_older = |program: u32| identity_of(program).is_some_and(|it| it.started <= found.started);
+        let older = |with: bool| {
+            let programs = self.unfinished.iter().filter(move |(_, is_recorded)| **is_recorded == with);
+            programs.map(|(&program, _)| program).filter(|&it| is_older(it))
+        };
+        let owners: Vec<u32> = older(false).filter(|&it| has_ended(it)).collect();
+        if owners.is_empty() && self.cleanups.is_empty() { older(true).collect() } else { owners }
     }
 
     fn record(&mut self, found: ProcessIdentity, owners: &[u32]) {
@@ -209,9 +224,21 @@ impl Orphans {
         named.chain((more > 0).then(|| format!("{more} more"))).collect()
     }
 
-    /// Allows the next cleanup to kill a program's orphans. Must be called before the program is reaped.
+    /// Allows the next cleanup to kill a program and its orphans. Must be called before the program is reaped, and must
+    /// be followed by [`Orphans::finish_cleanup`].
     pub(super) fn unprotect(&self, number: u32) {
-        self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        programs.unfinished.remove(&number);
+        programs.cleanups.push(number);
+    }
+
+    /// Kills and reaps the orphans of a program that has been reaped.
+    pub(super) fn finish_cleanup(&self, number: u32) {
+        self.reap();
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = programs.cleanups.iter().position(|&it| it == number) {
+            programs.cleanups.swap_remove(at);
+        }
     }
 
     /// Returns true if the first thread has children, or if this is unknown. The kernel reparents the
@@ -221,7 +248,7 @@ impl Orphans {
     }
 
     /// Kills and reaps all processes that exited programs have left behind. Waits until the cleanup is complete.
-    pub(super) fn reap(&self) {
+    fn reap(&self) {
         if !self.has_children() {
             return;
         }
@@ -268,7 +295,7 @@ impl Orphans {
             }
         }
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-        let Programs { unfinished, owners, unkillable } = &mut *programs;
+        let Programs { unfinished, owners, unkillable, .. } = &mut *programs;
         unkillable.retain(|process| identity_of(process.pid) == Some(*process));
         owners.retain(|_, owners| owners.iter().any(|owner| unfinished.contains_key(owner)));
     }
