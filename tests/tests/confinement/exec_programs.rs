@@ -377,6 +377,24 @@ fn orphans_within_output_grace_survive_other_programs() {
     });
 }
 
+/// The other profiles forbid `CLONE_PARENT`.
+#[test]
+fn process_with_the_hosts_thread_as_parent_is_killed() {
+    let place = start_shell(NONE, "");
+    // With CLONE_VFORK, the program continues once the new process has executed its command.
+    let flags = libc::CLONE_PARENT | libc::CLONE_VFORK | libc::SIGCHLD;
+    for setsid in ["", "'setsid', "] {
+        let pause = own_pause();
+        let operation = format!(
+            "exec perl -e \"syscall({}, {flags}, 0, 0, 0, 0) \
+             or do {{ open(STDOUT, '>', '/dev/null'); exec({setsid}'sleep', '{pause}') }}; print 'started'\"",
+            libc::SYS_clone
+        );
+        assert_eq!(text(place.client().job("x", "").operation(operation).send()), "started");
+        assert!(processes_with(&pause).is_empty());
+    }
+}
+
 #[test]
 fn exit_status_key_classifies_exit_statuses() {
     let more = "exit_status = { ok = [0, 1], caller = [2], retryable = [3] }\n\

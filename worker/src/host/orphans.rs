@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use bulkhead_linux::process_tree::{
     ProcessIdentity, identity_of, kill_descendants, list_descendants, read_proc_file,
 };
-use bulkhead_linux::wait::{has_ended, wait4};
+use bulkhead_linux::wait::{has_ended, is_child_of_thread, thread_has_children, wait4};
 use rustix::fs::{Stat, stat};
 use rustix::io::Errno;
 
@@ -30,8 +30,8 @@ use rustix::io::Errno;
 /// so a longer wait would not help.
 const REAP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Flags that restrict `wait4` to the first thread's children and make it return immediately.
-const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
+/// Flags that restrict `wait4` to the calling thread's children and make it return immediately.
+const CALLING_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
 
 /// Maximum number of processes to name in a message.
 const NAMED_MAX: usize = 4;
@@ -232,8 +232,12 @@ impl Orphans {
         programs.cleanups.push(number);
     }
 
-    /// Kills and reaps the orphans of a program that has been reaped.
+    /// Kills and reaps the orphans of a program that has been reaped. Must be called on the thread that started the
+    /// program, because a process that the program created with `CLONE_PARENT` is a child of that thread.
     pub(super) fn finish_cleanup(&self, number: u32) {
+        if thread_has_children() {
+            self.reap_here(is_child_of_thread);
+        }
         self.reap();
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(at) = programs.cleanups.iter().position(|&it| it == number) {
@@ -262,26 +266,30 @@ impl Orphans {
     /// Serves requests from [`Orphans::reap`]. Must be called on the first thread of the process.
     pub(super) fn serve(&self, requests: &Receiver<SyncSender<()>>) {
         while let Ok(done) = requests.recv() {
-            self.reap_here();
+            self.reap_here(|_| false);
             let _ = done.send(());
         }
     }
 
-    fn reap_here(&self) {
+    /// Kills and reaps unprotected children of the calling thread, and children for which `is_unprotected` returns true.
+    fn reap_here(&self, is_unprotected: impl Fn(u32) -> bool) {
         let until = Instant::now() + REAP_TIMEOUT;
         loop {
-            match wait4(-1, FIRST_THREAD) {
+            match wait4(-1, CALLING_THREAD) {
                 Ok((0, ..)) if Instant::now() < until => {
                     let starting = self.starting.write().unwrap_or_else(PoisonError::into_inner);
                     let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
                     let has_protected = programs.unfinished.values().any(|is_recorded| *is_recorded);
                     // An error means that `/proc` cannot be read; the next iteration tries again.
                     let _ = if has_protected { programs.record_all() } else { Ok(()) };
-                    let is_spared = |child| programs.is_unkillable(child) || programs.is_protected(child);
+                    let is_spared = |child| {
+                        programs.is_unkillable(child)
+                            || !is_unprotected(child) && programs.is_protected(child)
+                    };
                     let killed = kill_descendants(is_spared);
                     drop((programs, starting));
                     if matches!(killed, Ok(0)) {
-                        while wait4(-1, FIRST_THREAD).is_ok_and(|(pid, ..)| pid != 0) {}
+                        while wait4(-1, CALLING_THREAD).is_ok_and(|(pid, ..)| pid != 0) {}
                         break;
                     }
                     std::thread::sleep(Duration::from_micros(500));
