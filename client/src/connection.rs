@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
@@ -747,8 +748,8 @@ impl Drop for Driver {
 /// Reads and writes frames, and ends unanswered jobs, until the connection closes. Returns the reason for the closure.
 async fn serve(requests: Arc<Requests>) -> String {
     tokio::select! {
-        // Reads outcomes that have arrived before ending jobs without outcomes, because the runtime may have been
-        // blocked for a while.
+        // Reads outcomes that have arrived before checking for jobs without outcomes, because the runtime may have
+        // been blocked for a while.
         biased;
         message = read(&requests) => message,
         message = write(&requests) => message,
@@ -819,8 +820,12 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
     let mut problem = None;
     let read = requests.transport.try_io(tokio::io::Interest::READABLE, || {
         let mut may_have_more = false;
-        let (received, mut batch) =
-            inbox.receive_by(scratch, |buffer| requests.receive(buffer, &mut may_have_more))?;
+        let is_storing = inbox.is_storing();
+        let (received, mut batch) = inbox.receive_by(scratch, |buffer| {
+            let count = requests.receive(buffer, &mut may_have_more)?;
+            requests.large_reads.fetch_add(u64::from(is_storing), Ordering::Relaxed);
+            Ok(count)
+        })?;
         let mut frames = Frames::new(requests);
         loop {
             let result = match batch.next() {
@@ -878,4 +883,94 @@ fn announced(frames: &mut Frames<'_>, header: Header, metadata: &[u8]) -> Result
     }
     frames.handle(header, metadata, Vec::new())?;
     Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use bulkhead_shared::Verdict;
+    use bulkhead_shared::client_protocol::OutcomeMessage;
+
+    use super::*;
+    use crate::job_request::Deadline;
+    use crate::reply::OUTCOME_MARGIN;
+    use crate::requests::PendingOutcome;
+
+    /// Creates a [`Requests`] value, and the supervisor's end of the connection.
+    fn connected() -> (Arc<Requests>, std::os::unix::net::UnixStream) {
+        let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
+        here.set_nonblocking(true).unwrap();
+        let transport = Transport::Socket(UnixStream::from_std(here).unwrap());
+        (Arc::new(Requests::new(transport, 1 << 20, 0)), there)
+    }
+
+    /// Submits a job. With a deadline, the client stops waiting for the outcome after a second.
+    fn submit(requests: &Arc<Requests>, has_deadline: bool) -> PendingOutcome {
+        let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
+        if has_deadline {
+            let at = Instant::now() + Duration::from_secs(1) - OUTCOME_MARGIN;
+            job.deadline = Some(Deadline { limit: Duration::from_secs(1), at: at.into_std() });
+        }
+        requests.submit(&mut job, &mut None, None).unwrap_or_else(|_| panic!("the job was not sent"))
+    }
+
+    fn outcome_frame(number: u64, payload: &[u8]) -> Vec<u8> {
+        let message = OutcomeMessage::from_verdict(&Verdict::Ok, "resize");
+        let mut metadata = Vec::new();
+        codec::encode(&message, &[], &mut metadata).unwrap();
+        let length = (metadata.len() + payload.len()) as u32;
+        let metadata_length = metadata.len() as u16;
+        let header = Header { length, kind: kind::OUTCOME, flags: 0, metadata_length, number };
+        [&header.encode()[..], &metadata, payload].concat()
+    }
+
+    /// The tasks keep the runtime's only thread busy, so that most outcomes are still in the socket, or not even sent,
+    /// when the client would stop waiting.
+    #[tokio::test]
+    async fn slow_client_receives_outcomes_after_the_wait_limit() {
+        for (jobs, bytes) in [(100, 50_000), (2, 10 << 20)] {
+            let (requests, mut there) = connected();
+            let pending: Vec<_> = (0..jobs).map(|_| submit(&requests, true)).collect();
+            let numbers: Vec<u64> = pending.iter().map(|pending| pending.number).collect();
+            let supervisor = std::thread::spawn(move || {
+                let payload = vec![0; bytes];
+                numbers.iter().try_for_each(|number| there.write_all(&outcome_frame(*number, &payload)))?;
+                Ok::<_, io::Error>(there)
+            });
+            let serving = tokio::spawn(serve(requests));
+            let busy = tokio::spawn(async {
+                loop {
+                    std::thread::sleep(Duration::from_millis(30));
+                    tokio::task::yield_now().await;
+                }
+            });
+            for mut pending in pending {
+                let reply = std::future::poll_fn(|cx| pending.poll(cx)).await.unwrap();
+                assert_eq!(reply.payload().len(), bytes);
+            }
+            busy.abort();
+            serving.abort();
+            supervisor.join().unwrap().unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn outcomes_of_later_jobs_do_not_extend_the_wait() {
+        let (requests, mut there) = connected();
+        let mut unanswered = submit(&requests, true);
+        let serving = tokio::spawn(serve(requests.clone()));
+        let others = tokio::spawn(async move {
+            loop {
+                let mut other = submit(&requests, false);
+                there.write_all(&outcome_frame(other.number, b"")).unwrap();
+                std::future::poll_fn(|cx| other.poll(cx)).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+        let error = std::future::poll_fn(|cx| unanswered.poll(cx)).await.unwrap_err();
+        assert!(matches!(error, JobError::Disconnected { executed: Executed::Unknown, .. }), "{error}");
+        others.abort();
+        serving.abort();
+    }
 }

@@ -206,6 +206,8 @@ impl JobRequest {
     /// Records that the job was not accepted because the supervisor is being replaced. The job waits for the new
     /// supervisor, even if the client's timeout for reconnecting is zero.
     pub(crate) fn not_taken(&mut self) {
+        // The limit of an earlier wait can have expired while this supervisor had the job.
+        self.waits_until = None;
         self.wait_at_most(
             self.reconnect_limit().map(|limit| if limit.is_zero() { RECONNECT_TIMEOUT } else { limit }),
         );

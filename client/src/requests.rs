@@ -5,7 +5,7 @@ mod frames;
 use std::collections::VecDeque;
 use std::io;
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
@@ -40,8 +40,9 @@ const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
 /// revokes a recalled lease after the same time.
 const MAPPED_RESULTS_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Minimum interval between checks for jobs without an outcome. If a check is late by more than this, the client was
-/// paused, possibly together with the supervisor. The supervisor then gets this much more time.
+/// Minimum interval between checks for jobs without an outcome. A job ends only if no earlier job's outcome has arrived
+/// during the last interval. If a check is late by more than this, the client was paused, possibly together with the
+/// supervisor. The supervisor then gets this much more time.
 const OUTCOME_CHECK_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
 /// Approximate number of batches in which the frames of all pending jobs are written. With several batches, the
@@ -98,6 +99,8 @@ struct State {
     unflushed: usize,
     /// Lower bound of the earliest time at which the client stops waiting for the outcome of a pending job.
     first_outcome_due: Option<Instant>,
+    /// Submission number of the job whose large outcome was announced last.
+    large_outcome: u64,
     /// Request numbers of the jobs to send over another connection, in submission order.
     detached: VecDeque<u64>,
 }
@@ -123,6 +126,8 @@ pub(crate) struct Requests {
     frame_bytes_max: u32,
     /// True while a requested lease has not arrived. During this time, the supervisor may send descriptors.
     expects_files: AtomicBool,
+    /// Number of reads that returned bytes of large outcomes.
+    pub(crate) large_reads: AtomicU64,
     /// Bit mask of the supervisor's [`capability`] values.
     capabilities: u64,
 }
@@ -147,6 +152,7 @@ impl Requests {
             leaving: Notify::new(),
             frame_bytes_max,
             expects_files: AtomicBool::new(false),
+            large_reads: AtomicU64::new(0),
             capabilities,
         }
     }
@@ -421,25 +427,55 @@ impl Requests {
                 self.outcome_due.notified().await;
                 continue;
             };
+            let check = first.checked_sub(OUTCOME_CHECK_INTERVAL_MIN).unwrap_or(first);
             tokio::select! {
-                () = tokio::time::sleep_until(first) => {}
+                () = tokio::time::sleep_until(check) => {}
                 () = self.outcome_due.notified() => continue,
             }
-            if first.elapsed() > OUTCOME_CHECK_INTERVAL_MIN {
-                tokio::time::sleep(OUTCOME_CHECK_INTERVAL_MIN).await;
-            }
-            self.end_unanswered_at(tokio::time::Instant::now().into_std());
+            let submits = self.backlog_received().await;
+            self.end_unanswered_at(tokio::time::Instant::now().into_std(), submits);
         }
     }
 
-    /// Ends and cancels the jobs whose outcomes are overdue at `now`. Outcomes of these jobs that arrive later are
-    /// ignored.
-    fn end_unanswered_at(&self, now: Instant) {
+    /// Waits until no outcome of the jobs submitted so far arrives for [`OUTCOME_CHECK_INTERVAL_MIN`], because a slow
+    /// client can have a long backlog of outcomes to read. Outcomes of later jobs do not extend the wait. Returns the
+    /// number of jobs submitted before the call.
+    async fn backlog_received(&self) -> u64 {
+        let submits = self.lock().submits;
+        let mut before = self.backlog(submits);
+        let mut was_paused = false;
+        loop {
+            let check = tokio::time::Instant::now() + OUTCOME_CHECK_INTERVAL_MIN;
+            tokio::time::sleep_until(check).await;
+            let is_paused = check.elapsed() > OUTCOME_CHECK_INTERVAL_MIN;
+            let backlog = self.backlog(submits);
+            let is_silent = backlog == before;
+            if is_silent && (was_paused || !is_paused) {
+                return submits;
+            }
+            (before, was_paused) = (backlog, is_silent && is_paused);
+        }
+    }
+
+    /// Returns the number of jobs without an outcome among the first `submits` jobs. While a large outcome of one of
+    /// these jobs is arriving, also returns the number of reads.
+    fn backlog(&self, submits: u64) -> (usize, Option<u64>) {
+        let state = self.lock();
+        let is_large = state.large_outcome <= submits;
+        let reads = is_large.then(|| self.large_reads.load(Ordering::Relaxed));
+        (state.waiters.waiting_among(submits), reads)
+    }
+
+    /// Ends and cancels those of the first `submits` jobs whose outcomes are overdue at `now`. Outcomes of these jobs
+    /// that arrive later are ignored.
+    fn end_unanswered_at(&self, now: Instant, submits: u64) {
         let mut state = self.lock();
         let mut first = None;
         let (_, ended) = state.waiters.detach(|job| match job {
             Some((waiter, job)) if !waiter.is_detached() => match job.outcome_due() {
-                Some(due) if due <= now => Decision::Ends(JobError::unanswered()),
+                Some(due) if due <= now && waiter.submit_number <= submits => {
+                    Decision::Ends(JobError::unanswered())
+                }
                 due => {
                     first = first.into_iter().chain(due).min();
                     Decision::Stays
@@ -851,7 +887,7 @@ impl State {
 #[derive(Debug)]
 pub(crate) struct PendingOutcome {
     requests: Option<Arc<Requests>>,
-    number: u64,
+    pub(crate) number: u64,
     /// The job to retry. Set when the outcome is taken, if retries are enabled for the job.
     request: Option<Box<JobRequest>>,
 }
@@ -1024,6 +1060,21 @@ mod tests {
         }
     }
 
+    #[test]
+    fn job_returned_by_goaway_gets_a_new_wait_limit() {
+        let (requests, _there) = in_memory();
+        let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
+        job.waits_until = Some(Instant::now());
+        job.reconnect_timeout = Some(Duration::from_secs(3600));
+        let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {
+            panic!("the job was not sent")
+        };
+        requests.go_away(0);
+        requests.end_overdue("the supervisor is being replaced");
+        let polled = pending.poll(&Context::from_waker(Waker::noop()));
+        assert!(polled.is_pending(), "{polled:?}");
+    }
+
     /// Creates a [`Requests`] value with a free lease for payloads of `bytes` bytes.
     fn with_lease(bytes: usize) -> (Arc<Requests>, Endpoint, LeaseRef) {
         let (here, there) = in_process::pair();
@@ -1061,9 +1112,9 @@ mod tests {
         let due = requests.lock().first_outcome_due.unwrap();
         assert!(due - Instant::now() > OUTCOME_MARGIN, "the supervisor has time to report a missed deadline");
         let cx = &Context::from_waker(Waker::noop());
-        requests.end_unanswered_at(due - Duration::from_millis(1));
+        requests.end_unanswered_at(due - Duration::from_millis(1), 2);
         assert!(limited.poll(cx).is_pending());
-        requests.end_unanswered_at(due);
+        requests.end_unanswered_at(due, 2);
         let Poll::Ready(Err(error)) = limited.poll(cx) else { panic!("the job still waits") };
         assert!(matches!(error, JobError::Disconnected { executed: Executed::Unknown, .. }), "{error}");
         assert!(!error.is_retryable());

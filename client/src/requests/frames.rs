@@ -50,8 +50,8 @@ impl<'r> Frames<'r> {
 
     /// Returns a buffer for the payload of an announced outcome, or `None` if the job was cancelled.
     pub(crate) fn buffer_for(&mut self, header: Header) -> Option<Vec<u8>> {
-        let state = self.state.get_or_insert_with(|| self.requests.lock());
-        state.waiters.get(header.number)?;
+        let state = &mut **self.state.get_or_insert_with(|| self.requests.lock());
+        state.large_outcome = state.waiters.get(header.number)?.submit_number;
         Some(state.pool.take(header.payload_length()))
     }
 

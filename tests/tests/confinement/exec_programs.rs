@@ -342,29 +342,57 @@ fn job_that_already_failed_skips_output_grace() {
 
 #[test]
 fn orphans_within_output_grace_survive_other_programs() {
-    // The orphan creates `held` once the job's program is a zombie.
-    let hold = "exec 3<&0; SETSID sh -c 'until read -r a b s c < /proc/'$$'/stat && [ $s = Z ]; do :; done; \
-                cd PLACE/write; : > held; until [ -e go ]; do sleep 0.01; done; tr a-z A-Z <&3' & exit 0";
+    // The orphan creates `held` once the job's program is a zombie. The pause lasts several clock ticks, so that the
+    // orphan is older than the other programs.
+    let ended = "until read -r a b s c < /proc/'$$'/stat && [ $s = Z ]; do :; done";
+    let hold = "sleep 0.05; cd PLACE/write; : > held; until [ -e go ]; do sleep 0.01; done; tr a-z A-Z <&3";
+    let starts = [
+        format!("sh -c '{ended}; {hold}'"),
+        format!("setsid sh -c '{ended}; {hold}'"),
+        format!("({}; setsid sh -c '{hold}' &)", ended.replace('\'', "")),
+    ];
     under_each_profile("output_grace = \"100s\"\nmax_in_flight = 2", |place| {
         let client = place.client();
         let folder = place.path().join("write");
-        for setsid in ["", "setsid"] {
-            let operation = hold.replace("SETSID", setsid).replace("PLACE", place.path().to_str().unwrap());
+        for start in &starts {
+            let operation = format!("exec 3<&0; {start} & exit 0");
+            let operation = operation.replace("PLACE", place.path().to_str().unwrap());
             let payload = "word ".repeat(50_000);
             let kept = client.job("x", payload.clone()).operation(operation).start().unwrap();
             wait_for("the orphan has created `held`", || folder.join("held").exists().then_some(()));
             let pause = own_pause();
-            for start in ["", "setsid"] {
+            for setsid in ["", "setsid"] {
                 let operation =
-                    format!("({start} sleep {pause} > /dev/null &); {start} sleep {pause} > /dev/null &");
-                assert_eq!(text(client.job("x", "").operation(operation).send()), "");
+                    format!("({setsid} sleep {pause} > /dev/null &); {setsid} sleep {pause} > /dev/null &");
+                assert_eq!(text(client.job("x", "").operation(operation.clone()).send()), "");
                 assert!(processes_with(&pause).is_empty(), "processes of the other program are left");
+                let crashes = client.job("x", "").operation(operation + " kill -9 $$");
+                assert_eq!(code_of(&crashes.send().unwrap_err()), "signal");
+                assert!(processes_with(&pause).is_empty(), "processes of the crashed program are left");
             }
             std::fs::write(folder.join("go"), "").unwrap();
-            assert!(text(kept.wait()) == payload.to_uppercase(), "{setsid}");
+            assert!(text(kept.wait()) == payload.to_uppercase(), "{start}");
             ["held", "go"].iter().for_each(|name| std::fs::remove_file(folder.join(name)).unwrap());
         }
     });
+}
+
+/// The other profiles forbid `CLONE_PARENT`.
+#[test]
+fn process_with_the_hosts_thread_as_parent_is_killed() {
+    let place = start_shell(NONE, "");
+    // With CLONE_VFORK, the program continues once the new process has executed its command.
+    let flags = libc::CLONE_PARENT | libc::CLONE_VFORK | libc::SIGCHLD;
+    for setsid in ["", "'setsid', "] {
+        let pause = own_pause();
+        let operation = format!(
+            "exec perl -e \"syscall({}, {flags}, 0, 0, 0, 0) \
+             or do {{ open(STDOUT, '>', '/dev/null'); exec({setsid}'sleep', '{pause}') }}; print 'started'\"",
+            libc::SYS_clone
+        );
+        assert_eq!(text(place.client().job("x", "").operation(operation).send()), "started");
+        assert!(processes_with(&pause).is_empty());
+    }
 }
 
 #[test]
@@ -440,6 +468,12 @@ fn result_file_is_complete_if_written_after_exit() {
         let late = "cat > >(sleep 0.1; tr a-z A-Z > out)";
         let result = place.client().job("x", "late").operation(format!("exec bash -c '{late}'")).send();
         assert_eq!(text(result), "LATE");
+        // The host has not seen the new session before its parent exits.
+        let late = "(until read -r a b s c < /proc/$$/stat && [ $s = Z ]; do :; done; \
+                    setsid sh -c 'sleep 0.1; echo late > out' &) & exit 0";
+        for _ in 0..5 {
+            assert_eq!(text(place.client().job("x", "").operation(late).send()), "late\n");
+        }
     });
     let place = start_shell(NONE, "files = { output = \"out\" }\noutput_grace = \"50ms\"");
     let pause = own_pause();

@@ -277,13 +277,13 @@ impl Host {
         let pid = program.id();
         let exchanged = self.exchange(&mut program, job.payload(), folder, ctx);
         let must_kill = !matches!(exchanged, Ok(Run { end: Ending::Exited | Ending::Incomplete(_), .. }));
+        self.orphans.unprotect(pid);
         if must_kill {
-            // Kills only the program's own process. `reap` kills the descendants.
+            // Kills only the program's own process. `finish_cleanup` kills the descendants.
             program.kill();
         }
-        self.orphans.unprotect(pid);
         let status = program.wait();
-        self.orphans.reap();
+        self.orphans.finish_cleanup(pid);
         match (exchanged, status) {
             (Ok(mut run), Ok(status)) => {
                 run.read_rest(ctx.result_bytes_max());

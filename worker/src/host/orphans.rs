@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use bulkhead_linux::process_tree::{
     ProcessIdentity, identity_of, kill_descendants, list_descendants, read_proc_file,
 };
-use bulkhead_linux::wait::{has_ended, wait4};
+use bulkhead_linux::wait::{has_ended, is_child_of_thread, thread_has_children, wait4};
 use rustix::fs::{Stat, stat};
 use rustix::io::Errno;
 
@@ -30,8 +30,8 @@ use rustix::io::Errno;
 /// so a longer wait would not help.
 const REAP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Flags that restrict `wait4` to the first thread's children and make it return immediately.
-const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
+/// Flags that restrict `wait4` to the calling thread's children and make it return immediately.
+const CALLING_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
 
 /// Maximum number of processes to name in a message.
 const NAMED_MAX: usize = 4;
@@ -65,6 +65,8 @@ struct Programs {
     /// For each process or session outside the programs' sessions, the PIDs of the programs that are possible
     /// ancestors.
     owners: HashMap<Key, Vec<u32>>,
+    /// PIDs of programs whose orphans are being killed.
+    cleanups: Vec<u32>,
 }
 
 /// Either the PID and start time of a process, or a session ID and `None`.
@@ -80,11 +82,13 @@ impl Programs {
         if self.unfinished.contains_key(&found.session) {
             return Some(vec![found.session]);
         }
+        if self.cleanups.contains(&found.session) {
+            return Some(Vec::new());
+        }
         keys(found).iter().find_map(|key| self.owners.get(key)).cloned()
     }
 
-    /// Returns the programs that a child of the host may descend from. If the child is not recorded, returns all exited
-    /// programs whose orphans are not recorded yet.
+    /// Returns the programs that a child of the host may descend from.
     fn owners_of_child(&mut self, child: u32) -> Vec<u32> {
         if self.unfinished.contains_key(&child) {
             return vec![child];
@@ -97,12 +101,23 @@ impl Programs {
         // separately.
         let Some(found) = identity_of(child) else { return Vec::new() };
         self.known_owners(found).unwrap_or_else(|| {
-            let unrecorded = self.unfinished.iter().filter(|(_, is_recorded)| !**is_recorded);
-            let owners: Vec<u32> =
-                unrecorded.map(|(&program, _)| program).filter(|&it| has_ended(it)).collect();
+            let owners = self.possible_owners(found);
             self.record(found, &owners);
             owners
         })
+    }
+
+    /// Returns the programs that an unrecorded orphan may descend from: all exited programs whose orphans are not
+    /// recorded yet. If there are none, the orphan may have changed its session during a program's `output_grace`
+    /// period, or it belongs to a program that is being cleaned up. Such a program's orphans must not survive.
+    fn possible_owners(&self, found: ProcessIdentity) -> Vec<u32> {
+        let is_older = |program: u32| identity_of(program).is_some_and(|it| it.started <= found.started);
+        let older = |with: bool| {
+            let programs = self.unfinished.iter().filter(move |(_, is_recorded)| **is_recorded == with);
+            programs.map(|(&program, _)| program).filter(|&it| is_older(it))
+        };
+        let owners: Vec<u32> = older(false).filter(|&it| has_ended(it)).collect();
+        if owners.is_empty() && self.cleanups.is_empty() { older(true).collect() } else { owners }
     }
 
     fn record(&mut self, found: ProcessIdentity, owners: &[u32]) {
@@ -209,9 +224,25 @@ impl Orphans {
         named.chain((more > 0).then(|| format!("{more} more"))).collect()
     }
 
-    /// Allows the next cleanup to kill a program's orphans. Must be called before the program is reaped.
+    /// Allows the next cleanup to kill a program and its orphans. Must be called before the program is reaped, and must
+    /// be followed by [`Orphans::finish_cleanup`].
     pub(super) fn unprotect(&self, number: u32) {
-        self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        programs.unfinished.remove(&number);
+        programs.cleanups.push(number);
+    }
+
+    /// Kills and reaps the orphans of a program that has been reaped. Must be called on the thread that started the
+    /// program, because a process that the program created with `CLONE_PARENT` is a child of that thread.
+    pub(super) fn finish_cleanup(&self, number: u32) {
+        if thread_has_children() {
+            self.reap_here(is_child_of_thread);
+        }
+        self.reap();
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = programs.cleanups.iter().position(|&it| it == number) {
+            programs.cleanups.swap_remove(at);
+        }
     }
 
     /// Returns true if the first thread has children, or if this is unknown. The kernel reparents the
@@ -221,7 +252,7 @@ impl Orphans {
     }
 
     /// Kills and reaps all processes that exited programs have left behind. Waits until the cleanup is complete.
-    pub(super) fn reap(&self) {
+    fn reap(&self) {
         if !self.has_children() {
             return;
         }
@@ -235,26 +266,30 @@ impl Orphans {
     /// Serves requests from [`Orphans::reap`]. Must be called on the first thread of the process.
     pub(super) fn serve(&self, requests: &Receiver<SyncSender<()>>) {
         while let Ok(done) = requests.recv() {
-            self.reap_here();
+            self.reap_here(|_| false);
             let _ = done.send(());
         }
     }
 
-    fn reap_here(&self) {
+    /// Kills and reaps unprotected children of the calling thread, and children for which `is_unprotected` returns true.
+    fn reap_here(&self, is_unprotected: impl Fn(u32) -> bool) {
         let until = Instant::now() + REAP_TIMEOUT;
         loop {
-            match wait4(-1, FIRST_THREAD) {
+            match wait4(-1, CALLING_THREAD) {
                 Ok((0, ..)) if Instant::now() < until => {
                     let starting = self.starting.write().unwrap_or_else(PoisonError::into_inner);
                     let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
                     let has_protected = programs.unfinished.values().any(|is_recorded| *is_recorded);
                     // An error means that `/proc` cannot be read; the next iteration tries again.
                     let _ = if has_protected { programs.record_all() } else { Ok(()) };
-                    let is_spared = |child| programs.is_unkillable(child) || programs.is_protected(child);
+                    let is_spared = |child| {
+                        programs.is_unkillable(child)
+                            || !is_unprotected(child) && programs.is_protected(child)
+                    };
                     let killed = kill_descendants(is_spared);
                     drop((programs, starting));
                     if matches!(killed, Ok(0)) {
-                        while wait4(-1, FIRST_THREAD).is_ok_and(|(pid, ..)| pid != 0) {}
+                        while wait4(-1, CALLING_THREAD).is_ok_and(|(pid, ..)| pid != 0) {}
                         break;
                     }
                     std::thread::sleep(Duration::from_micros(500));
@@ -268,7 +303,7 @@ impl Orphans {
             }
         }
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-        let Programs { unfinished, owners, unkillable } = &mut *programs;
+        let Programs { unfinished, owners, unkillable, .. } = &mut *programs;
         unkillable.retain(|process| identity_of(process.pid) == Some(*process));
         owners.retain(|_, owners| owners.iter().any(|owner| unfinished.contains_key(owner)));
     }

@@ -42,6 +42,11 @@ pub fn is_child(pid: u32) -> bool {
     peek_child(libc::P_PID, pid, 0).is_ok()
 }
 
+/// Returns true if the calling thread itself has an unreaped child with this PID, alive or dead.
+pub fn is_child_of_thread(pid: u32) -> bool {
+    peek_child(libc::P_PID, pid, libc::__WNOTHREAD).is_ok()
+}
+
 /// Returns true if the calling thread itself has children, alive or dead.
 pub fn thread_has_children() -> bool {
     peek_child(libc::P_ALL, 0, libc::__WNOTHREAD).is_ok()
