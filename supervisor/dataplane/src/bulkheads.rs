@@ -187,6 +187,12 @@ impl Compartment {
         }
     }
 
+    /// Returns false if the supervisor is not ready because of this compartment. Compartments of isolated tenants do not
+    /// count. Jobs create them at any time, so one of them is often starting.
+    pub(super) fn has_started(&self) -> bool {
+        self.is_replay || self.tenant.is_some() || self.policy.has_settled()
+    }
+
     /// Returns the link stored for the worker's position in policy's table. The link might belong to an earlier worker
     /// that had the same position.
     #[inline]

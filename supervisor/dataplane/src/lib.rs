@@ -731,11 +731,8 @@ impl DataPlane {
     }
 
     /// Reports that the supervisor has started, if all compartments have started and this has not been reported yet.
-    /// Compartments of isolated tenants do not count. Jobs create them at any time, so one of them is often starting.
     fn check_started(&mut self) {
-        let has_started =
-            |c: &bulkheads::Compartment| c.is_replay || c.tenant.is_some() || c.policy.has_settled();
-        if !self.has_started && self.compartments.values().all(has_started) {
+        if !self.has_started && self.compartments.values().all(|compartment| compartment.has_started()) {
             self.has_started = true;
             self.reporter.states_have_changed();
             self.reporter.milestone(Milestone::Started);
