@@ -275,6 +275,12 @@ impl fmt::Display for JobError {
                         "{outcome}: the job reached the run limit of {limit_ms} ms; raise the run limit, or \
                          give the job less work"
                     )?;
+                } else if outcome.run_limit.is_some() && has_ended_before_deadline(outcome) {
+                    write!(
+                        f,
+                        "{outcome}: the run limit expired several times before a worker began the job; raise the \
+                         run limit"
+                    )?;
                 } else {
                     write!(
                         f,
@@ -294,6 +300,11 @@ impl fmt::Display for JobError {
             }
         }
     }
+}
+
+/// Returns true if a job that no worker began ended long before its deadline.
+fn has_ended_before_deadline(outcome: &Outcome) -> bool {
+    outcome.verdict == Verdict::DeadlineQueued && outcome.queued < outcome.deadline / 2
 }
 
 fn write_report(f: &mut fmt::Formatter<'_>, outcome: &Outcome) -> fmt::Result {

@@ -99,6 +99,9 @@ struct State {
     unflushed: usize,
     /// Lower bound of the earliest time at which the client stops waiting for the outcome of a pending job.
     first_outcome_due: Option<Instant>,
+    /// Number of jobs whose outcomes are counted in `backlog_outcomes`: the first ones that were submitted.
+    backlog_submits: u64,
+    backlog_outcomes: u64,
     /// Submission number of the job whose large outcome was announced last.
     large_outcome: u64,
     /// Request numbers of the jobs to send over another connection, in submission order.
@@ -441,7 +444,11 @@ impl Requests {
     /// client can have a long backlog of outcomes to read. Outcomes of later jobs do not extend the wait. Returns the
     /// number of jobs submitted before the call.
     async fn backlog_received(&self) -> u64 {
-        let submits = self.lock().submits;
+        let submits = {
+            let mut state = self.lock();
+            state.backlog_submits = state.submits;
+            state.submits
+        };
         let mut before = self.backlog(submits);
         let mut was_paused = false;
         loop {
@@ -457,13 +464,13 @@ impl Requests {
         }
     }
 
-    /// Returns the number of jobs without an outcome among the first `submits` jobs. While a large outcome of one of
+    /// Returns the number of outcomes that have arrived for the first `submits` jobs. While a large outcome of one of
     /// these jobs is arriving, also returns the number of reads.
-    fn backlog(&self, submits: u64) -> (usize, Option<u64>) {
+    fn backlog(&self, submits: u64) -> (u64, Option<u64>) {
         let state = self.lock();
         let is_large = state.large_outcome <= submits;
         let reads = is_large.then(|| self.large_reads.load(Ordering::Relaxed));
-        (state.waiters.waiting_among(submits), reads)
+        (state.backlog_outcomes, reads)
     }
 
     /// Ends and cancels those of the first `submits` jobs whose outcomes are overdue at `now`. Outcomes of these jobs

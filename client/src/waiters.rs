@@ -163,15 +163,6 @@ impl<M> Waiters<M> {
         u64::from(slot.generation) << 32 | u64::from(index)
     }
 
-    /// Returns the number of jobs without an outcome among the first `submits` jobs submitted over the connection.
-    pub(crate) fn waiting_among(&self, submits: u64) -> usize {
-        let is_early = |slot: &&Slot<M>| match &slot.state {
-            SlotState::Waiting(waiter) => waiter.submit_number <= submits,
-            _ => false,
-        };
-        self.slots.iter().filter(is_early).count()
-    }
-
     #[inline]
     fn slot(&mut self, number: u64) -> Option<&mut Slot<M>> {
         let slot = self.slots.get_mut(number as u32 as usize)?;

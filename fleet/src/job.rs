@@ -104,6 +104,9 @@ impl JobOptions {
         if self.deadline.is_some_and(|deadline| deadline < Duration::from_millis(1)) {
             return Err("the deadline is below 1 ms; use a longer deadline".into());
         }
+        if self.run_limit.is_some_and(|limit| limit < Duration::from_millis(1)) {
+            return Err("the run limit is below 1 ms; use a longer run limit".into());
+        }
         Ok(())
     }
 

@@ -60,6 +60,7 @@ impl<'r> Frames<'r> {
         let state = self.state.get_or_insert_with(|| self.requests.lock());
         // A job without a waiter was cancelled, so the outcome is ignored.
         let Some(mut waiter) = state.waiters.take(number) else { return Ok(()) };
+        state.backlog_outcomes += u64::from(waiter.submit_number <= state.backlog_submits);
         if let Some(buffer) = waiter.buffer.take() {
             state.pool.put(buffer);
         }

@@ -95,7 +95,8 @@ pub fn decide(
         Verdict::Rejected { reason, .. } if is_returned(*reason) => {
             not_begun((message, terms, rules), claim, ending.outcome, jitter)
         }
-        Verdict::DeadlineQueued if has_time => {
+        // If the run limit is too short for a worker to begin the job, further attempts would end in the same way.
+        Verdict::DeadlineQueued if has_time && !is_run_limit_too_short(&ending.outcome) => {
             not_begun((message, terms, rules), claim, ending.outcome, jitter)
         }
         _ if is_repeated(&ending.outcome) && terms.is_idempotent && has_time => {
@@ -149,6 +150,12 @@ fn not_begun(
     }
     let attempts = claim.attempts.saturating_sub(1);
     Consequence::Return { attempts, previous, delay, pause }
+}
+
+/// Returns true if the supervisor ended the job before its deadline, because the job's run limit expired too often
+/// before a worker began the job.
+fn is_run_limit_too_short(outcome: &Outcome) -> bool {
+    outcome.run_limit.is_some() && outcome.queued + outcome.ran < outcome.deadline / 2
 }
 
 /// Returns the delay before a job that has not begun is delivered again, and the agent's pause.

@@ -161,7 +161,8 @@ class _Connection:
         job = self._jobs.get(number)
         if job is not None:
             job._job_ends_at = time.monotonic()
-            self._check_by(job._job_ends_at + _connection.OUTCOME_MARGIN_SECONDS)
+            if not self._loop.is_closed():
+                self._check_by(job._job_ends_at + _connection.OUTCOME_MARGIN_SECONDS)
             self._queue(_wire.frame(_wire.CANCEL, number))
             # Sent immediately, because the loop may be about to stop.
             self._flush_soon(at_once=True)
@@ -306,7 +307,8 @@ class _Connection:
             self._sent_bytes_at_check = -1
         if self._jobs:
             first = min(job._job_ends_at for job in self._jobs.values())
-            self._check_by(max(first + margin, now + _connection.OUTCOME_CHECK_SECONDS))
+            # Receiving may have blocked the loop for some time.
+            self._check_by(max(first + margin, time.monotonic() + _connection.OUTCOME_CHECK_SECONDS))
         self._flush_soon(at_once=True)
         self._end_if_unused()
 
@@ -314,14 +316,18 @@ class _Connection:
         """Receives all outcomes that the supervisor has sent. Returns the numbers of due jobs without an outcome.
 
         If the loop was busy, most of the outcomes can still be in the supervisor, which refills the socket. Blocks for
-        at most one check interval, because other data may arrive all the time.
+        at most half a check interval, because other data may arrive all the time.
         """
-        until = time.monotonic() + _connection.OUTCOME_CHECK_SECONDS
+        until = time.monotonic() + _connection.OUTCOME_CHECK_SECONDS / 2
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while True:
             due = [number for number, job in self._jobs.items() if job._job_ends_at <= before]
-            if not due or time.monotonic() >= until or not poll.poll(REFILL_MS):
+            if not due or time.monotonic() >= until:
+                return due
+            # In case a signal handler raises an exception.
+            self._check_by(until + _connection.OUTCOME_CHECK_SECONDS)
+            if not poll.poll(REFILL_MS):
                 return due
             self._on_readable()
 

@@ -339,7 +339,8 @@ class Connection:
             job.is_due(before) if job.is_sending else is_read and job.is_due(before_sent) for job in jobs.values()
         )
         waiting = [future.job for future in list(self._waiting)]
-        if is_stuck or any(job is not None and (job.waits_until or 0.0) < before for job in waiting):
+        is_behind = any(job is not None and (job.waits_until or 0.0) < before for job in waiting)
+        if is_stuck or is_read and is_behind:
             raise ConnectionResetError(errno.ECONNRESET, "it does not read")
 
     def _push_or_break(self, *buffers: _wire.Buffer) -> bool:

@@ -250,6 +250,9 @@ def _sentence(outcome: Outcome, report_text: str) -> str:
         if outcome.run_limit is not None and outcome.ran >= outcome.run_limit:
             advice = "raise the run limit, or give the job less work"
             return f"{text}: the job reached the run limit of {outcome.run_limit:g} s; {advice}{see}"
+        if outcome.run_limit is not None and outcome.reason == "queued" and outcome.queued < outcome.deadline / 2:
+            advice = "raise the run limit"
+            return f"{text}: the run limit expired several times before a worker began the job; {advice}{see}"
         advice = "raise the deadline, or send fewer jobs concurrently"
         return f"{text}: the job did not finish within {outcome.deadline:g} s; {advice}{see}"
     if outcome.outcome == "crashed":

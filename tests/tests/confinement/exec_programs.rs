@@ -11,7 +11,7 @@ use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
 };
 use bulkhead_tests::http::Place as Http;
-use bulkhead_tests::{descriptors, processes_with, wait_for};
+use bulkhead_tests::{descriptors, not_run, processes_with, wait_for};
 use serde_json::json;
 
 const NONE: &str = "profile = \"none\"";
@@ -380,14 +380,18 @@ fn orphans_within_output_grace_survive_other_programs() {
 /// The other profiles forbid `CLONE_PARENT`.
 #[test]
 fn process_with_the_hosts_thread_as_parent_is_killed() {
+    if !std::process::Command::new("perl").args(["-e", "1"]).status().is_ok_and(|status| status.success()) {
+        return not_run!("perl is not installed");
+    }
     let place = start_shell(NONE, "");
     // With CLONE_VFORK, the program continues once the new process has executed its command.
     let flags = libc::CLONE_PARENT | libc::CLONE_VFORK | libc::SIGCHLD;
     for setsid in ["", "'setsid', "] {
         let pause = own_pause();
         let operation = format!(
-            "exec perl -e \"syscall({}, {flags}, 0, 0, 0, 0) \
-             or do {{ open(STDOUT, '>', '/dev/null'); exec({setsid}'sleep', '{pause}') }}; print 'started'\"",
+            "exec perl -e \"my \\$pid = syscall({}, {flags}, 0, 0, 0, 0); \
+             \\$pid or do {{ open(STDOUT, '>', '/dev/null'); exec({setsid}'sleep', '{pause}'); exit 1 }}; \
+             print 'started' if \\$pid > 0\"",
             libc::SYS_clone
         );
         assert_eq!(text(place.client().job("x", "").operation(operation).send()), "started");

@@ -445,6 +445,8 @@ fn reload_does_not_lower_result_limit_of_running_jobs() {
         let job = spawn(job);
         wait_ran(&supervisor, 1);
         reload(&supervisor, &format!("{B}max_result = \"1KiB\"\n"));
+        // Until then, the old worker would also get the next job.
+        supervisor.wait_events("worker_recycled", 1);
         supervisor.touch("end");
         assert_eq!(job.await.unwrap().unwrap().payload().len(), 100_000);
         let refused = client.job("b", vec![b'x'; 100_000]).operation("echo").send().await;

@@ -116,8 +116,12 @@ impl Programs {
             let programs = self.unfinished.iter().filter(move |(_, is_recorded)| **is_recorded == with);
             programs.map(|(&program, _)| program).filter(|&it| is_older(it))
         };
-        let owners: Vec<u32> = older(false).filter(|&it| has_ended(it)).collect();
-        if owners.is_empty() && self.cleanups.is_empty() { older(true).collect() } else { owners }
+        let (ended, running): (Vec<u32>, Vec<u32>) = older(false).partition(|&it| has_ended(it));
+        if !ended.is_empty() || !self.cleanups.is_empty() {
+            return ended;
+        }
+        // The orphan can also belong to a running program, whose orphans must not survive it.
+        if running.is_empty() { older(true).collect() } else { running }
     }
 
     fn record(&mut self, found: ProcessIdentity, owners: &[u32]) {

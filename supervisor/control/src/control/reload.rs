@@ -99,6 +99,8 @@ enum ReloadError {
     HostNotFound(String),
     #[error("{0}")]
     Steer(#[from] SteerError),
+    #[error("{}", SteerError::Upgrading)]
+    Upgrading,
     #[error("the data plane is not responding")]
     Stuck,
     #[error(
@@ -190,7 +192,7 @@ pub(super) async fn watch(control: Arc<Control>) {
             _ = shutdown.wait_for(|has_begun| *has_begun) => return,
         }
         // All other results have been reported as events.
-        if let Err(refused @ ReloadError::Steer(SteerError::Upgrading)) = reload(&control, false).await {
+        if let Err(refused @ ReloadError::Upgrading) = reload(&control, false).await {
             let path = control.reloads.active_config.lock().await.config.path.clone();
             control.report_reload(&path, &Err(refused));
         }
@@ -225,7 +227,7 @@ impl IntoResponse for ReloadError {
                 problem_with(StatusCode::UNPROCESSABLE_ENTITY, &detail, fields)
             }
             Self::HostNotFound(_) => problem(StatusCode::UNPROCESSABLE_ENTITY, &detail),
-            Self::Steer(_) => problem(StatusCode::CONFLICT, &detail),
+            Self::Steer(_) | Self::Upgrading => problem(StatusCode::CONFLICT, &detail),
             Self::Stuck => stuck(),
             Self::ReadTimeout => problem(StatusCode::SERVICE_UNAVAILABLE, &detail),
             Self::Internal(_) => problem(StatusCode::INTERNAL_SERVER_ERROR, &detail),
@@ -246,7 +248,7 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, ReloadError
         return Ok(changes);
     }
     if control.handover.is_upgrading() {
-        return Err(ReloadError::Steer(SteerError::Upgrading));
+        return Err(ReloadError::Upgrading);
     }
     control.recreate_sockets();
     let is_ready = control.is_started.load(Ordering::SeqCst);

@@ -8,6 +8,7 @@ use std::ffi::CString;
 use std::io;
 use std::time::{Duration, Instant};
 
+use bulkhead_linux::process_tree::{is_alive, start_time};
 use bulkhead_linux::wait::wait_until_readable;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::pipe::PipeFlags;
@@ -22,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Maximum time to wait while other paths are known not to respond. This is short, so that the keeper remains
 /// responsive if many paths are on a hung file system.
-const LATER_TIMEOUT: Duration = Duration::from_millis(200);
+const LATER_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Time for which orders with a path that does not respond are rejected without another check.
 const RETRY_PAUSE: Duration = Duration::from_secs(10);
@@ -31,9 +32,23 @@ const RETRY_PAUSE: Duration = Duration::from_secs(10);
 const NETWORK_FILE_SYSTEMS: [&str; 12] =
     ["9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "lustre", "nfs", "nfs4", "ocfs2", "smb3", "virtiofs"];
 
-/// Paths that did not respond, each with the time of the next check.
+/// Paths that did not respond.
 #[derive(Default)]
-pub(super) struct HungPaths(HashMap<String, Instant>);
+pub(super) struct HungPaths(HashMap<String, HungPath>);
+
+/// State of a path that did not respond.
+struct HungPath {
+    next_check_at: Instant,
+    /// Process that made the last check. As long as the process survives SIGKILL, the file system has not responded.
+    check: Check,
+}
+
+/// PID and start time of a process that checks paths.
+#[derive(Clone, Copy)]
+struct Check {
+    pid: u32,
+    started: Option<u64>,
+}
 
 impl HungPaths {
     /// Fails if a path that the keeper opens for this order does not respond. Does nothing if no network or FUSE file
@@ -43,17 +58,41 @@ impl HungPaths {
         if paths.is_empty() || !has_remote_mount(&std::fs::read("/proc/self/mountinfo").unwrap_or_default()) {
             return Ok(());
         }
-        let now = Instant::now();
-        self.0.retain(|_, next_check| now < *next_check);
-        let timeout = if self.0.is_empty() { TIMEOUT } else { LATER_TIMEOUT };
-        let failed = |error: io::Error| SpawnError::from_io("path check", &error);
-        let hung = match paths.iter().find(|path| self.0.contains_key(**path)) {
-            Some(known) => Some(*known),
-            None => find_hung(forker, &paths, timeout).map_err(failed)?,
+        let hung = |path: &str| {
+            Err(SpawnError::new(&format!("{path}: the file system does not respond"), Errno::TIMEDOUT))
         };
-        let Some(path) = hung else { return Ok(()) };
-        self.0.entry(path.to_owned()).or_insert_with(|| Instant::now() + RETRY_PAUSE);
-        Err(SpawnError::new(&format!("{path}: the file system does not respond"), Errno::TIMEDOUT))
+        let timeout = if self.0.is_empty() { TIMEOUT } else { LATER_TIMEOUT };
+        let now = Instant::now();
+        self.0.retain(|_, known| now < known.next_check_at || known.check.is_alive());
+        if let Some(known) = paths.iter().find(|path| self.0.contains_key(**path)) {
+            return hung(known);
+        }
+        let failed = |error: io::Error| SpawnError::from_io("path check", &error);
+        let Some((path, check, is_starved)) = find_hung(forker, &paths, timeout).map_err(failed)? else {
+            return Ok(());
+        };
+        // If the check had not been scheduled yet, the path is not known to be hung.
+        if !is_starved {
+            self.0.insert(path.to_owned(), HungPath { next_check_at: Instant::now() + RETRY_PAUSE, check });
+        }
+        hung(path)
+    }
+
+    /// Returns true if a process checks paths. Such a process is not a leftover process of a worker.
+    pub(super) fn is_check(&self, pid: u32) -> bool {
+        self.0.values().any(|known| known.check.pid == pid)
+    }
+}
+
+impl Check {
+    fn is_alive(self) -> bool {
+        self.started.is_some_and(|started| is_alive(self.pid, started))
+    }
+
+    /// Returns true if the process is waiting for a processor.
+    fn is_starved(self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('R'))
     }
 }
 
@@ -69,18 +108,26 @@ fn paths_of<'o>(order: &SpawnOrder<'o>) -> Vec<&'o str> {
     paths
 }
 
-/// Returns true if a network or FUSE file system is mounted, according to the text of `/proc/self/mountinfo`.
+/// Returns true if a network or FUSE file system is mounted or can be mounted automatically, according to the text of
+/// `/proc/self/mountinfo`.
 fn has_remote_mount(mounts: &[u8]) -> bool {
     String::from_utf8_lossy(mounts).lines().any(|line| {
         // The type of the file system follows the optional fields, which end with a hyphen.
         let kind = line.split_once(" - ").and_then(|(_, rest)| rest.split(' ').next()).unwrap_or_default();
         let is_fuse = matches!(kind, "fuse" | "fuseblk") || kind.starts_with("fuse.");
-        is_fuse || NETWORK_FILE_SYSTEMS.contains(&kind)
+        // An access can mount a network file system here. Most machines have the exception.
+        let is_automount = kind == "autofs" && line.split(' ').nth(4) != Some("/proc/sys/fs/binfmt_misc");
+        is_fuse || is_automount || NETWORK_FILE_SYSTEMS.contains(&kind)
     })
 }
 
-/// Returns the first path that does not respond.
-fn find_hung<'p>(forker: &Forker, paths: &[&'p str], timeout: Duration) -> io::Result<Option<&'p str>> {
+/// Returns the first path that does not respond, the process that made the check, and true if the process was waiting
+/// for a processor.
+fn find_hung<'p>(
+    forker: &Forker,
+    paths: &[&'p str],
+    timeout: Duration,
+) -> io::Result<Option<(&'p str, Check, bool)>> {
     let names = paths.iter().map(|path| CString::new(*path)).collect::<Result<_, _>>()?;
     let (reader, done) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     let pid = forker.fork(Job::PathCheck(PathCheck { paths: names, done }))?;
@@ -89,9 +136,11 @@ fn find_hung<'p>(forker: &Forker, paths: &[&'p str], timeout: Duration) -> io::R
     while let Some(path) = paths.get(checked) {
         let left = until.saturating_duration_since(Instant::now());
         if !wait_until_readable(&reader, left)? {
+            let check = Check { pid, started: start_time(pid) };
+            let is_starved = check.is_starved();
             // The event loop reaps the process once it is dead.
             wait::kill_child(pid);
-            return Ok(Some(path));
+            return Ok(Some((path, check, is_starved)));
         }
         match retry_on_intr(|| rustix::io::read(&reader, &mut buffer))? {
             0 => break,
@@ -109,9 +158,10 @@ mod tests {
     #[test]
     fn remote_mounts_are_recognised() {
         let line = |kind: &str| format!("36 35 98:0 / /mnt rw,noatime master:1 - {kind} source rw\n");
-        let local = [line("ext4"), line("fusectl"), line("overlay"), line("autofs")].concat();
+        let automount = line("autofs").replace("/mnt", "/proc/sys/fs/binfmt_misc");
+        let local = [line("ext4"), line("fusectl"), line("overlay"), automount].concat();
         assert!(!has_remote_mount(local.as_bytes()));
-        for kind in ["nfs4", "fuse", "fuse.sshfs", "cifs", "9p"] {
+        for kind in ["nfs4", "fuse", "fuse.sshfs", "cifs", "9p", "autofs"] {
             assert!(has_remote_mount(format!("{local}{}", line(kind)).as_bytes()), "{kind}");
         }
     }

@@ -281,8 +281,9 @@ impl EventLoop {
                 return self.killer_finished(now, None);
             }
         }
-        let children = &self.children;
-        match self.reaper.killer.step(SCANNED_PER_ITERATION, |pid| children.contains_key(&pid)) {
+        let (children, hung_paths) = (&self.children, &self.hung_paths);
+        let is_spared = |pid| children.contains_key(&pid) || hung_paths.is_check(pid);
+        match self.reaper.killer.step(SCANNED_PER_ITERATION, is_spared) {
             Ok(Progress::InProgress) => {}
             Ok(Progress::ScanComplete) => {
                 self.report_reaped(|reaper, dead| reaper.killer.has_nothing_new_since(dead.scan_number))

@@ -246,7 +246,7 @@ mod tests {
             progress.stalled_since.store(7, Ordering::Relaxed);
         }
         known_stalled.set_identified();
-        for (progress, since) in [(&known, 1), (&stranger, 5), (&later, 9)] {
+        for (progress, since) in [(&known, 1), (&stranger, 5), (&later, 600_000)] {
             progress.waiting_since.store(since, Ordering::Relaxed);
         }
         known.set_identified();
