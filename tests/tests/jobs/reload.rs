@@ -456,7 +456,7 @@ fn reload_does_not_lower_result_limit_of_running_jobs() {
 
 /// Two removed bulkheads with the same name can still have jobs.
 #[test]
-fn metrics_show_only_the_newest_of_removed_bulkheads_with_the_same_name() {
+fn metrics_show_only_the_newest_removed_bulkhead_of_each_name() {
     let supervisor = start(B);
     run(async {
         let client = connect(&supervisor).await;
