@@ -1,4 +1,5 @@
-//! A client of the bare fork server (`../parts/src/fork_server.rs`).
+//! A client of the bare fork server (`../parts/src/fork_server.rs`), which starts a process for each job without a
+//! supervisor. `fresh` compares the supervisor with this server.
 
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::mem::MaybeUninit;

@@ -1,4 +1,5 @@
-//! Compares two variants that were measured alternately, with a confidence interval for the difference.
+//! Compares two variants that were measured alternately: the ratio of their medians, or a confidence interval for their
+//! difference.
 
 use crate::load::median;
 use crate::report::{Difference, Figure, Target};

@@ -1,6 +1,6 @@
 //! Measures decisions alone: the time that the state machine takes to admit and release a job, without sockets or
-//! processes. The baseline is the time to acquire and release a semaphore permit. The clock is simulated, because
-//! reading a real clock would take as long as the semaphore operations.
+//! processes. The baseline of admission is the time to acquire and release a semaphore permit. The clock is simulated,
+//! because reading a real clock would take as long as the semaphore operations.
 
 use std::collections::VecDeque;
 use std::hint::black_box;

@@ -1,4 +1,5 @@
-//! Concurrent jobs over one connection, for `submit --repeat` and `bench`.
+//! Functions that `submit` and `bench` share: building a job from the command line, and counting outcomes and
+//! latencies. The loops that send jobs concurrently, and the output, are in the modules of the two commands.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! The `restart`, `drain`, `resume`, `reset` and `is-ready` commands, which can wait until they have taken effect.
+//! The `restart`, `drain`, `resume`, `reset` and `is-ready` commands. `restart` and `drain` can wait until they have
+//! taken effect, and `is-ready` until a bulkhead is ready.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
-//! Landlock rules for the programs of a worker. The worker's host receives the rules in a sealed memory file.
+//! Landlock rules that another process applies to the processes that it starts: the host of `exec` programs to each
+//! program, and a confined template to each worker that it forks. The process reads the rules from a sealed memory file
+//! on its standard input. Without Landlock, the file contains only the path of the temporary folder.
 
 use std::fs::File;
 use std::io::{self, Seek, Write};

@@ -5,7 +5,8 @@
 //! the template, a worker, or a process being forked to become a worker is a leftover of a dead worker. The
 //! keeper orders the first process to kill leftovers. Those that survive are killed while the whole namespace
 //! is stopped. If some still survive, the keeper retries at longer intervals, and the worker counts as
-//! reaped. So the keeper never searches `/proc`, and namespaces do not affect each other.
+//! reaped. So the keeper searches `/proc` for none of these processes, and namespaces do not affect each other. Workers
+//! outside such a namespace are handled in `reaping.rs`, and messages from templates in `templates.rs`.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd};
