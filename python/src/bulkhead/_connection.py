@@ -340,7 +340,7 @@ class Connection:
         )
         waiting = [future.job for future in list(self._waiting)]
         is_behind = any(job is not None and (job.waits_until or 0.0) < before for job in waiting)
-        if is_stuck or is_read and is_behind:
+        if is_stuck or (is_read and is_behind):
             raise ConnectionResetError(errno.ECONNRESET, "it does not read")
 
     def _push_or_break(self, *buffers: _wire.Buffer) -> bool:
