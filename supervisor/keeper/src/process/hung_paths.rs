@@ -80,7 +80,7 @@ impl HungPaths {
 
     /// Returns true if a process checks paths. Such a process is not a leftover process of a worker.
     pub(super) fn is_check(&self, pid: u32) -> bool {
-        self.0.values().any(|known| known.check.pid == pid)
+        self.0.values().any(|known| known.check.pid == pid && known.check.is_alive())
     }
 }
 
