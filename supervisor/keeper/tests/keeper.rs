@@ -530,11 +530,13 @@ fn traced_keeper() {
     let script = "import ctypes, sys, time
 assert ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), None, None) == 0
 print('traces', flush=True)
-time.sleep(20)
+time.sleep(600)
 print('gave up')";
     let mut tracer = std::process::Command::new("python3");
     tracer.args(["-c", script, &fixture.keeper.pid().to_string()]).stdout(std::process::Stdio::piped());
-    let mut tracer = tracer.spawn().unwrap();
+    let Ok(mut tracer) = tracer.spawn() else {
+        return print!("NOT RUN: python3 is not installed ... ");
+    };
     let mut output = tracer.stdout.take().unwrap();
     let mut line = [0; 7];
     output.read_exact(&mut line).unwrap();

@@ -107,9 +107,10 @@ impl Programs {
         })
     }
 
-    /// Returns the programs that an unrecorded orphan may descend from: all exited programs whose orphans are not
-    /// recorded yet. If there are none, the orphan may have changed its session during a program's `output_grace`
-    /// period, or it belongs to a program that is being cleaned up. Such a program's orphans must not survive.
+    /// Returns the programs that an unrecorded orphan may descend from. These are all exited programs whose orphans are
+    /// not recorded yet, or else all running programs. If there are neither, the orphan has changed its session during
+    /// a program's `output_grace` period. While a program is being cleaned up, an orphan that can belong to this program
+    /// gets no owner, because the program's orphans must not survive.
     fn possible_owners(&self, found: ProcessIdentity) -> Vec<u32> {
         let is_older = |program: u32| identity_of(program).is_some_and(|it| it.started <= found.started);
         let older = |with: bool| {
@@ -120,7 +121,6 @@ impl Programs {
         if !ended.is_empty() || !self.cleanups.is_empty() {
             return ended;
         }
-        // The orphan can also belong to a running program, whose orphans must not survive it.
         if running.is_empty() { older(true).collect() } else { running }
     }
 
