@@ -95,7 +95,7 @@ impl Client {
 }
 
 /// Builder for a job; see [`crate::Job`].
-#[must_use = "a job that is not sent does nothing"]
+#[must_use = "a job does nothing unless it is sent"]
 #[derive(Clone, Debug)]
 pub struct Job {
     job: crate::Job,

@@ -123,7 +123,7 @@ fn nothing_left() -> Result<()> {
             return Ok(());
         }
         if began.elapsed() > PATIENCE {
-            return Err(format!("processes are left after the stop: {left:?}").into());
+            return Err(format!("processes are still running after the stop: {left:?}").into());
         }
         std::thread::sleep(Duration::from_millis(5));
     }
