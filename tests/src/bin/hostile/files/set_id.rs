@@ -19,6 +19,8 @@ use crate::calls::{At, Refused, Tried, address, call, close};
 const HERE: usize = libc::AT_FDCWD as usize;
 const SET_USER_ID: usize = 0o4600;
 const SET_GROUP_ID: usize = 0o2600;
+/// The number of `fchmodat2` on all architectures. `libc` does not define it for every one.
+const FCHMODAT2: libc::c_long = 452;
 
 /// Returns a path in the temporary folder that no other process uses.
 fn fresh(what: &str) -> PathBuf {
@@ -58,7 +60,7 @@ pub(super) fn by_changing_the_mode(_: &Targets) -> Tried {
         results.push(("chmod", call(libc::SYS_chmod, [path, mode])));
         results.push(("fchmod", call(libc::SYS_fchmod, [file, mode])));
         results.push(("fchmodat", call(libc::SYS_fchmodat, [HERE, path, mode])));
-        results.push(("fchmodat2", call(libc::SYS_fchmodat2, [HERE, path, mode, 0])));
+        results.push(("fchmodat2", call(FCHMODAT2, [HERE, path, mode, 0])));
     }
     any(results)
 }
