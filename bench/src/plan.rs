@@ -1,5 +1,6 @@
-//! Sizes of the measurements: [`Plan::full`] for figures to publish, and [`Plan::smoke`] to check that the measurements
-//! run. A pair, as in `pairs`, consists of one round of each variant that a measurement compares.
+//! Defines how many rounds and jobs each measurement runs. [`Plan::full`] is for figures to publish, and
+//! [`Plan::smoke`] only checks that the measurements run. `rounds` ends a measurement early if its rounds take too
+//! long. A pair, as in `pairs`, consists of one round of each variant that a measurement compares.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Limits the number of rounds in a measurement.
+//! Ends a measurement after a maximum number of rounds, or earlier if the rounds take too long. The time limit never
+//! applies to the first three rounds. `plan` and the measurements choose the limits, and run the rounds.
 
 use std::time::{Duration, Instant};
 

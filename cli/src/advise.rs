@@ -1,5 +1,5 @@
 //! Implements `bulkhead advise`, which shows the recommended limits as a table, with reasons, the command to run, and
-//! the lines for the configuration file.
+//! the lines for the configuration file. The supervisor computes the recommendations. This command changes nothing.
 
 use bulkhead_api::{Advice, Bulkheads, Proposal, Setting, Snapshot};
 use serde::de::DeserializeOwned;

@@ -1,4 +1,6 @@
-//! Output, failures and exit codes of the command.
+//! Writes results to standard output and messages to standard error, and formats the outcomes of jobs. `Failure` is the
+//! error type of all commands, and contains the exit code and the message. The commands decide what to print, and
+//! `main` reports their failures.
 
 use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};

@@ -1,4 +1,5 @@
-//! Implements `bulkhead upgrade`, which replaces the supervisor's program and prints each step.
+//! Implements `bulkhead upgrade`, which asks the supervisor to replace its program and prints each step. The supervisor
+//! performs the upgrade, which continues if the command is interrupted.
 
 use bulkhead_api::UpgradeStep;
 use hyper::Method;

@@ -1,4 +1,6 @@
-//! Pending jobs of one connection: the waiters for outcomes, and a bounded queue of frames to write.
+//! Owns one connection's pending jobs, its queue of frames to write, and its leases. Callers submit and cancel jobs
+//! here, and `frames` handles the supervisor's replies. After a loss, this module decides which jobs are sent again
+//! over another connection. `connection` opens connections, and runs the task that reads from the socket.
 
 mod frames;
 

@@ -1,5 +1,5 @@
-//! Commands of the `bulkhead-fleet` program. Each kind of failure has the same exit code as in the `bulkhead`
-//! command.
+//! Runs the commands of the `bulkhead-fleet` program, most of which have a submodule. The `bulkhead_fleet` library does
+//! the work, such as that of the agent. Each kind of failure has the same exit code as in the `bulkhead` command.
 
 mod agent;
 mod args;

@@ -1,4 +1,5 @@
-//! Communication with the NATS servers. This module makes no decisions.
+//! Contains the modules that communicate with the NATS servers. The agent, the client library and `operate` use them to
+//! read and write records, and to prepare streams. `decide` makes all decisions about jobs.
 
 pub(crate) mod connection;
 pub(crate) mod ledger;

@@ -1,4 +1,7 @@
-"""Reads the platform requirements of ELF programs, to derive the platform tag of a wheel."""
+"""Reads the platform requirements of ELF programs, and derives the platform tag of a wheel from them.
+
+``hatch_build`` requests the tag. This module only reads the programs, and never runs or changes them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Build hook that adds the stripped programs to the wheel, and sets the platform tag from their requirements."""
+"""Adds the supervisor's programs to the wheel. Hatchling calls this build hook.
+
+Finds the programs, or builds them with cargo if they are missing, and strips copies of them. ``elf`` derives the
+wheel's platform tag from the programs. Editable installations are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-//! Exit codes of the `bulkhead` and `bulkhead-fleet` commands. Most of the codes are taken from `sysexits.h`.
+//! Defines the exit codes of the `bulkhead` and `bulkhead-fleet` commands. Most of the codes are taken from
+//! `sysexits.h`. `outcome` maps the outcomes of jobs to these codes, and each command chooses the codes for its other
+//! failures.
 
 #![expect(missing_docs, reason = "docs/operations/command.md describes the codes")]
 

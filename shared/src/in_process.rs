@@ -1,5 +1,6 @@
-//! In-process connections. Each direction is a bounded, ordered stream of bytes and files. The endpoints wake each
-//! other through wakers, without system calls.
+//! Connects an embedded supervisor with clients in the same process, without a socket. Each direction is a bounded,
+//! ordered stream of bytes and files. The endpoints wake each other through wakers, without system calls. `connection`
+//! encodes and decodes the frames.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;

@@ -1,5 +1,6 @@
-//! Outcomes of jobs and the reasons for them. The wire protocol, the command line, the HTTP API and the
-//! metrics share these definitions. This module makes no decisions.
+//! Defines the outcomes of jobs and the reasons for them. Also maps each outcome to an HTTP status and an exit code,
+//! and says whether a job can be sent again. The wire protocol, the command line, the HTTP API and the metrics share
+//! these definitions. The supervisor's policy decides which outcome a job gets.
 
 use std::fmt;
 use std::time::Duration;

@@ -1,4 +1,6 @@
-//! Escapes text from workers and clients before it is printed, logged or written as JSON.
+//! Escapes text from workers and clients, so that the text cannot control a terminal or imitate other output. The
+//! commands, the log and the events escape text before they write it. This module does not shorten text, which `limits`
+//! does.
 
 /// Returns true for characters that a terminal could interpret as a command, that reorder text, or that are invisible:
 /// control characters (including line feed and tab), format characters, and line and paragraph separators.

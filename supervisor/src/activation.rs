@@ -1,5 +1,6 @@
-//! Sockets passed by the service manager (socket activation, `sd_listen_fds(3)`). The name of a socket
-//! (`FileDescriptorName=` in systemd) determines which configured socket the passed socket replaces.
+//! Takes over listening sockets that the service manager passes (socket activation, `sd_listen_fds(3)`). The name of a
+//! socket (`FileDescriptorName=` in systemd) determines which configured socket the passed socket replaces.
+//! `supervisor` calls this module once at the start. `listeners` opens the remaining sockets.
 
 use std::io;
 use std::net::TcpListener;

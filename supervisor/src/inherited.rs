@@ -1,5 +1,6 @@
 //! Repairs inherited process state that would impair a supervisor. Replaces the signal mask, raises low resource limits
-//! as far as possible, and logs a warning about limits that remain too low. Workers keep the original limits.
+//! as far as possible, and logs a warning about limits that remain too low. Workers keep the original limits, because
+//! the keeper starts first. An embedded supervisor only logs the warnings.
 
 use std::io;
 use std::sync::Arc;

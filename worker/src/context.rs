@@ -1,4 +1,6 @@
-//! The job and its context, as passed to a handler.
+//! Defines the types that a handler uses. [`Job`] holds the payload, and [`Ctx`] provides the metadata, cancellation
+//! and progress reports. [`StartCtx`] is for the init function. `pool` creates these values and sends the results, and
+//! the supervisor enforces the deadlines.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

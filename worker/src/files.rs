@@ -1,4 +1,6 @@
-//! Memory files lent to this worker: payloads to read and results to write.
+//! Maps the memory files that the supervisor lends to this worker, with payloads to read and results to write. `pool`
+//! receives the files and sends the results. The supervisor decides which files are lent. If a file cannot be mapped,
+//! payloads arrive over the link instead.
 
 use std::collections::HashMap;
 use std::fmt;

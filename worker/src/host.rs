@@ -1,4 +1,6 @@
-//! The host: a worker whose handler is a program (`exec`) or a function in a C library (`library`).
+//! Parses the command line of the host, a worker whose handler is a program (`exec`) or a function in a C library
+//! (`library`). The supervisor starts the host for bulkheads with these keys. The submodules `exec` and `library` run
+//! the jobs.
 //!
 //! ```text
 //! bulkhead-worker exec [--rlimit NAME=VALUE | --ok STATUS | OPTION VALUE]... -- PROGRAM [ARGUMENT]...

@@ -1,4 +1,6 @@
-//! The worker's end of the link: the inherited descriptor, the handshake, reading and writing.
+//! Owns the worker's end of the link to the supervisor, including the inherited descriptor and the handshake. All
+//! threads of the worker send their frames through `Writer`. `pool` reads and handles the frames that arrive. The
+//! process exits if the link breaks.
 
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};

@@ -1,5 +1,6 @@
-//! Templates (`start.mode = "fork"`). A template is a process that is initialised once and then forks the
-//! workers of a bulkhead. Each worker becomes a child of the keeper. A template runs no jobs.
+//! Implements templates (`start.mode = "fork"`). A template is initialised once and then forks the workers of a
+//! bulkhead, but runs no jobs. Each worker becomes a child of the template's parent, which is the keeper or the first
+//! process in the template's PID namespace. The keeper orders each fork, and kills a template that takes too long.
 //!
 //! `fork` copies only the calling thread, so a template must have a single thread. A template with more
 //! threads reports the thread names and exits. A forked worker replaces the template's socket with its link,

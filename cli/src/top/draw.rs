@@ -1,5 +1,6 @@
 //! Draws the screen into a buffer: header, footer, bulkhead table or the page of a single bulkhead, event pane, and
-//! help. Parts that do not fit are left out, and stale data is dimmed.
+//! help. Parts that do not fit are left out, and stale data is dimmed. `app` owns the state and handles keys, and
+//! `terminal` writes the buffer to the screen.
 
 use std::time::{Duration, Instant};
 

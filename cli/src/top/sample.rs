@@ -1,4 +1,6 @@
-//! Samples of a supervisor's state as plain data with escaped text, and the differences between samples.
+//! Requests a supervisor's state and events over the admin API, and converts them to plain data with escaped text. Also
+//! computes the rates between two samples. `top` and its non-interactive mode take the samples. `app` keeps the latest
+//! sample, and `draw` shows it.
 
 use std::time::{Duration, Instant};
 

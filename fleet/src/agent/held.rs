@@ -1,4 +1,5 @@
-//! The messages that this agent is processing, and the heartbeats that prevent them from being redelivered.
+//! Records the messages that this agent is processing, and sends the heartbeats that prevent their redelivery. `pulls`
+//! adds the messages, and `runner` releases them. `decide` decides when a message is acknowledged.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

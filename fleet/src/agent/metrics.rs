@@ -1,4 +1,5 @@
-//! An agent's metrics, in the OpenMetrics text format.
+//! Collects an agent's metrics, and formats them as OpenMetrics text. `runner`, `pulls` and `watch` update the values,
+//! and `http` serves the text. The supervisor on the same host has separate metrics.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

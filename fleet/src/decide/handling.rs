@@ -1,4 +1,6 @@
-//! The handling of one delivered message, from the first read of the ledger to the acknowledgement.
+//! Decides the steps for one delivered message, from the first read of the ledger to the acknowledgement. `delivery`
+//! and `outcome` contain the decision tables. `runner` performs each requested action, and passes the result back. This
+//! module performs no I/O and does not read the clock.
 
 use std::time::Duration;
 

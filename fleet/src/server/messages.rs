@@ -1,6 +1,6 @@
-//! JetStream requests: acknowledged publications and direct reads.
-//!
-//! This module parses the responses itself, because the agent's decisions depend on the error codes.
+//! Sends requests to JetStream, such as acknowledged publications and direct reads. Also parses the responses, because
+//! the agent's decisions depend on the error codes. `ledger` and `streams` use these requests. The callers decide
+//! whether to repeat a failed request.
 
 use std::time::Duration;
 

@@ -1,4 +1,8 @@
-"""Command line: ``python3 -m bulkhead serve MODULE`` runs a worker with the handlers of a module."""
+"""Parses the command line of ``python3 -m bulkhead serve MODULE``, which a supervisor runs as a worker.
+
+``worker.serve_module`` imports the module and serves its handlers. The program ``bulkhead``, which submits jobs and
+operates a supervisor, is a different command.
+"""
 
 from __future__ import annotations
 

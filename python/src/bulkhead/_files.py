@@ -1,4 +1,7 @@
-"""Memory files (``docs/protocol-extensions.md``): encoding of values with large buffers, and leases.
+"""Encodes values with large buffers, and transfers them in memory files (``docs/protocol-extensions.md``).
+
+``_pool`` writes large calls to files that are leased from the supervisor, and a worker writes its results to such
+files. Only the supervisor creates the files and decides who gets them.
 
 An encoded value consists of a head, the sizes of the buffers, the pickle, and the buffers, each at the start of a page.
 The head contains sizes but no offsets, so that buffers cannot overlap even if the writer is hostile.

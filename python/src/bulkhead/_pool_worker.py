@@ -1,5 +1,7 @@
 """The worker of ``BulkheadExecutor``. Prepares the process like ``multiprocessing`` with "spawn", then serves calls.
 
+``_serve`` runs the job loop, and ``_pool`` sends the calls from the caller's process.
+
 A job is a pickled tuple ``(function, arguments, keywords)``. A result is the pickled value, or one of the letters
 below, followed by the content described there. Pickles begin with the byte 0x80, which ``Pickler`` adds to the output
 of other modules.

@@ -1,4 +1,6 @@
-"""Landlock rules that isolate a template's workers from each other in a sandbox.
+"""Isolates a template's workers from each other in a sandbox, with Landlock rules and separate temporary folders.
+
+``_template`` creates and removes the folders, and applies the rules in each forked worker.
 
 Each forked worker restricts itself further, because Landlock can only remove rights. The rules repeat the template's
 grants, but grant only one subfolder of the template's temporary folder. The rules also set scopes: a worker cannot send

@@ -1,11 +1,12 @@
-"""Durable jobs on several hosts, over NATS JetStream. Needs the extra ``fleet`` (``nats-py``).
+"""Submits durable jobs to a fleet of hosts over NATS JetStream. Needs the extra ``fleet`` (``nats-py``).
 
 >>> async with await AsyncFleet.connect("nats://n1:4222") as fleet:
 ...     submitted = await fleet.submit("thumbnail", picture, id="picture-17", idempotent=True)
 ...     reply = await submitted.result()
 
-Outcomes and errors are the same as for :class:`bulkhead.AsyncClient`. If the host of a job is lost, the job ends as
-``Crashed`` with the reason ``host_lost``, unless it is idempotent.
+The agents of ``bulkhead-fleet`` run the jobs, and ``bulkhead-fleet init`` creates the streams. Outcomes and errors are
+the same as for :class:`bulkhead.AsyncClient`. If the host of a job is lost, the job ends as ``Crashed`` with the reason
+``host_lost``, unless it is idempotent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-//! The sending half of a connection.
+//! Queues frames to be sent over a connection, and sends them without blocking. Small frames are combined in one
+//! buffer, and large owned payloads are not copied. `inbox` is the receiving half. The caller waits until the
+//! connection is writable, and limits the number of queued bytes.
 
 mod in_process;
 

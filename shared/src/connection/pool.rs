@@ -1,4 +1,5 @@
-//! Reusable buffers for payloads and queued frames.
+//! Keeps buffers for large payloads and for queued frames, so that connections can reuse them. `inbox` takes buffers
+//! for payloads, and `outbox` for frames. The pool limits only the buffers that it keeps, not the buffers in use.
 
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 

@@ -1,4 +1,5 @@
-//! Advice on the limits of a bulkhead, and the observations behind it.
+//! Defines the document that recommends limits for a bulkhead, with the observations behind the advice. The control
+//! plane computes the advice, and `bulkhead advise` shows the document. This module contains only types.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,4 +1,6 @@
-//! Crash reports, and the results of replaying their jobs.
+//! Defines crash reports, their IDs, and the results of replaying their jobs. The data plane fills in the reports, and
+//! the control plane stores them. Reports that are read from files must be checked with [`CrashReport::is_valid`]. The
+//! data plane decides which crashes are reported.
 
 use std::fmt;
 use std::str::FromStr;

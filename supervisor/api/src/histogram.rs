@@ -1,4 +1,5 @@
-//! A histogram with logarithmic buckets, from which the supervisor and the `bulkhead` command compute quantiles.
+//! Stores a distribution of values in logarithmic buckets, from which the supervisor and the `bulkhead` command compute
+//! quantiles. The histograms on the metrics page have fixed buckets, and are defined in the `plane` crate.
 
 use std::ops::Range;
 

@@ -1,4 +1,5 @@
-//! The list of unfinished jobs.
+//! Defines the list of unfinished jobs, which `GET /v1/jobs` returns and `bulkhead jobs` shows. The data plane builds
+//! the list in `bulkheads/job_list.rs`. This module contains only types.
 
 use bulkhead_policy::JobProgress;
 use bulkhead_shared::Priority;

@@ -1,4 +1,6 @@
-//! The native part of a crash report, with register values and a symbolized backtrace.
+//! Defines the native part of a crash report, with register values and backtraces. The symbolizer creates this part
+//! from a crash record, and the control plane adds it to the report. The contents can be forged, so
+//! [`NativeCrash::is_valid`] checks the size limits.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,6 @@
-//! Documents that describe the state of a bulkhead at a point in time. The data plane only fills in the values. Another
-//! thread serializes the documents.
+//! Defines the documents that describe the state of a bulkhead at a point in time. The data plane fills in the values,
+//! except for the memory and processor time of workers. The control plane adds these two values and serializes the
+//! documents. `bulkhead status` and `bulkhead top` show the documents.
 
 use std::collections::BTreeMap;
 

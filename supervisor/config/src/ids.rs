@@ -1,4 +1,5 @@
-//! Ranges of user IDs.
+//! Defines a range of user IDs, which is the value of the `worker_uids` key. `values` parses and checks the range. The
+//! `plane` crate allocates IDs from the range to workers.
 
 use std::fmt;
 

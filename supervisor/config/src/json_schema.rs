@@ -1,6 +1,6 @@
-//! JSON schema of the configuration file for editors, generated from the declared keys. The schema describes the shape
-//! of the configuration file or of a file in `conf.d`. It does not cover rules that span several keys and cannot check
-//! files on disk, but it never rejects a valid file.
+//! Generates the JSON schema of the configuration file from the declared keys, for editors (`bulkhead-supervisor
+//! --schema`). The schema describes the shape of the configuration file or of a file in `conf.d`. The schema does not
+//! cover rules that span several keys or files on disk, which `relations` checks. A valid file is never rejected.
 
 use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};

@@ -1,5 +1,6 @@
-//! Description of a configuration key, used by the reader of the file, error messages, the reference and the JSON
-//! schema. The keys themselves are declared in `keys`.
+//! Defines the description of a configuration key, with its kind of value, its default and the effect of a reload. The
+//! reader of the file, error messages, the reference and the JSON schema use these descriptions. `keys` declares the
+//! keys themselves, and `values` checks values against their kinds.
 
 use std::fmt;
 use std::time::Duration;

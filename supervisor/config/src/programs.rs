@@ -1,5 +1,6 @@
-//! Resolves relative paths and bare program names in the configuration, and checks that the files exist. Apart from
-//! this, the crate reads only configuration files and secrets from disk.
+//! Resolves relative paths and bare program names in the configuration, and checks that the files and folders exist and
+//! are accessible. `relations` calls these checks. Does not run programs or create folders. Apart from this module, the
+//! crate reads only configuration files and secrets from disk.
 
 use std::ffi::OsStr;
 use std::fs;

@@ -1,5 +1,6 @@
 //! Reports errors from the TOML parser, with suggested corrections. Reports at most one error per line, because a
-//! single mistake often causes several.
+//! single mistake often causes several. `loading` runs the parser, and `reader` reports unknown keys and invalid
+//! values.
 
 use std::ops::Range;
 

@@ -1,4 +1,6 @@
-//! Names of system calls for the keys in `sandbox.syscalls`.
+//! Lists the system calls that every worker needs, and checks the names in `sandbox.syscalls`.
+//! `relations/confinement.rs` uses both to reject invalid keys. The keeper builds the seccomp filters from separate
+//! lists.
 
 /// Returns true if any supported architecture has a system call with this name.
 pub(super) fn is_system_call(name: &str) -> bool {

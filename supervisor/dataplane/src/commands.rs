@@ -1,5 +1,6 @@
-//! Commands from the control plane. Only a few are handled per iteration, so that a large number of commands
-//! does not delay jobs for long.
+//! Takes commands from the control plane's channel. Only a few are returned per iteration, so that a large number of
+//! commands does not delay jobs for long. Skips commands whose sender no longer waits for a reply. The event loop
+//! executes the commands, with `wiring/commands.rs` for those of operators.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -1,5 +1,5 @@
-//! Converts operator events from policy to events of the admin API. This module does not format events as text, because
-//! another thread does that.
+//! Converts operator events from policy to events of the admin API, and chooses their severity. `wiring/reports.rs` and
+//! `wiring/commands.rs` send the events through `reporter`. The control plane formats the events as text.
 
 use bulkhead_api::{EventKind, Severity, Text, millis};
 use bulkhead_policy::{BreakerState, Death, JobOutcome, JobView, KillReason, OperatorEvent, Transition};

@@ -1,6 +1,7 @@
-//! Reports rejected connections and jobs to operators. A connection can be rejected by the jobs socket or the admin
-//! socket. The first rejection is reported immediately. Later ones are counted and reported at intervals, so that the
-//! number of events does not grow with the number of clients.
+//! Decides when to report rejected connections to operators, and also jobs that were rejected for lack of permission.
+//! The first rejection of a group of clients is reported immediately. Later ones are counted and reported at intervals,
+//! so that the number of events does not grow with the number of clients. The wiring and the control plane reject the
+//! clients.
 
 use std::collections::HashMap;
 use std::time::Duration;

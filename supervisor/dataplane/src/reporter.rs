@@ -1,5 +1,6 @@
 //! Sends events, notices and worker output to the control plane. Never blocks or formats text. If a channel is full, an
-//! event or notice is dropped and counted, and worker output is returned to the caller.
+//! event or notice is dropped and counted, and worker output is returned to the caller. The callers decide what to
+//! report.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,7 +1,7 @@
-//! Time budgets for work that can be delayed and that clients can cause in large amounts at little cost: accepting
-//! connections, cleaning up closed connections, and replying to rejected frames. Each budget is a fixed share of one
-//! processor's time. Without budgets, the data plane would never sleep under such load. On a machine without an idle
-//! processor, this would slow down workers and clients.
+//! Limits the processor time for work that can be delayed and that clients can cause at little cost. `acceptor` has a
+//! budget for new connections. `sessions` has one for clients that have closed their side or mostly send rejected
+//! frames. Without budgets, the data plane would never sleep under such load, and would slow down workers and other
+//! clients.
 
 use std::time::{Duration, Instant};
 

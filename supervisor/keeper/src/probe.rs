@@ -1,4 +1,6 @@
-//! Determines which layers of confinement are available to this process, by trying each layer.
+//! Determines which layers of confinement are available to this process, by trying each layer. `doctor` prints the
+//! results, and the `plane` crate decides which workers can start without a layer. Nothing in this module confines a
+//! worker.
 //!
 //! Kernel versions and settings are only hints, because a distribution, a container or a security module can
 //! forbid what the kernel supports. Each trial has a time limit, and removes the processes, control groups

@@ -1,5 +1,5 @@
-//! User and group IDs for the workers of an unprivileged supervisor. `/etc/subuid` and `/etc/subgid` assign these IDs
-//! to the supervisor's user.
+//! Finds the user and group IDs that `/etc/subuid` and `/etc/subgid` assign to the user of an unprivileged supervisor.
+//! The `plane` crate gives these IDs to workers.
 //!
 //! A single user namespace contains all of these IDs and the supervisor's own user. It is created once at
 //! startup, with the help of `newuidmap` and `newgidmap`, which have the rights that the user lacks. A

@@ -1,7 +1,6 @@
-//! Retries for locks and addresses still held by a supervisor that was killed. The kernel releases them only when the
-//! process's last thread has exited. On a busy machine, this can be some time after the process appears to be dead.
-//! Without retries, a supervisor restarted by a service manager could fail with an error saying that another supervisor
-//! is running.
+//! Takes file locks, and retries locks and addresses that a killed supervisor still holds. The kernel releases them
+//! only when the process's last thread has exited, which can take some time on a busy machine. Without retries, a
+//! restarted supervisor could report that another supervisor is running. The callers choose the files and addresses.
 
 use std::fs::{File, OpenOptions};
 use std::io;

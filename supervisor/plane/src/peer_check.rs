@@ -1,5 +1,6 @@
-//! Checks that the jobs socket and the admin socket apply to each client. The peer process must be identifiable, and
-//! must not be a descendant of the supervisor.
+//! Checks each client that connects to the jobs socket or the admin socket. The peer process must be identifiable, and
+//! must not be a descendant of the supervisor. The data plane and the control plane reject the clients that fail.
+//! `access` checks the permissions of the other clients.
 
 use std::os::fd::AsFd;
 

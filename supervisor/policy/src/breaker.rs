@@ -1,6 +1,6 @@
-//! Circuit breaker for the dependency behind a bulkhead: closed → open → half-open → closed. The states
-//! follow resilience4j, and the window of buckets follows Hystrix. The breaker counts calls and probes, and
-//! knows nothing about jobs.
+//! Decides whether the dependency behind a bulkhead can be called (closed → open → half-open → closed). `bulkhead` asks
+//! for each job, rejects the job if necessary, and reports the result of each call. The states follow resilience4j, and
+//! the window of buckets follows Hystrix. The breaker counts calls and probes, and stores no jobs.
 
 use std::ops::Add;
 use std::time::Duration;

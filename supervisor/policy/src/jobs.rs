@@ -1,5 +1,6 @@
-//! Table of a bulkhead's jobs. A job is identified by its index. The index can be reused after the job is removed. The
-//! queue owns the order of waiting jobs.
+//! Stores the jobs of a bulkhead in a table. A job is identified by its index, which can be reused after the job is
+//! removed. `queue` owns the order of waiting jobs. The submodules of `bulkhead` decide about the jobs, and change
+//! their states.
 
 use std::time::Duration;
 

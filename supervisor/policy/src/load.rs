@@ -1,6 +1,7 @@
-//! Chooses the worker for the next job: the worker with the fewest jobs. In case of a tie, chooses the worker with the
-//! lowest number, because its caches are the warmest. Every operation takes constant time for up to 64 workers, and
-//! examines one more machine word for every 64 additional workers.
+//! Groups workers by their number of jobs, and finds the worker with the fewest jobs. In case of a tie, chooses the
+//! worker with the lowest number, because its caches are the warmest. Every operation takes constant time for up to 64
+//! workers, and examines one more machine word for every 64 additional workers. `workers` adds only workers that can be
+//! given a job, and `bulkhead/permits.rs` checks the limit.
 
 /// Workers, grouped by their number of jobs. The number changes by at most one at a time, so the lowest number is cheap
 /// to track.

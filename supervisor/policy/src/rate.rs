@@ -1,6 +1,7 @@
-//! Rate limit by the generic cell rate algorithm (ITU-T I.371; for requests, see Brandur Leach, "Rate limiting, cells,
-//! and GCRA"). The only state is the time at which the bucket will be empty. In any period `t`, jobs with a total cost
-//! of at most `per_second × t + burst` pass, regardless of when they arrive.
+//! Decides whether a job fits into a rate limit, by the generic cell rate algorithm (ITU-T I.371). For requests, see
+//! Brandur Leach, "Rate limiting, cells, and GCRA". In any period `t`, jobs with a total cost of at most
+//! `per_second × t + burst` pass, regardless of when they arrive. `tenants` stores the buckets, and `admission` rejects
+//! the jobs.
 
 use std::time::Duration;
 

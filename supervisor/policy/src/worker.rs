@@ -1,4 +1,6 @@
-//! One worker process: its slot, lifecycle phase and jobs.
+//! Records the state of one worker process, including its slot, lifecycle phase and jobs. Also answers questions about
+//! this state, such as whether the worker can be given jobs. `workers` owns all workers and their permits.
+//! `bulkhead/life.rs` decides when the phase changes.
 
 use std::collections::VecDeque;
 use std::time::Duration;

@@ -1,6 +1,7 @@
-//! Workers and slots of a bulkhead. All changes go through [`Workers::edit`] and [`Workers::set_slot`], which also
-//! update all values derived from a worker or slot: the number of permits, the tables for choosing a worker, the links
-//! between workers and slots, and the timers.
+//! Stores the workers and slots of a bulkhead. All changes go through functions such as [`Workers::edit`] and
+//! [`Workers::set_slot`], which also update all derived values. These are the number of permits, the tables for
+//! choosing a worker, the links between workers and slots, and the timers. `bulkhead/life.rs` decides when workers
+//! start and end.
 //!
 //! The limit also covers replaced workers. Jobs that are still running in a replaced worker count as overcommit of the
 //! worker's slot. Each slot has a share of the permits. The overcommit first uses the part of this share that does not

@@ -1,6 +1,6 @@
-//! Combines several futures, called parts, into a single future. This future polls only the parts whose wakers were
-//! called. If a part wakes another part during a poll, the other part is polled in the same pass without involving the
-//! runtime.
+//! Provides the wakers for a future that combines several parts. `local` owns the combined future, and polls only the
+//! parts whose wakers were called. A wake-up during a poll does not reach the runtime, because `local` then checks all
+//! parts again. This module neither owns nor polls the combined future.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};

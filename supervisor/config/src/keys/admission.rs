@@ -1,5 +1,6 @@
-//! Tables of a bulkhead that control the admission, queueing and rejection of jobs. `policy` defines the types of the
-//! validated values, except for `priority`.
+//! Declares a bulkhead's tables that control the admission, queueing and rejection of jobs. The `policy` crate applies
+//! the values, and defines their types, except for the type of `priority`. `relations/admission.rs` checks rules that
+//! involve several keys.
 
 use std::time::Duration;
 

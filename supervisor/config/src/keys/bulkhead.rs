@@ -1,5 +1,6 @@
-//! Keys of `[bulkhead.NAME]`, except for keys in inner tables. `[defaults]` has the same keys, except for the keys that
-//! select the program.
+//! Declares the keys of `[bulkhead.NAME]` and `[defaults]`, except for keys in inner tables. Also defines
+//! [`BulkheadConfig`], the validated settings of a bulkhead. `[defaults]` allows neither the keys that select the
+//! program nor the tables of individual tenants. `reader` reads the values, and `relations` checks them.
 
 use std::borrow::Cow;
 use std::path::PathBuf;

@@ -1,4 +1,6 @@
-//! Tables of a bulkhead that apply to `exec` programs.
+//! Declares the `exit_status` and `files` tables of a bulkhead, which apply only to `exec` programs. Also defines the
+//! types of the validated values. `relations/exec.rs` checks the values. The key `output_grace` is declared in
+//! `bulkhead.rs`.
 
 use serde::Serialize;
 

@@ -1,4 +1,6 @@
-//! Keys of the `rlimits` table. Each key sets the limit on one [`Resource`].
+//! Declares the keys of a bulkhead's `rlimits` table, one for each [`Resource`], and reads and writes the table.
+//! `values` converts each value, and `crate::rlimits` contains units and descriptions. The `plane` crate adds defaults
+//! for confined workers, and the keeper sets the limits.
 
 use std::time::Duration;
 

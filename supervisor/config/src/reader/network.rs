@@ -1,4 +1,6 @@
-//! Reads the value of `network`: a boolean, or a table of permitted connections.
+//! Reads the value of `sandbox.network`, which is a boolean or a table of permitted connections. Reports unknown keys
+//! and invalid ports. `relations/confinement.rs` checks rules that involve other keys, and the keeper enforces the
+//! permissions.
 
 use toml::de::{DeTable, DeValue};
 

@@ -1,5 +1,6 @@
-//! Checks admission control keys: keys that a table requires, keys that need a queue, and limits that depend on the
-//! number of permits.
+//! Checks the keys for admission control, including required keys, keys that need a queue, and limits that depend on
+//! the number of permits. `relations` calls these checks for each bulkhead. The data plane uses the same messages for
+//! live changes, and the `policy` crate applies the limits.
 
 use std::fmt::Display;
 

@@ -1,4 +1,6 @@
-//! Checks keys that apply only to `exec` programs.
+//! Checks the keys `exit_status`, `files` and `output_grace`, which apply only to `exec` programs. Also fills in the
+//! default exit statuses, except for statuses that the file puts in another list. The host program in
+//! `worker/src/host/exec.rs` applies the values when it runs a program.
 
 use super::Checker;
 use crate::Profile;

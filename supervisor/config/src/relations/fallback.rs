@@ -1,4 +1,5 @@
-//! Checks `fallback`. Each name must be the name of another bulkhead in the file, and must occur only once.
+//! Checks the `fallback` key. Each name must be the name of another bulkhead in the file, and must occur only once.
+//! Cycles are not rejected, because the data plane tries each fallback at most once for a job.
 
 use super::Checker;
 use crate::diagnostics::shown;

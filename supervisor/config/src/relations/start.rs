@@ -1,4 +1,5 @@
-//! Checks `start.mode`. Some bulkheads cannot fork their workers from a template.
+//! Rejects `start.mode = "fork"` for bulkheads that cannot fork their workers from a template. These are bulkheads with
+//! `exec`, `library` or isolated tenants. The `plane` crate checks whether this machine supports forked workers.
 
 use bulkhead_policy::StartMode;
 

@@ -1,5 +1,6 @@
-//! Checks tenant keys: limits on shared workers, isolation, and the tables of individual tenants. The meaning of these
-//! tables depends on whether tenants are isolated.
+//! Checks tenant keys, which are limits on shared workers, isolation, and the tables of individual tenants. The meaning
+//! of these tables depends on whether tenants are isolated. The `policy` crate applies the limits on shared workers.
+//! For isolated tenants, the data plane decides which tenants have workers.
 
 use indexmap::IndexMap;
 

@@ -1,5 +1,6 @@
-//! Rules that compute the recommended limits. Each rule examines one key, and either proposes a new value or explains
-//! why the current value should stay the same.
+//! Computes the recommended limits of a bulkhead from observations of its load. Each rule examines one key, and either
+//! proposes a new value or explains why the current value should stay the same. `observations` computes the input. Only
+//! operators change limits, for example with `bulkhead resize`.
 
 use std::time::Duration;
 

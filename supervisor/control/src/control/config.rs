@@ -1,4 +1,5 @@
-//! Handler for `GET /v1/config`, which shows the active configuration without secrets.
+//! Handles `GET /v1/config`, which shows the active configuration. The values of environment variables are redacted,
+//! and secret files are shown only as paths. `reload` changes the active configuration.
 
 use axum::extract::State;
 use axum::http::StatusCode;

@@ -1,5 +1,6 @@
-//! Serves admitted connections. The requested path determines which of two threads serves a connection. Time limits
-//! ensure that each connection is eventually closed.
+//! Passes accepted connections to the thread that serves them. The requested path selects the main thread or the
+//! low-priority reader thread. Listeners such as `admin_socket` and `tcp` decide which connections are admitted.
+//! `service` serves the requests, and `connection` enforces the time limits.
 
 mod connection;
 mod progress;

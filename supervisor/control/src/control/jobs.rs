@@ -1,6 +1,6 @@
-//! Jobs over HTTP. Each job connects to the data plane as a client, using the jobs protocol. Therefore all jobs go
-//! through the same admission, and losing the HTTP connection cancels the job. The data plane also accounts for the
-//! payloads and results of slow clients.
+//! Handles jobs over HTTP (`POST /v1/bulkheads/{name}/jobs`). Each job is sent to the data plane with the jobs
+//! protocol, like the job of any other client. Therefore all jobs go through the same admission, and losing the HTTP
+//! connection cancels the job. The data plane also accounts for the payloads and results of slow clients.
 
 mod headers;
 mod responses;
@@ -35,7 +35,8 @@ use responses::{dropped, outcome_problem, result, upload_timed_out};
 use session::{Session, SessionSlot, read_outcome, submit_frame};
 use upload::{Announced, Length, Upload};
 
-/// Maximum number of concurrent jobs over HTTP. Further jobs are rejected as `overloaded`.
+/// Maximum number of concurrent jobs over the admin API. Further jobs are rejected as `overloaded`. The key
+/// `jobs_http_max` limits the jobs of clients with a token from `[[access]]`.
 pub(super) const JOBS_MAX: usize = 128;
 
 /// Maximum time to receive a payload over HTTP. The same time limit applies to frames that the data plane receives.

@@ -1,5 +1,5 @@
-//! Handler for `GET /metrics`. Requests the counters from the data plane and formats them on the low-priority reader
-//! thread.
+//! Handles `GET /metrics` on the low-priority reader thread. Requests the counters from the data plane, and returns the
+//! page that `observe::metrics` renders.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, header};

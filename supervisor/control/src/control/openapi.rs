@@ -1,4 +1,6 @@
-//! Types that describe a route, and the OpenAPI document of all routes (`GET /openapi.json`).
+//! Defines the types that describe a route, and generates the OpenAPI document of all routes (`GET /openapi.json`).
+//! `routes` contains the table of routes, and builds the router from the same table. This module does not handle
+//! requests.
 
 use axum::routing::MethodRouter;
 use bulkhead_api::{Problem, Readiness};

@@ -6,7 +6,8 @@ pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
 /// Path for starting an upgrade. Requests for this path over TCP are refused.
 pub(super) const UPGRADE_PATH: &str = "/v1/upgrade";
 
-/// Paths served by the low-priority reader thread, because clients poll them or their responses are endless streams.
+/// Paths served by the low-priority reader thread, because clients poll them or their responses are endless streams. The
+/// thread also serves the logs of bulkheads.
 pub(super) const READER_PATHS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
 
 /// Returns true if the low-priority reader thread should serve a request that begins with `head`.

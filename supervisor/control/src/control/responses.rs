@@ -1,4 +1,5 @@
-//! Helper functions for handlers. They create problem documents and parse boolean query parameters.
+//! Creates problem documents and other responses that HTTP handlers share, and parses boolean query parameters.
+//! `jobs/responses.rs` creates the responses to jobs. The handlers decide which response to send.
 
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};

@@ -1,5 +1,6 @@
-//! Checks periodically that the socket files exist, because clients cannot connect if a file has been removed. A reload
-//! creates missing files again.
+//! Checks every second that the socket files exist, and reports a removed file, because clients can then no longer
+//! connect. A reload creates missing files again. `crate::sockets` binds the sockets. The data plane and `admin_socket`
+//! accept the connections.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -1,4 +1,6 @@
-//! Streaming responses, which deliver events or the output of workers.
+//! Handles `GET /v1/events` and `GET /v1/bulkheads/{name}/logs`, whose responses can continue as streams. Also contains
+//! the functions with which `watch` streams its data. The `observe` modules `events` and `output` store the events and
+//! lines.
 
 use std::convert::Infallible;
 use std::time::{Duration, SystemTime};

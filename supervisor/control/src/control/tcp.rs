@@ -1,5 +1,6 @@
-//! The admin API over TCP, for clients that have the token. Neither the network nor web pages in the browser of a user
-//! who has the token are trusted.
+//! Accepts connections to the admin API over TCP, and checks each request before a handler receives the request.
+//! Requests need a token, except for health checks and metrics. Web pages on other sites are not trusted, because a
+//! browser can store the token. `connections` serves the connections, and `routes` lists the handlers.
 
 use std::io;
 use std::net::IpAddr;

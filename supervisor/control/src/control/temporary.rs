@@ -1,6 +1,6 @@
-//! Measures workers' temporary folders that are not separate file systems, and reports large folders to the data plane.
-//! The contents are not trusted, so links are not followed, and the number of entries and descriptors per measurement
-//! is limited. On average, measurements use at most a tenth of one processor.
+//! Measures workers' temporary folders that are not separate file systems, and reports large folders to the data plane,
+//! which kills workers over the limit. The contents are not trusted, so links are not followed, and the number of
+//! entries and descriptors per measurement is limited. On average, measurements use at most a tenth of one processor.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};

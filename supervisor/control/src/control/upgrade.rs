@@ -1,4 +1,5 @@
-//! The predecessor's side of an upgrade. Starts the successor, hands over to it, and resumes serving if a step fails.
+//! Performs the predecessor's side of an upgrade. Starts the successor, hands over to it, and resumes serving if a step
+//! fails. `take_over` implements the successor's side, and the data plane hands over the connections.
 //!
 //! | process that exits | when | result |
 //! | --- | --- | --- |

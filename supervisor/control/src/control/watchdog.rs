@@ -1,5 +1,6 @@
-//! The service manager's watchdog (`WatchdogSec=` in systemd). The service manager restarts a supervisor that stops
-//! sending messages, so messages are sent only while both planes respond.
+//! Sends messages to the service manager's watchdog (`WatchdogSec=` in systemd) while both planes respond. The service
+//! manager restarts a supervisor that stops sending messages. `readiness` checks whether the data plane responds.
+//! Workers that do not respond are handled by the data plane.
 
 use std::sync::Arc;
 use std::time::Duration;

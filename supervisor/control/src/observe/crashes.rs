@@ -1,6 +1,6 @@
-//! Store of crash reports, in a folder if one is configured and otherwise in memory. A separate thread reads
-//! and writes the reports, so that a slow disk delays neither jobs nor operators. Other threads send requests
-//! to this thread.
+//! Stores crash reports, in a folder if one is configured and otherwise in memory. A separate thread reads and writes
+//! the reports, so that a slow disk delays neither jobs nor operators. Other threads send requests to this thread. The
+//! data plane decides which crashes are reported.
 //!
 //! Only the supervisor should write the files, but each report is validated when it is read.
 

@@ -1,5 +1,6 @@
-//! Renders all metrics as text, one family after another. The values from the data plane are a consistent snapshot.
-//! This module itself reads only the resource usage of the supervisor's process, and never accesses the data plane.
+//! Renders all metrics as text, one family after another, for `GET /metrics`. The caller passes in the values from the
+//! data plane, which are a consistent snapshot. This module itself reads only the resource usage of the supervisor's
+//! process and of its workers. `families` lists the metrics, and `text` implements the formats.
 
 mod families;
 mod own_process;

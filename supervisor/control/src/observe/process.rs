@@ -1,4 +1,6 @@
-//! Reads the resource usage of processes from `/proc`.
+//! Reads the resource usage of processes, and the size of the machine's memory, from `/proc`. The control plane uses
+//! the values for metrics, snapshots and advice, and to find workers that exceed their memory limit. The data plane
+//! decides what happens to these workers.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};

@@ -1,4 +1,6 @@
-//! Bulkhead statistics: counters for the metrics, recent outcomes, latencies, and demand.
+//! Updates the statistics of bulkheads, which are counters for the metrics, recent outcomes, latencies and demand. The
+//! wiring calls these functions, for example when a job ends or a worker is restarted. `metrics` and `snapshots` read
+//! the statistics. Policy has separate counters in each compartment.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! Lists of jobs whose clients are waiting for the outcome.
+//! Builds the lists of jobs whose clients are waiting for the outcome, for `GET /v1/jobs`. Also finds a single job by
+//! its ID, so that `wiring/commands.rs` can cancel the job. Does not change any job.
 //!
 //! A bulkhead can have millions of waiting jobs, and visiting all of them at once would delay jobs for too long.
 //! [`JobListQueue`] therefore visits a bounded number of jobs per iteration. When all positions have been visited, the

@@ -1,4 +1,5 @@
-//! Bulkhead snapshots. A snapshot describes either a single compartment or the sum of all tenants' compartments.
+//! Takes the snapshots of bulkheads that the admin API shows. A snapshot describes either a single compartment or the
+//! sum of all tenants' compartments. The control plane serializes the snapshots.
 //!
 //! A bulkhead can have thousands of tenants, and visiting all of them at once would delay jobs for too long.
 //! [`SnapshotQueue`] therefore visits a bounded number of compartments per iteration. A compartment that is removed

@@ -1,6 +1,6 @@
-//! Deaths of workers that had not become ready yet, counted by cause. If a program never starts, operators get a single
-//! crash report with a count instead of hundreds of reports. Reports about start failures have a separate rate limit,
-//! so that they do not displace reports about jobs.
+//! Counts the deaths of workers that had not become ready yet, by cause. With these counts, `crashes` sends operators a
+//! single report instead of hundreds if a program never starts. Reports about start failures have a separate rate
+//! limit, so that they do not displace reports about jobs. Policy decides whether the worker is started again.
 
 use bulkhead_api::{Cause, CrashId};
 

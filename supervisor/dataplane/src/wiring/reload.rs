@@ -1,4 +1,6 @@
-//! Applies a new version of the configuration while jobs are running.
+//! Applies a new version of the configuration while jobs are running. The control plane has already validated the
+//! configuration and compared the two versions. This module adds, changes and removes bulkheads, and passes the new
+//! limits on to policy.
 //!
 //! A bulkhead or compartment keeps its index as long as it has workers or jobs, including jobs that were passed on to
 //! other bulkheads. References that can outlive a bulkhead (a fallback, an entry in `[[access]]`) use its name.

@@ -1,10 +1,6 @@
-//! Templates, which are workers that fork the other workers of their bulkhead. The forked workers become children of
-//! the keeper or of the first process in the template's namespace.
-//!
-//! A template is started, confined and watched like any worker. A forked process counts as a worker once it
-//! has sent a message, whose sender the kernel identifies. Until then, the keeper cannot distinguish it from
-//! a sibling forked by a worker. So the keeper starts no fork while it kills leftover processes, and does not
-//! begin to kill during a fork.
+//! Orders templates to fork workers, and registers each forked process as a worker. A template is started, confined and
+//! watched like any worker, but runs no jobs. `starts` starts the template itself, and `namespaces` cleans up inside
+//! its PID namespace. The data plane decides when to fork.
 
 mod attributes;
 pub(super) mod namespaces;
@@ -70,6 +66,9 @@ pub(super) struct Template {
     status_rate: Option<(Instant, u32)>,
 }
 
+/// A fork in progress. The forked process counts as a worker once it has sent a message, whose sender the kernel
+/// identifies. Until then, the keeper cannot distinguish it from a sibling forked by a worker. So the keeper starts no
+/// fork while it kills leftover processes, and waits up to [`FORK_WAIT_MAX`] for forks before it begins to kill.
 struct Fork {
     worker: u64,
     secret: u128,

@@ -1,4 +1,4 @@
-//! The requested confinement of a worker, and the actual confinement as read back from the kernel.
+//! Defines the requested confinement of a worker, and the actual confinement as read back from the kernel.
 //!
 //! The supervisor decides which layers a worker gets and which are allowed to be missing. The keeper applies all
 //! requested layers, or does not start the worker.

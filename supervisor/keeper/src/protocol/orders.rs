@@ -1,4 +1,5 @@
-//! Orders from the supervisor, and their encoding.
+//! Defines the orders from the supervisor to the keeper, and encodes and decodes them. `client` sends the orders, and
+//! `process` executes them. This module checks only the form and size of an order, not whether the order makes sense.
 
 use std::io;
 

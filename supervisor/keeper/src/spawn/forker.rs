@@ -1,4 +1,6 @@
-//! The second thread of the keeper, which forks all workers.
+//! Runs the keeper's second thread, which forks workers, templates and short-lived check processes. The main thread
+//! prepares each child, waits until the fork is done, and reaps the child. In a forked worker, `child` performs all
+//! further steps. Workers of a template are forked by the template instead.
 
 use std::io;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};

@@ -1,4 +1,6 @@
-//! Mounts that the forked child creates.
+//! Mounts and restricts parts of a worker's file system, on behalf of the submodules and `steps`. `root` builds a
+//! private root folder, `covers` shows unreachable paths, and `proc_entries` hides entries of `/proc`. The keeper
+//! decides before the fork what to mount, and the forked child makes the mounts.
 
 pub(super) mod covers;
 pub(super) mod proc_entries;

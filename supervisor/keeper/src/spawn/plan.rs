@@ -1,4 +1,5 @@
-//! Data that the child's steps need, prepared before the fork.
+//! Defines the data that a forked child's steps need. `forker` collects the data before the fork, because the child
+//! must not allocate memory. `prepared` contains the part that depends on the order, and `steps` contains the steps.
 
 use std::ffi::c_char;
 

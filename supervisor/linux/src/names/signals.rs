@@ -1,4 +1,5 @@
-//! Names of signals, and the default action of SIGCHLD.
+//! Returns the names of signals, for messages and reports. Also restores the default action of SIGCHLD, which the
+//! supervisor and the keeper do when they start. The supervisor's `inherited` module manages the signal mask.
 
 use nix::sys::signal::{SigHandler, Signal, signal};
 

@@ -1,4 +1,6 @@
-//! A fork whose child sends no SIGCHLD, so that other code in this process does not notice the child.
+//! Forks a child that sends no SIGCHLD, so that other code in this process does not notice the child. The keeper crate
+//! uses such children to try out layers of confinement and to create a user namespace. Workers are forked in the
+//! keeper's `spawn` module instead.
 #![expect(unsafe_code, reason = "a fork without an exit signal has no safe wrapper")]
 
 use rustix::io::Errno;

@@ -1,4 +1,6 @@
-//! Read-only views of a bulkhead, used for snapshots and for the invariants that tests check.
+//! Provides views of a bulkhead's state, from which the data plane builds snapshots, metrics, job lists and crash
+//! reports. Also contains the job counters, and counts and rate-limits jobs that are passed on to fallbacks. Nothing in
+//! this module changes jobs or workers.
 
 use std::sync::Arc;
 use std::time::Duration;

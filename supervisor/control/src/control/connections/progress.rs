@@ -1,4 +1,6 @@
-//! Tracks the progress of open connections, and selects a connection to close if another client is waiting.
+//! Tracks the progress of a listener's open connections, and selects an idle connection to close if another client is
+//! waiting. `waiting` asks for this, and `connection` enforces the time limits. A connection with an unfinished
+//! response counts as idle only if its client has no valid token and does not read.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

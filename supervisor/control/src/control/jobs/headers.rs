@@ -1,4 +1,6 @@
-//! Request headers for jobs over HTTP.
+//! Parses the headers of a job request over HTTP into the options of the job. `jobs` calls this module, and rejects a
+//! job with invalid headers. The data plane applies the bulkhead's limits to the options. `tokens` reads the header
+//! with the token.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
-//! Responses to jobs over HTTP: outcomes as problem documents and headers.
+//! Creates the HTTP responses to job requests. A result becomes the body, and any other outcome becomes a problem
+//! document. `jobs` runs the jobs, and the data plane decides their outcomes. This module creates an outcome only if
+//! the data plane has returned none.
 
 use std::io;
 use std::time::Duration;

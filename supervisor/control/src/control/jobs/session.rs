@@ -1,5 +1,6 @@
-//! Connections to the data plane for jobs over HTTP, using the jobs protocol. The jobs of a kept-alive HTTP connection
-//! share one connection to the data plane, and use it one at a time.
+//! Connects a job over HTTP to the data plane, as a client that uses the jobs protocol. The jobs of a kept-alive HTTP
+//! connection share one connection to the data plane, and use it one at a time. `jobs` runs each job, and `upload`
+//! sends the payload.
 
 use std::io;
 use std::sync::atomic::Ordering;

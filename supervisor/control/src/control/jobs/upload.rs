@@ -1,4 +1,6 @@
-//! Payloads of jobs over HTTP, and their transfer to the data plane.
+//! Receives the payload of a job over HTTP, and sends the payload to the data plane. A payload of known length is
+//! passed on while it arrives, and any other payload is first collected in memory. `max_buffered` limits this memory,
+//! and the data plane decides when memory must be freed. `jobs` sets the time limit.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,4 +1,5 @@
-//! Text formats for metrics: OpenMetrics 1.0 and the older Prometheus text format 0.0.4.
+//! Writes metrics in a text format, which is OpenMetrics 1.0 or the older Prometheus text format 0.0.4. Also selects
+//! the format from a request's `Accept` header. The parent module chooses the metrics and their values.
 
 use std::fmt::{Display, Write as _};
 

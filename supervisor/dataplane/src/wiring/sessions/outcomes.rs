@@ -1,4 +1,6 @@
-//! Sends job outcomes to clients.
+//! Completes jobs whose outcome policy has decided. Counts and reports the outcome, releases the job's memory and
+//! lease, and sends the outcome to the client. A job with a fallback can be passed on to the fallback instead.
+//! `sessions/outcomes.rs` encodes the frame.
 
 use bulkhead_policy::JobOutcome;
 use bulkhead_shared::client_protocol::OutcomeMessage;

@@ -1,4 +1,6 @@
-//! Checks client submissions before they reach policy, and sends rejections.
+//! Checks the jobs that clients submit, passes accepted jobs on to policy, and sends rejections. The checks concern the
+//! permission, the form, the payload size and the memory. Policy then decides whether the job runs, waits or is
+//! rejected. Also passes on cancellations.
 
 use std::time::{Duration, SystemTime};
 

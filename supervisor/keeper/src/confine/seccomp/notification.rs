@@ -1,5 +1,6 @@
-//! The keeper's side of a seccomp listener: receives notifications of forbidden system calls, and sends the
-//! responses that the caller chooses. Does not block if the caller polls the listener first.
+//! Receives notifications of forbidden system calls from a seccomp listener, and sends the responses that the caller
+//! chooses. Does not block if the caller polls the listener first. `violations` decides which process is killed, and
+//! `seccomp` creates the filters.
 #![expect(unsafe_code, reason = "the listener's ioctls have no safe wrapper")]
 
 use std::ffi::c_void;
