@@ -1,4 +1,6 @@
-"""The work of the comparison, as a Bulkhead handler, a JetStream consumer and Celery tasks.
+"""Contains the work of the comparison, as a Bulkhead handler, a JetStream consumer and Celery tasks.
+
+``compare.py`` starts these processes, submits the jobs and measures.
 
 python tasks.py consume SERVERS PROCESSES    consumes JetStream jobs in PROCESSES processes
 """

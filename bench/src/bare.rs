@@ -1,5 +1,6 @@
-//! The bare chain, which shows the cost of the sockets alone. The chain has no policy, no deadlines and no
-//! checks, and its framing only matches replies to requests.
+//! Contains the relay and the client of the bare chain, which shows the cost of the sockets alone. The chain has no
+//! policy, no deadlines and no checks, and its framing only matches replies to requests. `chains` starts the processes,
+//! and the echo process is in `../parts/src/echo.rs`.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;

@@ -1,5 +1,6 @@
-//! Compares two variants that were measured alternately: the ratio of their medians, or a confidence interval for their
-//! difference.
+//! Compares two variants that were measured alternately, as the median of the ratios of all pairs of rounds. A
+//! comparison can also show a confidence interval for the difference. The modules that measure run the rounds, and
+//! `report` compares the result with its target.
 
 use crate::load::median;
 use crate::report::{Difference, Figure, Target};

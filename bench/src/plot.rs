@@ -1,4 +1,6 @@
-//! Draws the ratios of the figures. Each figure has a row with one dot per round, the median, and the target.
+//! Draws the ratios of the figures as an SVG image. Each figure has a row with one dot per round, the median, and the
+//! target. `main` writes the image to the file that the user names. `report` contains the figures and decides whether a
+//! target is met.
 
 use std::fmt::Write;
 

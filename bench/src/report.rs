@@ -1,4 +1,6 @@
-//! Figures, printed as a table while they are measured, or as JSON at the end.
+//! Collects the figures of all measurements, and compares each figure with its target. Prints a table while the
+//! measurements run, or JSON at the end. Also determines which measurements were requested with `--only`. The modules
+//! that measure choose the targets, and `plot` draws the figures.
 
 use std::cell::RefCell;
 

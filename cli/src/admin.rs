@@ -1,4 +1,6 @@
-//! The `status` and `resize` commands, and formatting that other commands share.
+//! Implements `bulkhead status` and `bulkhead resize`. Also contains the formatting of values, events and tables that
+//! other commands share, such as `top`, `crashes` and `jobs`. `requests` sends the requests, and `steer` implements the
+//! commands that restart, drain or resume a bulkhead.
 
 use std::cmp::Reverse;
 use std::fmt::Display;

@@ -1,4 +1,5 @@
-//! Implements `bulkhead bench`, which puts load on a bulkhead for a given time, and prints throughput and latency.
+//! Implements `bulkhead bench`, which submits jobs to one bulkhead for a given time, and prints throughput and latency.
+//! `load` builds and times each job. The separate program `bulkhead-bench` measures the cost of the supervisor itself.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;

@@ -1,4 +1,6 @@
 //! Implements `bulkhead logs`, which shows the output of the workers of one or more bulkheads, ordered by time.
+//! Requests the lines from the admin API, and filters them by time and stream. The supervisor decides which lines are
+//! stored. With `--follow`, also prints new lines as they arrive.
 
 use std::time::SystemTime;
 

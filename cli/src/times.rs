@@ -1,4 +1,6 @@
-//! Parses points in time given on the command line.
+//! Parses the points in time that are given with `--since` and `--until`. Accepts a duration before now, a time of day
+//! in UTC, or an RFC 3339 time. `args` uses these functions for `logs`, `events` and `crashes`. The commands themselves
+//! filter by the parsed times.
 
 use std::time::{Duration, SystemTime};
 

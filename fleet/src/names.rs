@@ -1,4 +1,5 @@
-//! Names of subjects, streams and consumers, including how names are escaped and how tenants are assigned to lanes.
+//! Builds and parses the names of subjects, streams and consumers. Also escapes names and assigns tenants to lanes. All
+//! functions are pure. `server/streams.rs` creates the streams and consumers with these names.
 
 use sha2::{Digest, Sha256};
 

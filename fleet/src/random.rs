@@ -1,4 +1,5 @@
-//! Random numbers from the kernel.
+//! Returns random numbers from the kernel, for IDs, nonces and random delays. The decisions in `decide` get such
+//! numbers from the agent instead of calling this module, so that tests can repeat them.
 
 /// Returns a random number.
 pub(crate) fn number() -> u64 {

@@ -1,4 +1,8 @@
-"""Common interface to the compared pools. Each pool has two workers, and returns a future-like object for each job."""
+"""Wraps the compared pools in a common interface.
+
+Each pool has two workers, and returns a future-like object for each job. ``compare.py`` and ``survival.py`` submit the
+jobs and measure the pools. A pool whose package is not installed is left out.
+"""
 
 from __future__ import annotations
 

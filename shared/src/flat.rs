@@ -1,6 +1,6 @@
-//! Fast encoding of messages that consist of integers and strings. Consecutive integers are written together, and each
-//! string takes two writes. The messages that are sent for every job use this encoding. The output is identical to that
-//! of bincode's derived traits, which write and check each field separately.
+//! Implements a fast encoding of messages that consist of integers and strings, for messages that are sent with every
+//! job. The `flat!` macro generates the code for each message type. The output is identical to that of bincode's
+//! derived traits, which write and check each field separately. `codec` calls the encoding and adds the extensions.
 
 use bincode::de::BorrowDecoder;
 use bincode::de::read::BorrowReader;

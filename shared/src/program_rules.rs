@@ -1,10 +1,10 @@
-//! The Landlock rules of a worker, encoded for the `exec` host, which derives the rules of each program from
-//! them. There is one grant for each path and a separate grant for the temporary folder. The host reads the
-//! rules from a file on standard input.
+//! Encodes and decodes the Landlock rules of a worker for the processes that it starts. The keeper writes the rules to
+//! a file, which the `exec` host or a template reads from standard input. The receiver derives and enforces the rules
+//! of each process (`worker/src/rules.rs`). There is a separate grant for the temporary folder.
 //!
-//! Numbers are little-endian. The file begins with the handled rights and the scopes, 64 bits each. The
-//! grants follow. Each grant consists of the granted rights (64 bits), the length of the path (32 bits) and
-//! the path. The first grant is for the temporary folder; the path is empty if there is no temporary folder.
+//! Numbers are little-endian. The file begins with the handled rights and the scopes, 64 bits each. The grants follow.
+//! Each grant consists of the granted rights (64 bits), the length of the path (32 bits) and the path. The first grant
+//! is for the temporary folder; the path is empty if there is no temporary folder.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

@@ -1,5 +1,6 @@
-//! Enums whose values have fixed names. Each row of a declaration contains a value, its name, and a wire number if the
-//! value is sent over a socket.
+//! Declares enums whose values have fixed names, so that configuration, protocols, events and metrics use the same
+//! names. Each row of a declaration contains a value, its name, and a wire number if the value is sent over a socket.
+//! The enums themselves are declared by the modules that use them.
 
 /// A type whose values have fixed names.
 pub trait Vocabulary: Copy + PartialEq + 'static {

@@ -1,7 +1,7 @@
-//! Landlock rules for each program run by `exec`, in addition to the worker's rules. The additional rules
-//! isolate a worker's programs from each other and from the host. A worker forked by a template gets
-//! additional rules in the same way. For such a worker, "program" in this module means the worker, and
-//! "worker" means the template.
+//! Creates Landlock rules for each program run by `exec`, in addition to the worker's rules, which the keeper enforces.
+//! The additional rules isolate a worker's programs from each other and from the host. A worker forked by a template
+//! gets additional rules in the same way. For such a worker, "program" in this module means the worker, and "worker"
+//! means the template.
 //!
 //! Additional Landlock rules can only remove rights. A program's rules therefore repeat the worker's grants,
 //! with the program's temporary folder in place of the worker's temporary folder. The rules also set scopes,

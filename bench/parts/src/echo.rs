@@ -1,4 +1,6 @@
-//! Echo process of the bare chain, which contains no supervisor.
+//! Runs the echo process of the bare chain, which stands in for a worker. Sends back all bytes of one connection
+//! unchanged, and knows nothing about jobs or frames. The connection is accepted on a socket or passed as standard
+//! input. Several measurements of the bench start this process.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;

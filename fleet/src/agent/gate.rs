@@ -1,4 +1,6 @@
-//! Controls whether the agent pulls jobs for one bulkhead.
+//! Decides whether the agent pulls jobs for one bulkhead. `supervisor`, `watch`, `runner` and the shutdown record the
+//! conditions, and `pulls` waits until the gate is open. A closed gate does not affect jobs that are already running.
+//! The number of jobs that can run is limited by `permits`.
 
 use std::sync::Mutex;
 use std::time::Duration;

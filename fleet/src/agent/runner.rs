@@ -1,4 +1,6 @@
-//! Performs the actions that a [`Handling`] requests.
+//! Processes one delivered message by performing the actions that a [`Handling`] requests. Submits the job to the
+//! supervisor, writes the ledger record, and publishes notices and dead letters. `pulls` starts this for each message
+//! that has a permit. All decisions about the job are made in `decide`.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

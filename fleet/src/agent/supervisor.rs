@@ -1,4 +1,6 @@
-//! Connects to the supervisor on this host, and polls its state over the admin API.
+//! Connects the agent to the supervisor on this host, and polls the state of the bulkheads over the admin API. Each
+//! poll opens or closes the gates and adjusts the number of permits. `runner` submits the jobs through this connection.
+//! The agent neither starts nor configures the supervisor.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,4 +1,6 @@
-//! Implements `agent`, which runs the agent for this host until a signal arrives.
+//! Implements `bulkhead-fleet agent`, which runs the agent for this host until a signal arrives. With `--check`, only
+//! prints the effective settings. The first signal drains the agent, and a second signal ends the program at once.
+//! `agent.rs` of the library does the work.
 
 use bulkhead_fleet::agent::{self, AgentError};
 use bulkhead_fleet::settings::Settings;

@@ -1,4 +1,5 @@
-//! Output, failures and exit codes.
+//! Writes the results and errors of all `bulkhead-fleet` commands, and determines their exit codes. Formats the outcome
+//! of a job as text or as JSON. Each command builds its own tables. The agent's log is written with `tracing` instead.
 
 use std::io::{self, Write};
 use std::path::Path;

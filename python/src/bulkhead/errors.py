@@ -1,4 +1,8 @@
-"""Job outcomes: ``Outcome``, and one exception for each outcome other than ``ok``."""
+"""Defines ``Outcome``, and one exception for each outcome other than ``ok``.
+
+Also defines the exceptions for a lost connection and a missing supervisor. ``_wire`` creates outcomes from frames, and
+the clients and pools raise the exceptions. ``_again`` decides which jobs are sent again.
+"""
 
 from __future__ import annotations
 

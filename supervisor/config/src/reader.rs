@@ -1,5 +1,6 @@
 //! Reads one table of the file, key by key. Unknown keys are reported when the table is opened. Each value is either
 //! converted according to the kind of its key or reported as invalid, so that nothing in the file is silently ignored.
+//! `values` converts single values, and `relations` checks rules that involve several keys.
 
 mod network;
 mod strings;

@@ -1,5 +1,6 @@
-//! Traits for reading a table, merging it with `[defaults]`, and writing it. The macros in `rows` generate the
-//! implementations, and `types` contains the value types.
+//! Defines the traits for reading a table, merging it with `[defaults]`, and writing it. The macros in `rows` generate
+//! the implementations from the declarations in `keys`, and `types` contains the value types. `reader` and `values`
+//! parse the TOML, and `relations` checks rules that involve several keys.
 
 mod rows;
 mod types;

@@ -1,4 +1,6 @@
-//! HTTP client tokens, and the files that contain them.
+//! Reads HTTP client tokens from files, and compares them with the secrets that clients send. Only a hash of each token
+//! is stored. `relations/http.rs` checks which tokens a configuration needs. The control plane extracts the secret from
+//! a request and decides what the client is allowed to do.
 
 use std::fmt;
 use std::path::Path;

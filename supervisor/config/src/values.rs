@@ -1,5 +1,6 @@
-//! Converts TOML values to Rust values. If a value is invalid, returns an error message with a suggested correction.
-//! Does not access files, and does not check rules that involve several keys.
+//! Converts single TOML values to Rust values. If a value is invalid, returns an error message with a suggested
+//! correction. `reader` selects the function that matches the kind of the key, and reports the error. This module does
+//! not access files, and does not check rules that involve several keys.
 
 use std::ops::Deref;
 use std::time::Duration;

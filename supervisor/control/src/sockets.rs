@@ -1,6 +1,6 @@
-//! Binds the supervisor's listening sockets. A socket file appears only after its mode has been set and the socket is
-//! listening. The socket of a running supervisor is never replaced, but the socket of a dead supervisor is removed. A
-//! socket whose file was removed can be recreated. A socket that was bound by the service manager is used as it is.
+//! Binds the jobs socket and the admin socket, which are Unix sockets. A socket file appears only after its mode has
+//! been set and the socket is listening. The socket of a dead supervisor is removed, but that of a running supervisor
+//! is never replaced. TCP listeners are bound by the `supervisor` crate.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};

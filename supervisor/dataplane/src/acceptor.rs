@@ -1,4 +1,6 @@
-//! Accepts connections on the jobs socket within a time budget. The listener can be replaced at runtime.
+//! Accepts connections on the jobs socket within a time budget, so that clients cannot occupy the data plane by
+//! connecting. The listener can be replaced at runtime. `wiring/sessions.rs` calls this module, identifies each client,
+//! and opens or rejects the session.
 
 use std::io;
 use std::os::fd::AsRawFd;

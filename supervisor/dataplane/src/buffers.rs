@@ -1,4 +1,6 @@
-//! Memory that is reused to avoid allocations per job.
+//! Keeps memory for reuse, to avoid allocations per job: read buffers, lists of actions, and job records. The event
+//! loop and the wiring take memory from here and return it afterwards. The limit on the memory of waiting jobs is
+//! enforced in `memory`.
 
 use bulkhead_policy::Action;
 use bulkhead_shared::connection::{BufferPool, Scratch};

@@ -1,12 +1,13 @@
-//! Memory file leases. Records each lease's client and worker, and decides when a lease ends.
+//! Records each memory file lease with its client and worker, and decides when a lease ends. Neither creates nor sends
+//! files. The wiring performs the requested effects, and `memory_files` contains the system calls.
 //!
 //! A lease belongs to one client, one bulkhead and one tenant. The files are lent to the first worker that gets a job
 //! with the lease, and to no other worker. The lease ends when this worker is gone, or when the job has ended but the
 //! worker could still write to the files. A file in use therefore never contains data from another client, tenant or
 //! worker. If a job goes to a different worker, the payload is sent as bytes.
 //!
-//! A lease ends with a recall. Jobs that the client sent before it received the recall can still use the
-//! lease. If the client does not return the lease in time, the lease is revoked.
+//! A lease ends with a recall. Jobs that the client sent before it received the recall can still use the lease. If the
+//! client does not return the lease in time, the lease is revoked.
 
 #[cfg(test)]
 mod tests;

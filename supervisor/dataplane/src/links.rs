@@ -1,6 +1,7 @@
-//! Links to workers: the state of each worker's process and connection.
+//! Stores the links to workers: the state of each worker's process and connection, and the link work that is due.
 //!
-//! This module neither uses sockets nor sends orders to the keeper. The wiring does both.
+//! This module neither accesses the sockets nor sends orders to the keeper. The wiring does both. Policy decides when a
+//! worker is started or killed.
 
 mod read_position;
 mod unsolicited_frames;

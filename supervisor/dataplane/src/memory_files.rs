@@ -1,8 +1,9 @@
-//! Creates, lends and frees the memory files of leases. For the purpose of leases, see
-//! [`bulkhead_shared::memory_files`].
+//! Creates, sends and frees the memory files of leases. Also creates the sealed files for journals and stack samples.
+//! `leases` decides when files are created, lent or freed, and the `memory-files` thread calls the slow functions. For
+//! the purpose of leases, see [`bulkhead_shared::memory_files`].
 //!
-//! The supervisor does not map the files. Each file is opened twice, for writing by one side and for reading by the
-//! other. The file mode prevents other processes from opening the file again.
+//! The supervisor does not map the files of leases. Each file is opened twice, for writing by one side and for reading
+//! by the other. The file mode prevents other processes from opening the file again.
 
 use std::ffi::CStr;
 use std::io::{self, IoSlice};

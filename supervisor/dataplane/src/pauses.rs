@@ -1,5 +1,6 @@
 //! Detects pauses of the supervisor (SIGSTOP, CPU starvation, suspend), so that they are not mistaken for unresponsive
-//! workers or clients.
+//! workers or clients. The event loop calls the detector at the beginning of each iteration. After a pause, the loop
+//! extends timeouts and notifies policy. This module only detects the pause.
 
 use std::time::Duration;
 

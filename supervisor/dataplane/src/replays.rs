@@ -1,5 +1,6 @@
-//! Replays of jobs from crash reports. Each replay runs in a separate compartment with a new worker, and does not
-//! affect any statistics. The job's bulkhead must be configured, but can be in any state.
+//! Tracks replays of jobs from crash reports, and decides the next step of each. Each replay runs in a separate
+//! compartment with a new worker, and does not affect any statistics. `wiring/replays.rs` performs the steps. The
+//! control plane requests replays and compares the results with the original crash.
 
 use std::time::Duration;
 

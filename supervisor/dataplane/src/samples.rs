@@ -1,5 +1,5 @@
-//! Stack samples of workers that are still running a job at its deadline, or that are about to be killed because they
-//! do not respond.
+//! Decides when a worker's stacks can be sampled, and delays actions until the sample is complete. Sampled workers are
+//! still running a job at its deadline, or are about to be killed because they do not respond.
 //!
 //! The keeper needs a few milliseconds for a sample. In the meantime, for at most [`SAMPLE_TIMEOUT`], the supervisor
 //! neither cancels the job nor kills the worker. `wiring/samples.rs` sends the orders and the reports.

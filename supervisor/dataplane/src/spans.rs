@@ -1,5 +1,6 @@
-//! Job spans. If tracing is on, each sampled job gets a span in its caller's trace, and the worker is sent the context
-//! of this span. The data plane only records the span; another thread formats it.
+//! Creates job spans. If tracing is on, each job that its client has marked as sampled gets a span in the client's
+//! trace. The worker is sent the context of this span. Finished spans are sent to `control/src/observe/spans.rs`, which
+//! formats and exports them on another thread.
 
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU64;

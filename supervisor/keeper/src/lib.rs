@@ -15,6 +15,7 @@
 //! - `confine`: the layers of confinement.
 //! - `subordinate_ids`: user IDs for workers if the supervisor has no privileges.
 //! - `probe`: the layers that this machine supports.
+//! - `sample`: samples the stacks of a worker's processes.
 //! - `wait`: waits for the children of one keeper thread, and determines why they exited.
 //! - `protocol`: orders, reports, and the socket for whole messages with descriptors.
 //!

@@ -1,7 +1,9 @@
-//! Samples the stacks of workers that have run for too long. Does not need the cooperation of the sampled processes.
+//! Samples the stacks of a worker's processes, and writes them to a file. `process/samples.rs` runs the sampling on a
+//! separate thread when the supervisor orders it. The data plane decides which workers are sampled. Only the stacks as
+//! text need the cooperation of the worker.
 //!
-//! Each thread is stopped briefly with `ptrace(2)`. The records have the format of
-//! [`bulkhead_shared::crash_record`]. The processes can be hostile, so every step has a limit.
+//! Each thread is stopped briefly with `ptrace(2)`. The records have the format of [`bulkhead_shared::crash_record`].
+//! The processes can be hostile, so every step has a limit.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut, Read, Seek};

@@ -1,4 +1,6 @@
-//! Closes descriptors by number.
+//! Closes all descriptors of this process from a given number upwards, except those that the caller names. The keeper
+//! uses this for itself and in its forked children, so that no inherited descriptor stays open. Nothing checks whether
+//! other code still uses a descriptor.
 #![expect(unsafe_code, reason = "close_range(2) has no safe wrapper")]
 
 use std::os::fd::RawFd;

@@ -1,5 +1,6 @@
-//! Empties folders with untrusted contents. Follows no links, does not recurse, and handles any depth and any mode.
-//! Leaves mounted file systems alone.
+//! Empties folders with untrusted contents, such as the temporary folders of workers and programs. Follows no links,
+//! does not recurse, and handles any depth and any mode. Leaves mounted file systems alone, and does not remove the top
+//! folder itself.
 
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};

@@ -14,7 +14,7 @@
 //! - [`landlock`]: Landlock's system calls.
 //! - [`standard_output`]: detects whether standard output was closed when the program started.
 //! - [`scheduler`]: the scheduler time slice of a thread.
-//! - [`secret_file`]: reads files with secrets, and checks their owner and mode.
+//! - [`secret_file`]: reads files with secrets, and checks their type and mode.
 //! - [`shared_words`]: numbers in memory shared with an untrusted process.
 //! - [`unread`]: the number of sent bytes that the peer has not read.
 //! - [`vfork`]: starts a program without copying this process.

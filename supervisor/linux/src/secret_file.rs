@@ -1,5 +1,6 @@
-//! Files with secrets, which only the owner can change, and only the owner and the group can read. The contents are
-//! erased from memory when they are dropped.
+//! Reads files with secrets, such as tokens and values of environment variables. Rejects a file that anyone but the
+//! owner can change, or that others than the owner and the group can read. The contents are erased from memory when
+//! they are dropped. Neither the owner of the file nor the meaning of the contents is checked.
 
 use std::fmt;
 use std::fs::OpenOptions;

@@ -1,8 +1,9 @@
-//! Translates the `sandbox` table of the configuration into orders for the keeper. The translation is done once per
-//! bulkhead, before the first worker starts.
+//! Decides the confinement of a bulkhead's workers from the `sandbox` table and the layers that this machine supports.
+//! `program` calls this module before the first worker starts, and again when a reload changes the bulkhead. The result
+//! is converted to orders for the keeper, which applies the layers.
 //!
-//! If this machine does not support a layer and the layer is not in `best_effort`, the bulkhead's workers do not start,
-//! and a message reports the reason. No layer is left out silently.
+//! If this machine lacks a layer that is not in `best_effort`, the bulkhead's workers do not start. A message reports
+//! the reason. No layer is left out silently.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,6 @@
-//! Tables of a bulkhead that set the confinement and resource limits of the workers.
+//! Declares the `sandbox`, `sandbox.syscalls` and `cgroup` tables of a bulkhead, and the types of their validated
+//! values. `relations/confinement.rs` checks the values. The `plane` crate turns them into orders for the keeper, which
+//! confines the workers.
 
 use std::path::PathBuf;
 

@@ -1,5 +1,6 @@
-//! The `tenants` table, and the `[bulkhead.NAME.tenant.TENANT]` tables with per-tenant settings. The author of the file
-//! chooses the tenant names, so only the keys inside the per-tenant tables have rows.
+//! Declares the `tenants` table, and the `[bulkhead.NAME.tenant.TENANT]` tables with per-tenant settings. The author of
+//! the file chooses the tenant names, so only the keys inside the per-tenant tables have rows. `relations/tenants.rs`
+//! checks which keys can be combined. The data plane decides which tenants have workers.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
-//! Checks confinement keys. Rejects keys that have no effect with the configured profile, and names that do not exist.
+//! Checks the `sandbox` table, and converts it to validated values. Rejects keys that have no effect with the
+//! configured profile, and paths, users and system calls that do not exist. The `plane` crate checks later whether this
+//! machine supports the configured layers.
 
 use std::path::{Path, PathBuf};
 

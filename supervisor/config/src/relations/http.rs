@@ -1,5 +1,5 @@
-//! Rules for HTTP over TCP. The rules concern the addresses, the admin token, and the listeners that other tokens
-//! require.
+//! Checks the keys for HTTP over TCP: the addresses, the admin token, and the listeners that tokens in `[[access]]`
+//! require. Reads the token files, but opens no sockets. The control plane authenticates the requests.
 
 use std::net::SocketAddr;
 use std::ops::Range;

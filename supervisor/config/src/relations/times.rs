@@ -1,4 +1,6 @@
-//! Checks the time limits for jobs. No limit can be longer than the longest deadline.
+//! Checks the time limits for jobs: deadlines, `run_limit`, and the target of the adaptive limit. No limit can be
+//! longer than the longest deadline. Also checks `lookahead`, which has no effect with `exec`. Policy enforces the
+//! limits at run time.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
-//! Handlers for requests that list or show crash reports, or replay the jobs in a report.
+//! Handles requests that list or show crash reports, or replay the jobs in a report. `observe/crashes.rs` stores the
+//! reports. The data plane runs each replayed job in a new worker. This module selects the jobs to replay, and compares
+//! each result with the original crash.
 
 use std::convert::Infallible;
 

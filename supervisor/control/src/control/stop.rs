@@ -1,5 +1,6 @@
-//! Signals, and the notice before the drain (`drain_notice`). During the notice, `/readyz` responds 503 while jobs are
-//! still accepted. Load balancers then choose another host before the first job is rejected.
+//! Handles the signals of the supervisor process, and waits for `drain_notice` before a stop. During the notice,
+//! `/readyz` responds with 503 while jobs are still accepted. Load balancers then choose another host before the first
+//! job is rejected. The data plane drains the jobs, and `reload` and `upgrade` do the work of SIGHUP and SIGUSR2.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};

@@ -1,4 +1,6 @@
-//! The successor's side of an upgrade: starts all workers while the predecessor is serving, then takes over.
+//! Performs the successor's side of an upgrade: starts all workers while the predecessor is serving, then takes over.
+//! If the takeover fails, stops this supervisor, and the predecessor continues. `upgrade` contains the predecessor's
+//! side. The data plane moves the connections and permits.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,6 +1,6 @@
-//! TCP connections whose request is still unknown, or that are waiting for a permit. Any process can open many
+//! Holds TCP connections until the beginning of the request has arrived and a permit is free. Any process can open many
 //! connections, so the oldest waiting connection is refused when there are too many. Health checks have separate
-//! permits.
+//! permits. `tcp` and `jobs_http` accept the connections, and `connections` serves the admitted ones.
 
 use std::collections::VecDeque;
 use std::pin::pin;

@@ -1,6 +1,6 @@
-//! Ring buffer of events. Each event is given a sequence number, rendered once, and kept for later readers. Followers
-//! read from the ring at their own pace. If a bulkhead emits too many events of one kind, most of them are only
-//! counted, and the rest evict only events of the same kind and bulkhead.
+//! Stores recent events in a ring buffer in memory, and logs them. The control plane adds each event, and followers
+//! read the ring at their own pace. Each event gets a sequence number and is rendered once. If a bulkhead emits too
+//! many events of one kind, most are only counted, and the rest evict only events of this kind and bulkhead.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,5 +1,6 @@
-//! Creates the backtraces for crash reports. A separate thread processes one crash record at a time and starts a new
-//! symbolizer process for each record.
+//! Runs the symbolizers, which create the backtraces for crash reports. A separate thread processes one crash record or
+//! stack sample at a time, and starts a new symbolizer process for each. The `symbolizer` crate contains the code of
+//! these processes, which decodes the stacks.
 //!
 //! Each symbolizer has a separate keeper, so neither the data plane nor the workers' keeper knows about symbolizers. A
 //! symbolizer's answer must not be trusted more than the crash record.

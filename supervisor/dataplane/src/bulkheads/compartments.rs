@@ -1,4 +1,6 @@
-//! All compartments, by index, together with their timers.
+//! Stores all compartments by index, together with their timers and the numbering of jobs. Also lists the compartments
+//! whose timers must be updated. The event loop applies events to the compartments, and `policy` inside each
+//! compartment decides. `bulkheads` knows which compartments belong to which bulkhead and tenant.
 
 use bulkhead_policy::{Time, Timers};
 use bulkhead_shared::JobId;

@@ -1,4 +1,6 @@
-//! Bulkhead metrics. All values are read at the same time, so that sums are consistent.
+//! Collects the metrics and short states of all bulkheads when the control plane requests them. All values are read at
+//! the same time, so that sums are consistent. `counting` updates the counters, and the control plane renders the
+//! metrics as text.
 
 use std::collections::HashSet;
 use std::sync::Arc;

@@ -1,5 +1,6 @@
-//! Isolated tenants. Decides which tenants have workers, and which tenants must release their workers to make room for
-//! others.
+//! Decides which isolated tenants have workers, and which tenants must release their workers to make room for others.
+//! `wiring/tenants.rs` applies the resulting events to the compartments. Policy decides how many workers a tenant's
+//! compartment starts.
 //!
 //! A tenant's compartment outlives its workers, because it contains the rate limit, the breaker and the restart
 //! history. Otherwise, a tenant could reset them by submitting no jobs for a while. If there are too many compartments,

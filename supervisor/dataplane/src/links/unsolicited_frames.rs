@@ -1,6 +1,6 @@
-//! Budgets for notices. A notice is any frame from a worker other than a reply to a job: heartbeats, progress, status,
-//! and frames of unknown kinds. A worker that exceeds its budget is read less often, so that its further frames wait in
-//! its own socket. A worker that exceeds the budget by far is killed. Notices are handled together after each read.
+//! Limits the notices from one worker. A notice is any frame other than a reply to a job: heartbeats, progress, status,
+//! and frames of unknown kinds. A worker that exceeds its budget is read less often, and a worker that exceeds the
+//! budget by far must be killed. This module only decides; the wiring pauses the reads and kills the worker.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
-//! The supervisor's end of a client connection: a socket, or memory shared with an in-process client.
+//! Reads, writes and closes the supervisor's end of a client connection. The connection is a socket, or memory shared
+//! with an in-process client, and callers do not have to distinguish the two. The wiring decides when to read and
+//! write. Frames are decoded elsewhere, in the session's inbox.
 
 use std::io;
 use std::net::Shutdown;

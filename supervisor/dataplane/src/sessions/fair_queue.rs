@@ -1,6 +1,7 @@
-//! Order in which clients are read. Users take turns, and so do the connections of each user. A user that floods the
-//! supervisor therefore delays only itself, regardless of how many connections it has. The number of bytes read per
-//! iteration is bounded, because outcomes are sent only at the end of the iteration.
+//! Decides the order in which clients are read, and how many bytes each read can take. Users take turns, and so do the
+//! connections of each user, so a user that floods the supervisor delays only itself. `Sessions` owns one queue for
+//! ordinary connections and one for connections with low priority. `wiring/sessions.rs` performs the reads and limits
+//! their cost per iteration.
 
 use foldhash::quality::RandomState;
 use std::collections::{HashMap, VecDeque};

@@ -1,4 +1,6 @@
-//! Encodes job outcomes and job progress, and sends them to clients.
+//! Encodes job outcomes and job progress, and adds them to the client's outbox. The wiring calls this module, and
+//! writes the outboxes to the sockets later. Policy decides the outcome of a job. `wiring/sessions/submissions.rs`
+//! decides that of a submission that never becomes a job.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
-//! Applies operator commands to bulkheads and compartments.
+//! Applies the control plane's commands to bulkheads and compartments: operator commands, changed limits, a stop, and
+//! measured memory usage. `commands` receives the commands and limits their number per iteration. Policy decides how a
+//! compartment reacts. Reloads and upgrades are handled in `reload.rs` and `handover.rs`.
 
 use bulkhead_api::{
     BreakerMode, Change, ChangedPer, ChangedRate, EventKind, Rate, Severity, Snapshot, TenantChange,

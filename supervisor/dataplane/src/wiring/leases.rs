@@ -1,4 +1,5 @@
-//! Connects leases to clients, workers and jobs, and sends memory files over sockets.
+//! Handles lease frames from clients, sends memory files to clients and workers, and performs the effects that `leases`
+//! requests. `leases` decides which leases are granted, recalled or ended. `background` creates and frees the files.
 
 use std::io;
 

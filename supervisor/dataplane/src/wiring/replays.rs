@@ -1,4 +1,6 @@
-//! Runs replays. Creates the compartment for each replay, and performs the replay's steps.
+//! Performs the steps of replays that `replays` requests. Creates the compartment, submits the job, and stops and
+//! removes the compartment afterwards. `replays` decides the steps and sends the result. The control plane chooses the
+//! jobs.
 
 use std::time::Duration;
 

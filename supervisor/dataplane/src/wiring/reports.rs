@@ -1,4 +1,6 @@
-//! Sends reports to operators about deaths of workers and programs, and about operator events from policy.
+//! Reports deaths of workers and programs, failed jobs, and operator events from policy to operators. `crashes` decides
+//! which deaths get a crash report, and limits the rate. `reporter` sends the events and reports to the control plane,
+//! which stores and formats them.
 
 use std::time::SystemTime;
 

@@ -1,5 +1,6 @@
-//! Samples the stacks of workers that are still running a job at its deadline, or that do not respond, and adds the
-//! stacks to reports.
+//! Orders stack samples of workers that are still running a job at its deadline, or that do not respond, and adds the
+//! stacks to reports. `samples` decides whether a worker can be sampled, and which actions wait. The keeper takes the
+//! samples. A symbolizer of the control plane adds function names.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -1,4 +1,6 @@
-//! Connects sessions to clients: accepts connections, moves bytes, and closes sessions.
+//! Accepts client connections, moves bytes between the sockets and the sessions, and closes sessions. `acceptor` limits
+//! the time for accepting, and `sessions` decides which client is read next. `frames` decodes the bytes, `submissions`
+//! checks jobs, and `outcomes` sends replies.
 
 mod frames;
 mod outcomes;

@@ -1,4 +1,6 @@
-//! Connects templates to the keeper, the compartments and the control plane.
+//! Performs the effects that `templates` requests. Orders templates and forked workers from the keeper, reports failed
+//! starts to the compartments, and passes the templates' output to the control plane. `templates` decides when a
+//! template is started, used or killed. The keeper forks the processes.
 
 use std::io;
 

@@ -1,4 +1,6 @@
-//! POSIX access control lists, which can give individual users rights that differ from a file's permission bits.
+//! Reads a file's POSIX access control list, and determines whether the list gives a user certain rights. Such a list
+//! can give individual users rights that differ from the permission bits. `reach` calls this module, and checks the
+//! permission bits itself. Access control lists are changed only in tests.
 
 use std::path::Path;
 

@@ -1,5 +1,6 @@
 //! Checks whether a program or library works when a worker can open it only by descriptor, not by path. The file must
 //! be an ELF file, which the kernel executes directly, and must not refer to other files relative to its own location.
+//! `reach` asks this for files that the worker's user cannot access by path. Other dependencies are not checked.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

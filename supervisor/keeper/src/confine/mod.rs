@@ -1,5 +1,6 @@
-//! Layers of confinement, except rlimits. The keeper prepares the layers before the fork, and the child applies
-//! them right before `execve`.
+//! Layers of confinement, except namespaces and rlimits, which are in `spawn`. The keeper prepares the layers before
+//! the fork. A child that the keeper forks starts in its control group, and applies the other layers right before
+//! `execve`. The supervisor decides which layers a worker gets.
 //!
 //! - [`cgroup`]: limits for a worker and all its descendants together.
 //! - [`landlock`]: access to files and sockets.

@@ -1,5 +1,6 @@
-//! Paths that a worker can access through Landlock rules or in a private root folder: the paths of the system
-//! that every program needs, and the folders of the worker's program.
+//! Determines the paths that a worker needs in addition to its configured paths: those of the system, and the folders
+//! of its program. Also excludes paths that a worker could redirect, and withheld files. `landlock` grants the paths by
+//! rules, and `spawn/mounts/root.rs` shows them in a private root folder.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;

@@ -1,4 +1,6 @@
-//! Finds granted paths that the worker's user cannot access because of permission bits or access control lists.
+//! Finds granted paths that the worker's user cannot access because of permission bits or access control lists. Runs
+//! before the fork, and changes no permissions. `spawn/mounts` makes some of these paths visible through mounts. If a
+//! mount would not help, the start fails with advice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

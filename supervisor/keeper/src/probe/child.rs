@@ -1,4 +1,6 @@
-//! Runs a single trial in a child process.
+//! Runs a single trial of a confinement layer in a child process, so that the trial cannot change the supervisor. The
+//! other modules of `probe` define the trials and interpret the results. Each trial must first call `limit_run_time`,
+//! so that the kernel kills a trial that blocks.
 
 use bulkhead_linux::fork::fork_without_sigchld;
 use bulkhead_linux::wait::wait_for_exit_code;

@@ -1,5 +1,6 @@
-//! Tries each kind of Landlock rule. A child applies a rule to itself, and then attempts an action that the
-//! rule forbids.
+//! Tries each kind of Landlock rule, so that `probe` can report the kinds that this machine supports. A child applies a
+//! rule to itself, and then attempts the forbidden action if that does no damage. No worker is confined here.
+//! `confine/landlock.rs` creates the rules of workers and tests them again.
 
 use std::os::fd::AsFd;
 

@@ -1,5 +1,6 @@
-//! Tries each kind of namespace in a child process. The child enters one new namespace after another and
-//! reports each result.
+//! Tries each kind of namespace in a child process, so that `probe` can report the kinds that this machine supports.
+//! The child enters one new namespace after another and reports each result. Namespaces of workers are created in
+//! `spawn`.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,5 +1,6 @@
-//! Control groups of the keeper's workers. Finds the parent group when the first worker needs a group, and
-//! retries the removal of groups that are not empty yet.
+//! Creates and removes the control groups of the keeper's workers. Finds the parent group when the first worker needs a
+//! group, and retries the removal of groups that are not empty yet. `confine/cgroup.rs` contains the operations on the
+//! files. `reaping.rs` kills the processes in a group.
 
 use crate::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
 use crate::protocol::confinement::CgroupLimits;

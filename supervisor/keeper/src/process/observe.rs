@@ -1,5 +1,6 @@
-//! Reads the state of a process from `/proc`, because the keeper does not trust the child's own reports. The
-//! keeper does this when a worker is confined, and again when the worker's program runs.
+//! Reads the state of a process from `/proc`, because the keeper does not trust the child's own reports. The keeper
+//! does this when a worker is confined, and again when the worker's program runs. The callers decide what happens if
+//! the state differs from the order. Landlock rules are not visible in `/proc`, so the child itself tests them.
 
 use std::fs;
 use std::io;

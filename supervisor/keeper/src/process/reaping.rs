@@ -1,5 +1,6 @@
-//! Handles exited processes: reaps dead workers, reports their exits, and kills the processes that they left
-//! behind. These processes are killed in small steps between other work.
+//! Reaps dead workers, reports their exits, and kills the processes that they left behind. These processes are killed
+//! in small steps between other work. Also kills workers on behalf of other modules. Workers in the namespace of a
+//! template are handled in `templates/namespaces.rs`.
 
 use std::collections::HashMap;
 use std::path::PathBuf;

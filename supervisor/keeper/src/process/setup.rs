@@ -1,4 +1,6 @@
-//! Turns this process into the keeper. Runs before the process has a second thread.
+//! Turns this process into the keeper, before the process has a second thread. Sets up signals, descriptors, the umask,
+//! the session and the out-of-memory score, and makes the process a child subreaper. The guard uses some of these
+//! functions as well. Workers get their own settings in `spawn/steps.rs`.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};

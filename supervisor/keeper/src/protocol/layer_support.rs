@@ -1,4 +1,6 @@
-//! The layers of confinement that this machine supports.
+//! Describes whether one layer of confinement is available on this machine, and why not. `probe` creates the
+//! descriptions by trying the layers. `bulkhead-supervisor doctor` shows them, and `plane` decides from them which
+//! layers a worker gets. This file itself probes nothing.
 
 use bincode::{BorrowDecode, Encode};
 use serde::Serialize;

@@ -1,4 +1,6 @@
-//! The child, from the fork to the execution of the worker's program.
+//! Runs in the forked child, from the fork to the execution of the worker's program. Performs the steps in `steps.rs`
+//! one after another, and reports the first failure to the keeper. If the worker gets a PID namespace, forks the worker
+//! between the two tables of steps. The keeper has prepared all data before the fork.
 
 use std::os::fd::AsFd;
 

@@ -1,5 +1,6 @@
-//! The confinement of a worker, as prepared before the fork. Consists of Landlock rules, a seccomp filter, and a root
-//! folder.
+//! Prepares the confinement of a worker before the fork: Landlock rules, a seccomp filter, a root folder or covers, and
+//! the rules for programs. The supervisor's order determines the layers. The child applies the prepared layers in
+//! `steps.rs`. Control groups are created in `process/cgroups.rs`.
 
 use std::collections::HashMap;
 use std::ffi::CString;

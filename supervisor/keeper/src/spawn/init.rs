@@ -1,4 +1,6 @@
-//! The first process of a PID namespace.
+//! Contains the code that the two kinds of first process of a PID namespace share: dropping rights, and encoding exit
+//! reports. `worker` is the first process for a single worker, and `template` that for a template and its workers.
+//! `child.rs` starts both after the fork.
 
 pub(super) mod template;
 pub(super) mod worker;

@@ -1,6 +1,7 @@
-//! Landlock rules that another process applies to the processes that it starts: the host of `exec` programs to each
-//! program, and a confined template to each worker that it forks. The process reads the rules from a sealed memory file
-//! on its standard input. Without Landlock, the file contains only the path of the temporary folder.
+//! Creates the file of Landlock rules that a worker applies to processes that it starts. Such a worker is a host, which
+//! confines its `exec` programs, or a template, which confines its forked workers. The worker reads this sealed memory
+//! file on its standard input and enforces the rules. Without Landlock, the file contains only the path of the
+//! temporary folder.
 
 use std::fs::File;
 use std::io::{self, Seek, Write};

@@ -1,7 +1,8 @@
-//! Two tables of the steps that a forked child performs to become a worker.
+//! Contains two tables of the steps that a forked child performs to become a worker, and the code of the steps.
+//! `child.rs` runs the tables, and the keeper has prepared all data before the fork.
 //!
-//! The first table is for the first process of new namespaces, the second for the process that executes the
-//! worker's program. Each step makes system calls on prepared data. A step that fails is reported by name.
+//! The first table is for the first process of new namespaces, the second for the process that executes the worker's
+//! program. Each step makes system calls on prepared data. A step that fails is reported by name.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};

@@ -1,4 +1,6 @@
-//! Resources of setrlimit(2), with their names, numbers, and labels in `/proc/PID/limits`.
+//! Lists the resources of setrlimit(2) with their names, numbers, and labels in `/proc/PID/limits`. The configuration
+//! and the keeper use the same table. No limit is read or set here; `spawn/steps.rs` of the keeper sets the limits of a
+//! worker.
 
 use rustix::process;
 

@@ -1,4 +1,5 @@
-//! Names of system calls, for rules and for reports of violations.
+//! Converts between names and numbers of system calls. Rules in the configuration use the names, and the kernel reports
+//! violations by number. Which calls are allowed is decided by the keeper's seccomp profiles.
 //!
 //! The table covers all supported architectures, so that the same rules can be used everywhere. A call that is missing
 //! from the table is newer than the table, or was removed from the kernel.

@@ -1,4 +1,5 @@
-//! Sets the scheduler time slice of a thread.
+//! Sets the scheduler time slice of the calling thread. The supervisor calls this once at the start, so that its
+//! threads run sooner after they become runnable. Priorities and policies of threads are not changed.
 
 use std::time::Duration;
 

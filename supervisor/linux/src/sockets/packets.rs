@@ -1,5 +1,6 @@
 //! Sends and receives whole messages with descriptors over a `SOCK_SEQPACKET` socket. The supervisor uses such sockets
-//! to talk to its keeper, and to the other supervisor during an upgrade.
+//! to talk to its keeper, and to the other supervisor during an upgrade. The users of this module define the content of
+//! the messages.
 //!
 //! No function blocks. Messages that the socket does not accept yet wait in an [`Outbox`], whose owner has to limit
 //! their number.

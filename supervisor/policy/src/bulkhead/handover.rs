@@ -1,5 +1,6 @@
 //! Divides a bulkhead's permits between the two supervisors in an upgrade. The predecessor reports to the successor how
 //! many permits it still needs. This number can only decrease, so the two supervisors together never exceed the limit.
+//! This module only computes the numbers; `wiring/handover.rs` of the data plane exchanges them.
 
 use super::Bulkhead;
 use crate::poison::Digest;

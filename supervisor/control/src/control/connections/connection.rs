@@ -1,5 +1,6 @@
-//! A socket that enforces a time limit for each phase of a request. If hyper cannot parse a request, replaces hyper's
-//! error response with a problem document.
+//! Wraps a socket of the HTTP server and enforces a time limit for each phase of a request. If hyper cannot parse a
+//! request, replaces hyper's error response with a problem document. `service` passes these sockets to hyper, which
+//! reads the requests. `progress` tracks open connections and chooses one to close if another client waits.
 
 use std::future::Future as _;
 use std::io::{self, ErrorKind, IoSlice};

@@ -1,4 +1,6 @@
-//! Sockets that can move between runtimes.
+//! Defines the socket operations that connections need for both Unix sockets and TCP. A socket can move to the runtime
+//! of another thread, and its first bytes can be read without consuming them. The parent module chooses the thread that
+//! serves a connection. Sockets are bound in `sockets.rs` and `listeners.rs`.
 
 use std::io;
 use std::net;

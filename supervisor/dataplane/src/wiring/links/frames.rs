@@ -1,5 +1,6 @@
-//! Frames from workers: handshake, replies and notices. A worker is trusted no more than a client. All frames are
-//! checked, and a worker that violates the protocol is killed.
+//! Reads frames from workers, checks each frame, and applies handshakes, replies and notices. A worker is trusted no
+//! more than a client, so a worker that violates the protocol is killed. Policy decides what a reply means for the job.
+//! The parent module sends frames to workers.
 //!
 //! A link is removed when the keeper reports the death of its worker. Such reports are deferred during a read, so a
 //! link's index stays valid.

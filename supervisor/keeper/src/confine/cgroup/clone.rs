@@ -1,5 +1,6 @@
-//! Forks a process directly into a control group. Moving a process afterwards would take the kernel a hundred
-//! times as long.
+//! Forks a process directly into a control group. Moving a process afterwards would take the kernel a hundred times as
+//! long. `spawn/clone.rs` calls this for workers that have a control group. The caller creates the group and decides
+//! what the child executes.
 #![expect(unsafe_code, reason = "clone3 has no safe wrapper")]
 
 use std::os::fd::{AsRawFd, BorrowedFd};

@@ -1,4 +1,6 @@
-//! The control group of one worker.
+//! Accesses the control group of one worker: adds a process, kills all processes, counts out-of-memory kills, and
+//! removes the group. `DelegatedGroup` creates the group and sets the limits. The keeper's `process` module decides
+//! when the group is killed or removed.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;

@@ -1,4 +1,6 @@
-//! Resource limits of a worker's control group, in the kernel's format.
+//! Converts the memory, process and processor limits of a worker to files of a control group and their values.
+//! `DelegatedGroup::create_leaf` writes these files before the worker joins the group. The limits come from the
+//! supervisor's order. Rlimits are unrelated, and are set in `spawn/steps.rs`.
 
 use rustix::io::Errno;
 

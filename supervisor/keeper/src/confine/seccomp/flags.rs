@@ -1,5 +1,6 @@
-//! Rules that deny system calls in which certain bits of an argument are set. The other rules of the worker's profile
-//! continue to apply.
+//! Adds seccomp rules that deny calls because of single bits in an argument, such as set-user-ID modes, urgent data and
+//! truncation. `profiles` and `spawn/confinement.rs` add these rules to a profile. The profile's other rules for these
+//! calls continue to apply.
 
 use rustix::io::Errno;
 

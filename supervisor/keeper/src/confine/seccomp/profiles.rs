@@ -1,8 +1,8 @@
-//! Predefined seccomp rules.
+//! Defines the predefined seccomp rules: the `default` and `strict` profiles, and the additions for sealed workers and
+//! templates. `spawn/confinement.rs` selects the profile, and `seccomp.rs` compiles the rules to a filter.
 //!
-//! Ordinary programs try some of the denied calls. These calls fail with an error that makes programs fall
-//! back to other calls. Calls that only hostile programs make are fatal. Under `strict`, all unlisted calls
-//! are fatal.
+//! Ordinary programs try some of the denied calls. These calls fail with an error that makes programs fall back to
+//! other calls. Calls that only hostile programs make are fatal. Under `strict`, all unlisted calls are fatal.
 //!
 //! Access to files and to processes of other users is restricted by Landlock and by the worker's user ID.
 
