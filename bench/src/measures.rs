@@ -1,4 +1,5 @@
-//! All measurements and their targets.
+//! Takes all requested measurements, most of which are in other modules. This file contains the comparisons between the
+//! two chains of `chains`, and their targets. `report` prints the figures.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};

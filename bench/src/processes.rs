@@ -1,4 +1,5 @@
-//! Child processes of the bench, and process information from `/proc`.
+//! Builds and starts the programs that the measurements need, and kills each one when its value is dropped. Also reads
+//! CPU times and memory sizes of processes from `/proc`. Other modules take the measurements.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,5 @@
-//! The real chain: a supervisor configured for the bench, and a worker built with the SDK.
+//! Starts the real chain, which is a supervisor configured for the bench and a worker built with the SDK. Also sends
+//! single jobs for the measurements in other modules. `load` sends many jobs and measures their latencies.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -1,5 +1,6 @@
-//! Lists, shows and replays crash reports. The reports contain data from the crashed process, so all text is escaped
-//! before it reaches a terminal.
+//! Implements `bulkhead crashes` and `bulkhead replay`, which list, show and replay crash reports. The reports contain
+//! data from the crashed process, so all text is escaped before it reaches a terminal. The supervisor stores the
+//! reports and runs the replays.
 
 use std::path::Path;
 

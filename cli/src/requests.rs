@@ -1,4 +1,5 @@
-//! Requests to a supervisor's admin API, over the admin socket or over TCP.
+//! Sends the commands' requests to a supervisor's admin API, over the admin socket or over TCP. Converts unsuccessful
+//! responses to errors. `target` parses the address, and each command prints its own results.
 
 use std::fmt;
 use std::path::Path;

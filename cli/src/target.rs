@@ -1,4 +1,5 @@
-//! Address of the admin API: a socket, or a host with a port and a token.
+//! Parses the address of the admin API, which is a socket or a host with a port, and reads a host's token. `requests`
+//! opens the connections.
 
 use std::fmt;
 use std::fs::File;

@@ -1,6 +1,5 @@
-//! Blocking client, with the same jobs and errors as the async client. Any number of threads can use a client
-//! at the same time. The functions panic if they are called within an async runtime; use [`crate::Client`]
-//! there.
+//! Wraps the async client in blocking functions, with the same jobs and errors. Any number of threads can use a client
+//! at the same time. The functions panic if they are called within an async runtime; use [`crate::Client`] there.
 //!
 //! ```no_run
 //! let client = bulkhead_client::blocking::Client::connect("/run/bulkhead/jobs.sock")?;

@@ -1,6 +1,6 @@
-//! Budget for a client's retries. Retries are limited to a share of the recent jobs, so that callers do not
-//! multiply the load on a supervisor that rejects jobs. The share within a window is taken from Finagle's
-//! `RetryBudget`; Envoy's `retry_budget` uses the same default.
+//! Limits a client's retries to a share of its recent jobs, so that callers do not multiply the load on an overloaded
+//! supervisor. `job` asks for each retry, decides which errors are retried, and waits. The share within a window is
+//! taken from Finagle's `RetryBudget`. Envoy's `retry_budget` uses the same default.
 
 use std::time::Duration;
 

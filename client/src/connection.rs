@@ -1,4 +1,5 @@
-//! The [`Client`], and the task that serves the client's connection and reconnects after a loss.
+//! Defines the [`Client`], and the task that serves the client's connection and reconnects after a loss. `requests`
+//! keeps the pending jobs of one connection and handles the frames. `job` decides about retries.
 
 use std::io;
 use std::path::{Path, PathBuf};

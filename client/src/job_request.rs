@@ -1,4 +1,6 @@
-//! Jobs that the client has prepared but not yet sent to the supervisor.
+//! Holds a job and its payload until the outcome arrives, because the client may have to send the job again. Determines
+//! whether and how long a job waits for another connection. `job` builds the request, and `requests` sends it. `job`
+//! also decides about retries.
 
 use std::fmt;
 use std::fs::File;

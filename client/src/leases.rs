@@ -1,4 +1,6 @@
-//! Leases of memory files for large payloads and results; see [`bulkhead_shared::memory_files`].
+//! Tracks one connection's leases of memory files for large payloads and results; see
+//! [`bulkhead_shared::memory_files`]. Chooses a free lease for a job, and decides when a lease is requested or
+//! returned. `requests` sends the frames. The supervisor decides whether a lease is granted.
 
 use std::collections::HashMap;
 use std::io;

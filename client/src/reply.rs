@@ -1,4 +1,6 @@
-//! Job replies and job errors.
+//! Defines the replies, progress reports and errors of jobs. An error tells whether the job began and whether a retry
+//! is safe. `requests::frames` creates most of them from the supervisor's frames. `job` decides whether a job is
+//! retried.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Transport of a connection to the supervisor: a socket or an in-process connection.
+//! Reads and writes the bytes of the client's connection to the supervisor, over a socket or within the process.
+//! `connection` opens the transport, performs the handshake and reconnects. `requests` handles the frames.
 
 use std::future::poll_fn;
 use std::io;

@@ -1,6 +1,6 @@
-//! Slots for pending jobs. The number of a request contains the index of a slot, so that finding the slot
-//! needs no search. A slot holds the job, so that the job can be sent again over another connection, and
-//! holds the outcome until the job's handle takes it.
+//! Keeps one connection's pending jobs in slots. A request's number contains the index of its slot, so that finding the
+//! slot needs no search. A slot holds the job until its outcome is taken, so that the job can be sent again over
+//! another connection. `requests` owns the slots and their lock, and sends the frames.
 //!
 //! The caller must release the lock before dropping values taken from a slot, because dropping them can
 //! acquire the lock: a waker can hold the last reference to a task that owns job handles, and a mapped result

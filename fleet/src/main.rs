@@ -1,4 +1,5 @@
-//! The `bulkhead-fleet` program: the agent for a host, and commands for submitters and operators of a fleet.
+//! The `bulkhead-fleet` program, which contains the agent for a host and commands for submitters and operators of a
+//! fleet. `program` parses the command line and runs the command.
 
 mod program;
 

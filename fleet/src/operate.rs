@@ -1,4 +1,6 @@
-//! Operations on a fleet: creating its streams, querying its status, and managing dead letters.
+//! Performs operators' requests on a fleet, such as creating its streams, querying its status and managing dead
+//! letters. The commands in `program` call [`Operator`] and print the results. `fleet` submits new jobs, and the agent
+//! runs them.
 
 use std::collections::BTreeMap;
 use std::fmt;

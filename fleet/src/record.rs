@@ -1,5 +1,5 @@
 //! A job's record in the ledger, independent of how the record is encoded. A `decided` record contains the final
-//! outcome.
+//! outcome. `decide` determines the next record, `format` encodes it, and `server::ledger` stores it.
 
 use bulkhead_shared::Outcome;
 use bytes::Bytes;

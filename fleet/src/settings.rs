@@ -1,4 +1,5 @@
-//! The configuration file `fleet.toml`.
+//! Reads and checks the configuration file `fleet.toml`, and formats the effective settings. The agent and the commands
+//! use these [`Settings`]. The limits of a bulkhead's workers are in the supervisor's own configuration.
 
 use std::collections::BTreeMap;
 use std::fmt;

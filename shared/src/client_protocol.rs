@@ -1,5 +1,6 @@
-//! Messages between a client and the supervisor in version 1 of the protocol. The structure of each kind of frame is
-//! frozen. New fields are added as extensions (see [`crate::codec`]).
+//! Messages between a client and the supervisor in version 1 of the protocol. Also converts outcomes to messages and
+//! back. The structure of each kind of frame is frozen. New fields are added as extensions (see [`crate::codec`], which
+//! encodes the messages).
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Protocols between clients, the supervisor and workers. Covers all data that these processes send to each other over
-//! sockets.
+//! Protocols between clients, the supervisor and workers. Covers the frames that these processes send over sockets, and
+//! the contents of the memory that they share.
 //!
 //! This crate defines the frames ([`frame`]), their metadata ([`codec`]), the messages of the two protocols
 //! ([`client_protocol`], [`worker_protocol`]), the outcomes of jobs ([`outcome`]), and trace contexts ([`trace`]).

@@ -1,4 +1,5 @@
-//! Memory files: shared memory for large payloads and results, which avoids copies through sockets.
+//! Memory files: shared memory for large payloads and results, which avoids copies through sockets. This module maps
+//! the files and encodes references to them. The data plane decides who gets a file, and creates and revokes the files.
 //!
 //! A *lease* is a pair of memory files that the supervisor creates for one client and lends to at most one
 //! worker of one bulkhead. The client writes payloads into the first file, which the worker can only read.

@@ -1,6 +1,6 @@
-//! The protocol between the keeper and a *template*: a process that was initialised once and forks the
-//! workers of its bulkhead. Messages are whole packets on a `SOCK_SEQPACKET` socket. The first byte is the
-//! kind of message; numbers are little-endian.
+//! The protocol between the keeper and a *template*: a process that was initialised once and forks the workers of its
+//! bulkhead. Messages are whole packets on a `SOCK_SEQPACKET` socket. The first byte is the kind of message; numbers
+//! are little-endian. The keeper's `process::templates` and the worker libraries send and receive them.
 
 /// Environment variable that makes a process a template instead of a worker. In a template, the link descriptor is a
 /// socket that is connected to the keeper.

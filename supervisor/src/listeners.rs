@@ -1,5 +1,5 @@
-//! Listening sockets of a supervisor: opened by the supervisor, passed by the service manager, or taken over from a
-//! predecessor during an upgrade.
+//! Holds the listening sockets of a supervisor during the start. `supervisor` opens the sockets or receives them from
+//! the service manager. `take_over` receives the sockets from a predecessor during an upgrade.
 
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;

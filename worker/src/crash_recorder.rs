@@ -1,4 +1,6 @@
-//! Records the state of a thread that receives a fatal signal; see [`bulkhead_shared::crash_record`].
+//! Records the state of a thread that receives a fatal signal; see [`bulkhead_shared::crash_record`]. `server` installs
+//! the recorder if the supervisor has lent a journal. The recorder resolves no names, because the supervisor does so in
+//! a separate process.
 //!
 //! The signal handler makes only system calls, and never allocates memory or takes a lock. It copies memory
 //! with `pwrite(2)`, which returns an error where a copy in user space would fault again. After the record is

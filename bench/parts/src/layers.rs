@@ -1,6 +1,7 @@
-//! Confinement layers like those of a template and its workers, but with as few system calls as possible and
-//! without verification. The server gets namespaces, Landlock rules and a seccomp filter. Each child gets a
-//! session, Landlock rules, a temporary folder and a seccomp filter.
+//! Confines the fork server of the bench like a template, and its children like workers. Uses as few system calls as
+//! possible and verifies nothing, so the real keeper can be compared with the bare cost. The server gets namespaces,
+//! Landlock rules and a seccomp filter. Each child gets a session, Landlock rules, a temporary folder and a seccomp
+//! filter.
 #![expect(unsafe_code, reason = "fork, unshare, prctl and seccomp have no safe wrapper")]
 
 use std::collections::HashMap;

@@ -1,4 +1,5 @@
-//! State of the screen: the latest sample, the selection, and key handling. This module does not access the terminal,
+//! Holds the state of the `top` screen and handles keys. Decides which bulkheads are shown, in which order, and which
+//! one is selected. `draw` renders the state, and `sample` requests the data. This module does not access the terminal,
 //! sockets or the clock.
 
 use std::cmp::Ordering;

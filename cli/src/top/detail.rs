@@ -1,4 +1,5 @@
-//! The page of a single bulkhead: its table row, counters, busiest tenants and workers.
+//! Draws the page of a single bulkhead, with its table row, counters, busiest tenants and workers. `draw` calls this
+//! file while such a page is open, and draws the rest of the screen. `app` holds the state and handles keys.
 
 use bulkhead_api::Tenant;
 use ratatui::buffer::Buffer;

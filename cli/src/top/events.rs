@@ -1,5 +1,5 @@
-//! Recent events, formatted as lines. When the supervisor is restarted, new events are appended to the events from
-//! before the restart.
+//! Keeps the most recent events, formatted as lines. `sample` requests the events, and `draw` shows them. When the
+//! supervisor is restarted, new events are appended to the events from before the restart.
 
 use std::collections::VecDeque;
 

@@ -1,5 +1,5 @@
-//! Acquires the terminal when the screen opens, and restores it on every exit, including a panic. Also handles keyboard
-//! input and signals.
+//! Acquires the terminal when the screen opens, and restores it on every exit, including a panic. Also reads keys and
+//! signals, whose effects `app` and `top` decide. `draw` determines the contents of the screen.
 
 use std::io::{self, BufWriter, Stdout, stdout};
 use std::sync::Once;

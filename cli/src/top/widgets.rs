@@ -1,4 +1,5 @@
-//! Drawing helpers for lines of text and for rows of the bulkhead table.
+//! Draws lines of text and rows of the bulkhead table for `draw` and `detail`. `columns` determines the contents and
+//! widths of the columns.
 
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;

@@ -1,6 +1,6 @@
-//! Estimates the time on the NATS server's clock. Deadlines count from the time when the server stored the job. The
-//! agent measures the server's time relative to the time since boot. A step of the host's clock therefore has no effect
-//! on deadlines.
+//! Estimates the time on the NATS server's clock, because deadlines count from the time when the server stored the job.
+//! `presence` takes the measurements, and `runner` applies the deadlines. The server's time is kept relative to the
+//! time since boot. A step of the host's clock therefore has no effect on deadlines.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

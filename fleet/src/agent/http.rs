@@ -1,4 +1,5 @@
-//! Metrics and health over HTTP.
+//! Serves the agent's metrics and health checks over HTTP, if the configuration sets an address. `metrics` formats the
+//! text. `supervisor` decides whether a bulkhead accepts jobs. Jobs are never submitted over HTTP.
 
 use std::sync::Arc;
 

@@ -1,5 +1,6 @@
-//! Permits for one bulkhead's jobs. The number of permits follows that of the supervisor, and lanes receive permits in
-//! the order in which they request them. If tenants are isolated, a job also needs one of its tenant's permits.
+//! Distributes the permits for one bulkhead's jobs to lanes, in the order of the requests. If tenants are isolated, a
+//! job also needs a permit of the job's tenant. `supervisor` sets the number of permits to follow the supervisor's
+//! limit. `pulls` returns a message that gets no permit in time.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

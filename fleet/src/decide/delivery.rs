@@ -1,4 +1,5 @@
-//! Decides what to do with a delivered message, depending on the job's record.
+//! Decides what to do with a delivered message, depending on the job's record. `handling` applies the decision, and
+//! `outcome` decides what follows an attempt. No I/O happens here.
 
 use std::time::Duration;
 

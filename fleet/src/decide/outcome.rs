@@ -1,4 +1,5 @@
-//! Decides what to do after an attempt, based on the outcome that the supervisor reported.
+//! Decides what to do after an attempt, based on the outcome that the supervisor reported. `handling` applies the
+//! decision. `delivery` decides whether a delivered message leads to an attempt.
 
 use std::time::Duration;
 

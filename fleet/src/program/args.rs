@@ -1,4 +1,5 @@
-//! The command line.
+//! Declares the command line of `bulkhead-fleet`. `program` runs the commands, and `pages` generates man pages from the
+//! same declaration. Settings from `fleet.toml` are read elsewhere.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! Implements `init`, which creates the fleet's streams.
+//! Implements `bulkhead-fleet init`, which creates the fleet's missing streams and consumers and prints differences
+//! from the configuration. `operate` sends the requests and compares the objects.
 
 use bulkhead_fleet::operate::Operator;
 use bulkhead_fleet::settings::Settings;

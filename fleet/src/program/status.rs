@@ -1,4 +1,4 @@
-//! Implements `status`, which shows agents, waiting jobs and streams.
+//! Implements `bulkhead-fleet status`, which shows agents, waiting jobs and streams. `operate` queries the servers.
 
 use bulkhead_api::text::escape;
 use bulkhead_fleet::operate::{Operator, Status};

@@ -1,4 +1,5 @@
-//! The `submit` and `result` commands.
+//! Implements `bulkhead-fleet submit` and `bulkhead-fleet result`, which submit jobs to a fleet and print results.
+//! `fleet` sends the jobs and reads the ledger. The agents run the jobs.
 
 use std::cell::Cell;
 use std::fs::File;

@@ -1,4 +1,5 @@
-//! Connects to the NATS servers.
+//! Connects to the NATS servers with the configured credentials, and reports when a connection is lost. The agent, its
+//! lanes, submitters and operators each open a connection here. `async-nats` reconnects.
 
 use std::fmt;
 use std::os::unix::fs::PermissionsExt;

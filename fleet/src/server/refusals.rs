@@ -1,5 +1,6 @@
-//! Permission errors from the server. If a client has no permission for a request, the server does not respond to the
-//! request. Instead, the server sends a separate error that names the subject.
+//! Passes permission errors from the server to the requests that they concern. If a client has no permission for a
+//! request, the server does not respond to the request. Instead, the server sends a separate error that names the
+//! subject. `connection` reports each error, and `fleet` waits for it.
 
 use std::future::Future;
 

@@ -1,4 +1,7 @@
-"""Client for a supervisor's admin socket. Sends HTTP over a Unix socket, with one connection per request."""
+"""Client for a supervisor's admin socket. Sends HTTP over a Unix socket, with one connection per request.
+
+The executor reads the state and output of a private supervisor with this client. Jobs use ``_connection``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Futures for jobs. This is a separate module because importing ``concurrent.futures`` is slow."""
+"""Futures for jobs of the client and for calls of the pool. The connection or the pool settles a future.
+
+This is a separate module because importing ``concurrent.futures`` is slow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a job with the outcome ``ok``."""
+"""Defines ``Reply``, the result of a job with the outcome ``ok``. Jobs with other outcomes raise a ``JobError``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Installs the seccomp filter ("seal") of a strictly confined worker before its first job."""
+"""Installs the seccomp filter ("seal") of a strictly confined worker before its first job.
+
+The supervisor compiles the filter and sends it in the welcome. ``_serve`` calls this module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-//! The receiving half of a connection.
+//! Receives bytes from a connection and splits them into frames. Limits the memory for incomplete frames, and discards
+//! a large payload unless the caller accepts it. Clients, workers and the data plane use an [`Inbox`]. The caller
+//! decodes the metadata and decides what a frame means.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -1,4 +1,5 @@
-//! Bodies of requests that change limits through the admin API.
+//! Defines the bodies of requests that change limits through the admin API. The control plane's `bulkheads` receives
+//! such requests. The data plane validates and applies the changes.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};

@@ -1,4 +1,5 @@
-//! Events for operators. Each kind is declared once, with its fields in the order in which the log shows them.
+//! Declares each kind of event for operators once, with its fields in the order in which the log shows them. The data
+//! plane and the control plane emit events. `observe::events` in the control plane numbers, limits and stores them.
 
 use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;

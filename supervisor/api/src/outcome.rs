@@ -1,4 +1,5 @@
-//! Outcomes of jobs as flat documents, and problem documents for failed jobs and failed requests.
+//! Converts outcomes of jobs to flat documents, and defines problem documents for failed jobs and failed requests. The
+//! control plane sends these documents, and the command-line programs print them. This file decides no outcome.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
-//! Short responses of the admin API.
+//! Defines short documents of the admin API, for readiness, steps of an upgrade, completed actions and lines of output.
+//! The control plane sends them, and clients such as the `bulkhead` command read them. Longer documents have separate
+//! files.
 
 use bulkhead_policy::BulkheadState;
 use schemars::JsonSchema;

@@ -1,5 +1,6 @@
 //! Words from fixed vocabularies. In the code, a word is an enum value. In a document, a word is the name of that
-//! value.
+//! value. The documents in this crate use [`Word`] for such fields, so that an unknown word from another version is
+//! kept unchanged.
 
 use std::fmt;
 

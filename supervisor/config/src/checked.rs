@@ -1,5 +1,6 @@
-//! The validated configuration, as plain values without file positions and independent of TOML. A [`Config`] is always
-//! valid, so its users do not have to validate it again.
+//! The validated configuration, as plain values without file positions and independent of TOML. `relations` checks the
+//! file's values and creates the [`Config`]. A [`Config`] is therefore always valid, so its users do not have to
+//! validate it again.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

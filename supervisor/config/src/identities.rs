@@ -1,4 +1,5 @@
-//! Looks up users and groups by name. No other module in this crate reads the user and group databases.
+//! Looks up users and groups by name, and formulates the errors. `relations` calls this file for the keys that name a
+//! user or group. No other module in this crate reads the user and group databases.
 
 use nix::unistd::{Group, User};
 

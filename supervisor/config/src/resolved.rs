@@ -1,5 +1,5 @@
-//! Values together with their source: the file, the default, or an invalid value in the file. Rules that span several
-//! keys report problems at the position of the source.
+//! Pairs a value with its source, which is the file, the default, or an invalid value in the file. `relations` checks
+//! rules that span several keys. It reports problems at the position of the source.
 
 use std::fmt::Display;
 use std::ops::Range;

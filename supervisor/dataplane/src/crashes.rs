@@ -1,4 +1,5 @@
-//! Crash reports. Decides which deaths are reported, and collects the contents of each report.
+//! Decides which deaths are reported, and collects the contents of each crash report. `wiring::reports` and
+//! `wiring::samples` call this file. The control plane adds the last output of the process and stores the report.
 //!
 //! A report contains the state of a worker at the time of its death, including the payloads that are still in memory.
 //! Each crash costs a process, so crashes are usually rare. If crashes are frequent, most of them are only counted.

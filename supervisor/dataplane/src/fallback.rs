@@ -1,6 +1,6 @@
-//! Fallbacks. If a bulkhead rejects a job, or if the job crashes there, the job is passed on to other bulkheads. Each
-//! fallback is tried once, in the configured order, within the job's remaining time. If no fallback completes the job,
-//! the client gets the first crash or, if the job has not run, the first outcome.
+//! Decides whether and to which bulkhead a job is passed on after a rejection or a crash. Each fallback is tried once,
+//! in the configured order, within the job's remaining time. If no fallback completes the job, the client gets the
+//! first crash or, if the job has not run, the first outcome. `wiring::fallback` moves the job.
 
 use std::sync::Arc;
 use std::time::Duration;

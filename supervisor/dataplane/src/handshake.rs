@@ -1,4 +1,6 @@
-//! Checks of a peer's HELLO frame. The same checks apply to clients and workers.
+//! Checks that a peer's HELLO frame offers a protocol version that the supervisor supports. The frame handlers of links
+//! and sessions call this check for workers and clients. They check the other fields of the frame and close the
+//! connection after an error.
 
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::limits::truncate;

@@ -1,8 +1,9 @@
-//! Journals: memory files in which workers store replies that they have not sent yet (see
-//! [`bulkhead_shared::journal`]).
+//! Creates and reads journals, which are memory files in which workers store replies that they have not sent yet (see
+//! [`bulkhead_shared::journal`]). Each link to a worker has at most one. Policy reads the counters to decide which jobs
+//! the worker has begun.
 //!
-//! Only the counters at the beginning of a journal are mapped here. The frames are copied after the worker
-//! has exited, and are as untrusted as bytes from the worker's link.
+//! Only the counters at the beginning of a journal are mapped here. The frames are copied after the worker has exited,
+//! and are as untrusted as bytes from the worker's link.
 
 use std::io;
 use std::os::fd::OwnedFd;

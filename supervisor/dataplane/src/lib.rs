@@ -1,12 +1,14 @@
-//! The data plane: a thread that owns every socket, every bulkhead and every job.
+//! The data plane: a thread that owns the jobs, the bulkheads, and the connections of clients, workers and the keeper.
 //!
-//! Each iteration of the event loop receives new events (such as a frame, a death, a timer or a command) and applies
-//! each event to a bulkhead. The loop then performs the actions that policy returns, and writes each socket once at the
-//! end. The data plane itself makes no decisions about jobs. It never blocks or sleeps, and never formats text or
-//! writes logs. Work that can block runs on another thread (`background.rs`).
+//! Each iteration of the event loop receives new events, such as a frame, a death, a timer or a command. The loop
+//! applies each event to a bulkhead, performs the actions that policy returns, and writes each socket once at the end.
+//! Policy decides about the jobs of a bulkhead. Other parts of this crate decide about memory, leases, fallbacks and
+//! crash reports. The loop never blocks on other work, and never formats text or writes logs. Work that can block runs
+//! on another thread (`background.rs`).
 //!
-//! From `/proc`, the data plane reads only `stat`, which takes about 7 µs. It does this for the ancestors of a process
-//! that connects for the first time, and for a worker that closed its link a second ago but has not been reported dead.
+//! From `/proc`, the data plane reads only `stat`, which takes about 7 µs. This happens for the ancestors of a process
+//! that connects for the first time. The other case is a worker that closed its link a second ago but has not been
+//! reported dead.
 
 mod acceptor;
 mod background;

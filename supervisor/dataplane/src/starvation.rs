@@ -1,6 +1,5 @@
-//! Distinguishes a worker that hangs from a worker that gets no processor time. `/proc` shows how long each thread was
-//! ready without running. The background thread reads these statistics at policy's request, and policy decides whether
-//! the worker hangs.
+//! Measures whether a silent worker gets no processor time. `/proc` shows how long each thread was ready without
+//! running. The background thread reads these statistics at policy's request. Policy decides whether the worker hangs.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;

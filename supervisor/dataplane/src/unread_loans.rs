@@ -1,5 +1,6 @@
 //! Limits the number of descriptors in transit. A descriptor of a memory file is in transit until the receiver reads
-//! the message that contains it.
+//! the message that contains it. `wiring::leases` asks this file before each loan. `leases` decides which files are
+//! lent.
 //!
 //! The descriptors that an unprivileged supervisor has in transit, to all receivers together, cannot exceed its limit
 //! on open files. A single receiver that never reads could exhaust this limit, and then no descriptor could be sent to

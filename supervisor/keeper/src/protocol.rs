@@ -1,4 +1,5 @@
-//! Messages between supervisor and keeper.
+//! Defines and encodes the messages between supervisor and keeper. `client` sends the orders, and `process` executes
+//! them and sends the reports. The data plane decides about the orders.
 //!
 //! - `orders`: orders from the supervisor, and their encoding.
 //! - `reports`: reports from the keeper.

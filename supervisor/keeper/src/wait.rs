@@ -1,4 +1,5 @@
-//! Waits for children of the keeper, and kills all descendants.
+//! Waits for children of this process, and kills children or all descendants. The keeper and its guard use this file,
+//! and so does a supervisor that has lost its keeper.
 //!
 //! This module distinguishes between the children of the keeper's threads, but knows nothing about workers.
 

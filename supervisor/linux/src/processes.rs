@@ -1,4 +1,5 @@
-//! Starts processes, waits for them, and kills them.
+//! Groups the wrappers of system calls that start, await or kill processes. The keeper and the supervisor's end of the
+//! keeper decide when to call these wrappers.
 
 pub mod fork;
 pub mod liveness;

@@ -1,4 +1,6 @@
-//! 64-bit numbers at the start of a memory file that is shared with an untrusted process.
+//! Accesses 64-bit numbers at the start of a memory file that is shared with an untrusted process. The data plane's
+//! `journal` uses them to read a worker's counters and to recall jobs. The other process can store any value, so the
+//! caller must check each number.
 
 use std::io;
 use std::os::fd::AsFd;

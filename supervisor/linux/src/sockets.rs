@@ -1,4 +1,5 @@
-//! Sockets: listeners, messages, peers, passed descriptors, and unread data.
+//! Groups the wrappers of system calls for sockets, such as listeners, packets, peers, passed descriptors and unread
+//! data. `lib.rs` exports them to the other crates of the supervisor. No wrapper knows the frames of a protocol.
 
 pub mod listener;
 pub mod packets;

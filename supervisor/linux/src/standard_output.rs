@@ -1,6 +1,6 @@
-//! Standard output, if the program was started with one. If descriptor 1 is closed, Rust's runtime opens /dev/null in
-//! its place before `main`, and all output is lost silently. This module therefore checks the descriptor before the
-//! runtime starts.
+//! Returns standard output, or an error if the program was started without it. If descriptor 1 is closed, Rust's
+//! runtime opens /dev/null in its place before `main`, and all output is lost silently. This module therefore checks
+//! the descriptor before the runtime starts.
 
 use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicBool, Ordering};

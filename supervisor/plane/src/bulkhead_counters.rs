@@ -1,5 +1,6 @@
-//! Cumulative counters of a bulkhead, used for the metrics. The counters are integers in fixed-size arrays, indexed by
-//! codes, so that counting a job takes only a few additions.
+//! Counts a bulkhead's jobs, restarts and breaker transitions for the metrics. The counters are integers in fixed-size
+//! arrays, indexed by codes, so that counting a job takes only a few additions. The data plane counts, and the control
+//! plane writes the metrics page. `latency` keeps the values of the last minutes.
 
 use std::sync::Arc;
 use std::time::Duration;

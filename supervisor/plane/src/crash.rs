@@ -1,5 +1,6 @@
-//! Causes of crashes, used in crash reports. The data plane creates a crash report. The control plane adds the last
-//! output of the process and stores the report.
+//! Converts the end of a process to the cause that its crash report shows. Also defines the crash record that a
+//! symbolizer reads. The data plane's `crashes` decides which deaths are reported and creates the reports. The control
+//! plane adds the last output of the process and stores the reports.
 
 use std::fmt;
 use std::os::fd::OwnedFd;

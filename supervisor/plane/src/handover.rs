@@ -1,11 +1,11 @@
-//! Messages exchanged during an upgrade, in which a supervisor hands over to its successor.
+//! Encodes and decodes the messages of an upgrade, in which a supervisor hands over to its successor. Also defines the
+//! commands with which a control plane directs its data plane. `upgrade` and `take_over` in the control plane decide
+//! about the steps. `docs/operations/upgrade.md` describes the order of the messages.
 //!
 //! There are two `SOCK_SEQPACKET` sockets. The control planes use the *link* to agree on the handover. After that, the
 //! data planes use the *transfer socket*: the predecessor passes on connections and returns permits. Each message is
 //! one frame of the protocol (header, metadata, payload). If the message has a descriptor, the descriptor is sent along
 //! with it. Unknown kinds and unknown extensions are skipped unless they are critical.
-//!
-//! This module only encodes and decodes. `docs/operations/upgrade.md` describes the order of the messages.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

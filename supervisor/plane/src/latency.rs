@@ -1,4 +1,6 @@
-//! Latency percentiles over the last one to two minutes.
+//! Keeps a bulkhead's run times and queue times over the current and the previous minute. The data plane records each
+//! job that ran, and shows the percentiles in snapshots. The cumulative counters for the metrics are in
+//! `bulkhead_counters`.
 
 use std::time::Duration;
 

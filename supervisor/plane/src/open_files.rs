@@ -1,4 +1,6 @@
-//! Divides the limit on open files (`RLIMIT_NOFILE`) among clients, workers and operators.
+//! Divides the limit on open files (`RLIMIT_NOFILE`) among clients, workers and operators. Raises the limit when a
+//! standalone supervisor starts, and lowers `max_clients` if the limit is too low. The data plane enforces the
+//! resulting maximum numbers.
 
 use std::sync::Arc;
 

@@ -1,4 +1,6 @@
-//! Translates a bulkhead's configured program into spawn orders for the keeper.
+//! Resolves a bulkhead's program, and creates the orders to spawn its workers, templates and symbolizers. Also converts
+//! the bulkhead's configuration to limits for policy, and finds the host program. The data plane sends most orders. The
+//! keeper starts the processes.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

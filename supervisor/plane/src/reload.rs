@@ -1,5 +1,6 @@
-//! Compares two versions of the configuration and prepares a reload. The prepared reload contains everything that the
-//! data plane needs, so that the data plane does not read any files.
+//! Compares two validated versions of the configuration and prepares a reload. The control plane calls this and sends
+//! the reload to the data plane, which applies it. The prepared reload contains everything that the data plane needs,
+//! so that the data plane does not read any files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

@@ -1,4 +1,5 @@
-//! Allocates UIDs for workers. An allocated UID is not used by any other process on this host.
+//! Allocates UIDs for workers. An allocated UID is not used by any other process on this host. The data plane's `links`
+//! requests and frees the UIDs of workers. The keeper switches each worker to its UID.
 //!
 //! An ID is skipped if a user database, systemd, a process or another supervisor uses it. While a worker or bulkhead
 //! has an ID, the supervisor locks one byte in a file shared by all supervisors. The byte's offset equals the ID. Two

@@ -1,4 +1,6 @@
-//! Causes of the deaths of workers and programs, and the consequences for jobs and restarts.
+//! Describes why a worker or program died or was replaced. Derives the verdict for its jobs, and the cause of the
+//! restart that is counted in metrics. Other modules of `bulkhead`, such as `life`, decide when a worker is killed or
+//! replaced.
 
 use std::fmt;
 

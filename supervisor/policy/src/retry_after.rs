@@ -1,6 +1,7 @@
-//! Adaptive `Retry-After` for rejections caused by load, modelled on Kubernetes' API Priority and Fairness and on TCP's
-//! congestion window. The value starts at one second. It doubles while many jobs are rejected, and decreases by one
-//! second when few jobs are rejected.
+//! Determines the minimum time that a client should wait after a rejection caused by load. The value starts at one
+//! second, doubles while many jobs are rejected, and decreases by one second when few are. `admission` decides which
+//! jobs are rejected, and may ask for a longer wait. The algorithm is modelled on Kubernetes' API Priority and Fairness
+//! and on TCP's congestion window.
 
 use std::time::Duration;
 

@@ -1,6 +1,9 @@
-//! Table of a bulkhead's tenants. Each tenant has a small number that stays the same as long as the tenant has jobs.
-//! The table remembers a bounded number of tenants without jobs. The tenants that have been idle the longest are
-//! forgotten first. This has little effect, because the rate-limit buckets of these tenants are empty by then.
+//! Keeps the table of a bulkhead's tenants, with their numbers of jobs, rate-limit buckets and own settings. `bulkhead`
+//! reads these values to enforce the limits. The table itself rejects no jobs.
+//!
+//! Each tenant has a small number that stays the same as long as the tenant has jobs. The table remembers a bounded
+//! number of tenants without jobs. The tenants that have been idle the longest are forgotten first. This has little
+//! effect, because the rate-limit buckets of these tenants are empty by then.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

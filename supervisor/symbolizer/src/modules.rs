@@ -1,8 +1,8 @@
-//! Programs and libraries that the recorded processes have mapped, and the unwind tables of these files.
+//! Opens the programs and libraries that a recorded process had mapped, and finds their unwind tables and debug
+//! information. `record` parses the mappings. `unwind` and `names` use the files.
 //!
 //! A file is used only if its device and inode are those of the mapped file. The device is ignored on file systems for
-//! which the kernel shows another device. The file may have been written by a
-//! hostile worker.
+//! which the kernel shows another device. The file may have been written by a hostile worker.
 
 use std::borrow::Cow;
 use std::fs::File;

@@ -1,4 +1,5 @@
-//! Parses records of threads. The records are untrusted.
+//! Parses records of threads, which a crashed worker or the keeper has written. The records are untrusted. `unwind`
+//! computes return addresses from the registers and stacks, and `modules` opens the mapped files.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
-//! Sends queued bytes over an in-process connection.
+//! Writes an outbox's queued bytes to an in-process connection. The client and the data plane call this for such
+//! connections. [`Outbox::flush`] writes to sockets.
 
 use std::io;
 

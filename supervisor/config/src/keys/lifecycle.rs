@@ -1,4 +1,6 @@
-//! Tables of a bulkhead that control the life cycle of its workers. `policy` defines the types of the validated values.
+//! Declares a bulkhead's `restart`, `start`, `health` and `recycle` tables, which control the life cycle of its
+//! workers. `relations` checks rules that span several keys. `policy` defines the types of the validated values and
+//! acts on them.
 
 use std::time::Duration;
 

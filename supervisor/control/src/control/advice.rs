@@ -1,5 +1,6 @@
-//! Handler for `GET /v1/bulkheads/{name}/advice`. Also samples the workers' resource usage periodically, because advice
-//! needs these samples in addition to the counters of the data plane.
+//! Handles `GET /v1/bulkheads/{name}/advice`. Also samples the workers' resource usage periodically, because advice
+//! needs these samples in addition to the counters of the data plane. `crate::advice` derives the proposals. Advice
+//! never changes a setting.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, PoisonError};

@@ -1,5 +1,6 @@
-//! Router and middleware shared by the Unix socket and TCP: admission of requests, time limits, and common response
-//! headers.
+//! Builds the router for the Unix socket and TCP, with middleware that refuses forbidden requests, limits their time
+//! and adds common response headers. `routes` names the handlers. `tcp` checks tokens, and `connections` serves the
+//! connections.
 
 use std::pin::pin;
 

@@ -1,4 +1,5 @@
-//! Paths that receive special treatment before the router parses a request. Each path is also in the route table.
+//! Lists the paths that need special treatment before the router parses a request. `waiting`, `connections` and `tcp`
+//! use the lists to choose permits and threads, and to check tokens. `routes` declares the handlers of the same paths.
 
 /// Paths that can be requested over TCP without a token.
 pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];

@@ -1,5 +1,6 @@
-//! Reloads the configuration on SIGHUP or on an HTTP request. Reloads run one at a time. A separate thread
-//! reads and validates the file. Only a configuration without errors is sent to the data plane.
+//! Reloads the configuration on SIGHUP or on an HTTP request, one reload at a time. Also keeps the active
+//! configuration. A separate thread reads and validates the file. Only a configuration without errors is sent to the
+//! data plane, which applies it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;

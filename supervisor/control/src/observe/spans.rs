@@ -1,5 +1,6 @@
-//! Logs job spans if the log level includes them, and sends them to a collector if one is configured. A separate thread
-//! does this, so that neither a flood of spans nor a hung collector can delay anything else.
+//! Logs job spans if the log level includes them, and sends spans to a collector if one is configured. The data plane
+//! creates the spans. A separate thread handles the spans, so that neither a flood of spans nor a hung collector can
+//! delay anything else.
 
 mod export;
 mod otlp;

@@ -1,4 +1,6 @@
-//! Limits for bulkheads and tenants: configured values, and live changes made by operators.
+//! Changes the limits of bulkheads and tenants after a reload or an operator's request. Validates each live change, and
+//! decides which live changes a reload keeps. The caller applies the returned events to the compartments, where policy
+//! enforces the limits.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

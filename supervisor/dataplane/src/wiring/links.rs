@@ -1,4 +1,6 @@
-//! Connects links to workers. Orders the keeper to start workers, and sends frames to them.
+//! Performs policy's actions for workers, such as ordering their start, sending jobs to them and killing them. Also
+//! passes their output to the control plane and checks silent workers. `frames` handles the frames that workers send.
+//! Policy decides which worker gets a job, and the keeper starts the processes.
 
 mod frames;
 

@@ -1,5 +1,5 @@
-//! Updates the accounting of memory used by waiting jobs, frames and payloads that arrive over HTTP, and frees memory
-//! if necessary.
+//! Charges the memory of jobs, and frees memory if the limit is exceeded. `memory` and `shares` count the memory and
+//! choose the frame, payload or job to evict. Before any eviction, leases that exceed the budget are recalled.
 
 use std::sync::atomic::Ordering;
 

@@ -1,5 +1,6 @@
-//! The keeper of an application that embeds a supervisor. Neither the keeper nor its guard is a child of the
-//! application, so this process holds a pidfd of each.
+//! Starts and stops the keeper of an application that embeds a supervisor. Neither the keeper nor its guard is a child
+//! of the application, so this process holds a pidfd of each. `client` sends the orders. `process::guard` kills the
+//! processes that a dead keeper leaves behind.
 
 use std::ffi::{CString, OsString};
 use std::io;

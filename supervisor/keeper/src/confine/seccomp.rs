@@ -7,6 +7,7 @@
 //! - `flags`: single bits of arguments that no profile allows.
 //! - `assembler`: the required instructions of classic BPF.
 //! - `notification`: reports a fatal call to the keeper.
+//! - `seal`: the stricter filter that a worker installs before its first job.
 //!
 //! A filter sees the number and the arguments of a system call, but never the data that a pointer refers to.
 //! Rules compare only the lower half of an argument, because the kernel ignores the upper half of the

@@ -1,5 +1,5 @@
-//! Determines whether this process can create child groups in its own control group, and which controllers
-//! the child groups can use.
+//! Determines for `probe` whether this process can create child groups in its own control group, and which controllers
+//! the child groups can use. `confine::cgroup` creates the groups of workers.
 
 use std::fs::{self, File};
 use std::io;

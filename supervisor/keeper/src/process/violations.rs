@@ -1,4 +1,6 @@
-//! Handles forbidden system calls: identifies and kills the process that made the call.
+//! Handles system calls that a worker's seccomp filter forbids. The keeper's event loop calls this file when the kernel
+//! reports such a call. Kills the process that made the call, or the whole worker, and reports the violation to the
+//! supervisor. `confine::seccomp` determines which calls are forbidden.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;

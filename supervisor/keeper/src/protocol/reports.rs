@@ -1,4 +1,6 @@
-//! Reports from the keeper.
+//! Defines the reports that the keeper sends to the supervisor, with the cause of a worker's exit and the worker's
+//! resource usage. `process` sends the reports, and `client` passes them to the data plane. The data plane decides what
+//! follows for jobs.
 
 use std::io;
 use std::os::fd::OwnedFd;

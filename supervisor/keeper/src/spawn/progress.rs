@@ -1,4 +1,5 @@
-//! Messages between a child and the keeper until the child's program runs.
+//! Exchanges messages between a child and the keeper until the child's program runs. The child's steps in `steps` and
+//! `child` send them. `process::starts` reads them and decides when the child continues.
 //!
 //! The connection is a `SOCK_SEQPACKET` pair that `execve` closes, so the end of file means success. Each message from
 //! the child carries the child's PID in the keeper's PID namespace.

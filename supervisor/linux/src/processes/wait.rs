@@ -1,5 +1,6 @@
 //! Waits for children and descriptors. Uses raw system calls to wait for children, because no safe wrapper returns the
-//! resource usage or considers only the calling thread's children.
+//! resource usage or considers only the calling thread's children. The keeper, its client and its probes call these
+//! functions and interpret the results.
 #![expect(unsafe_code, reason = "no safe wrapper returns the resource usage or passes __WNOTHREAD")]
 
 use std::io;

@@ -1,4 +1,5 @@
-//! Listening sockets that this program shares with another program or has taken over from another program.
+//! Closes and takes over listening sockets that this program shares with another program. The control plane's `tcp`
+//! closes listeners, and the supervisor's `activation` takes them over. No function here accepts connections.
 //!
 //! [`stop_new_connections`] closes a TCP listener without losing connections. If a listener is only closed, the kernel
 //! resets all connections in its queue. One of them may have arrived between the last `accept` and the close, from a

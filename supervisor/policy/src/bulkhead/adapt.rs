@@ -1,4 +1,6 @@
-//! Connects the adaptive limit to the bulkhead. The algorithm is in [`crate::adaptive`].
+//! Connects the adaptive limit to the bulkhead. Passes the run times of jobs to the algorithm in [`crate::adaptive`],
+//! which decides the limit. Combines this limit with the workers' permits, and reports changes. Admission and dispatch
+//! apply the result.
 
 use std::cmp::Ordering;
 

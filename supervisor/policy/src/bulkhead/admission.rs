@@ -1,7 +1,9 @@
-//! Admission: decides whether a new job runs immediately, waits, or is rejected. The checks run in the order of the
-//! table in `docs/semantics.md`. The rate limit comes before the checks that depend on load, so that a client that
-//! exceeds its rate gets the `rate_limited` reason even under load. The rate limit is also the only check that charges
-//! a job even if a later check rejects the job.
+//! Decides whether a new job runs immediately, waits, or is rejected. Also dispatches waiting jobs when workers have
+//! free permits. `queue` orders the waiting jobs, and `prefetch` sends jobs to busy workers.
+//!
+//! The checks run in the order of the table in `docs/semantics.md`. The rate limit comes before the checks that depend
+//! on load. A client that exceeds its rate therefore gets the `rate_limited` reason even under load. The rate limit is
+//! also the only check that charges a job even if a later check rejects the job.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,6 @@
-//! Serves the requests of each connection with hyper.
+//! Serves the requests of each admitted connection with hyper, and passes them to the router. Closes a connection at
+//! shutdown, or when another client needs its permit. `connection` enforces the time limits, and `progress` chooses the
+//! connection to close.
 
 use std::convert::Infallible;
 use std::future::poll_fn;

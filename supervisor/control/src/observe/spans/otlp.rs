@@ -1,5 +1,6 @@
-//! The subset of the OpenTelemetry protocol (OTLP/HTTP with JSON) needed to send job spans. The collector is configured
-//! with the standard environment variables for OpenTelemetry exporters.
+//! Encodes job spans and sends them to a collector, with the necessary subset of OpenTelemetry's OTLP/HTTP with JSON.
+//! The standard environment variables for OpenTelemetry exporters configure the collector. `export` queues the spans
+//! and decides about batches and retries.
 
 use std::fmt;
 use std::pin::pin;

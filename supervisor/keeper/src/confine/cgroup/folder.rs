@@ -1,5 +1,5 @@
 //! Accesses a control group as a folder of small files. Limits the size of each read and write, and names the file in
-//! each error.
+//! each error. `cgroup`, `leaf` and `limits` decide which files they read and write.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;

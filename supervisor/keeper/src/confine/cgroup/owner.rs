@@ -1,5 +1,6 @@
-//! The keeper process that created a leaf. The leaf's name contains the identity of its keeper, so that a later keeper
-//! can recognise the leaves of a dead keeper.
+//! Identifies the keeper process that created a leaf, which is the control group of one worker. The leaf's name
+//! contains this identity, so that a later keeper can recognise the leaves of a dead keeper. `cgroup` finds and removes
+//! such leaves.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;

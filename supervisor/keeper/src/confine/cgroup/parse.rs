@@ -1,5 +1,5 @@
-//! Strict parsers for the kernel's control group files. Each parser returns `None` if the text has an
-//! unexpected format.
+//! Parses the kernel's control group files strictly. Each parser returns `None` if the text has an unexpected format.
+//! `folder` and its callers read the files, and decide what follows from the values.
 
 use std::path::{Component, Path, PathBuf};
 

@@ -1,6 +1,6 @@
-//! Tests whether Landlock rules are enforced. `/proc` does not report Landlock rules, and a seccomp filter of
-//! an outer sandbox can make `landlock_restrict_self` succeed without any effect. So the child attempts an
-//! action that the rules must deny.
+//! Tests in a child whether its Landlock rules are enforced. `/proc` does not report the rules, and an outer sandbox
+//! can make `landlock_restrict_self` succeed without any effect. The child therefore attempts an action that the rules
+//! must deny. `landlock` installs the rules and evaluates the result.
 //!
 //! [`ForbiddenAction::attempt`] is safe in a forked child, because it makes only system calls.
 

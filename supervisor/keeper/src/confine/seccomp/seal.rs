@@ -1,4 +1,5 @@
-//! The seal: a stricter filter that a worker installs when it is ready for its first job.
+//! Compiles the seal, a stricter filter that a worker installs when it is ready for its first job. The supervisor sends
+//! the compiled seal over the worker's link. The worker's library installs it, and the keeper does not.
 
 use bulkhead_linux::syscalls;
 
