@@ -94,7 +94,7 @@ impl Client {
 }
 
 /// Builder for a job; see [`crate::Job`].
-#[must_use = "a job does nothing unless it is sent"]
+#[must_use = "a job does nothing until `send` or `start` is called"]
 #[derive(Clone, Debug)]
 pub struct Job {
     job: crate::Job,

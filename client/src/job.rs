@@ -27,7 +27,7 @@ const RETRIES_MAX: u32 = 3;
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(100);
 
 /// Builder for a job. Nothing is sent until [`Job::send`] or [`Job::start`] is called.
-#[must_use = "a job does nothing unless it is sent"]
+#[must_use = "a job does nothing until `send` or `start` is called"]
 #[derive(Clone, Debug)]
 pub struct Job {
     client: Client,
