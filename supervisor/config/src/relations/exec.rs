@@ -47,11 +47,23 @@ impl Checker<'_> {
                 default.iter().copied().filter(is_free).collect()
             })
         };
-        ExitStatus {
-            ok: list(&raw.ok, &[0]),
-            caller: list(&raw.caller, &CALLER),
-            retryable: list(&raw.retryable, &RETRYABLE),
+        let ok = list(&raw.ok, &[0]);
+        if ok.is_empty() && raw.ok.given().is_none() {
+            let other = lists.into_iter().find_map(|(name, field)| {
+                let given = field.given()?;
+                given.value.contains(&0).then_some((name, given))
+            });
+            if let Some((name, given)) = other {
+                let message =
+                    format!("`exit_status.{name}` contains 0 and `ok` is not set, so no job could succeed");
+                self.problems.report(
+                    given.span.clone(),
+                    message,
+                    "set `ok` to another status, as in `ok = [1]`",
+                );
+            }
         }
+        ExitStatus { ok, caller: list(&raw.caller, &CALLER), retryable: list(&raw.retryable, &RETRYABLE) }
     }
 
     pub(super) fn check_exec(&mut self, raw: &RawBulkhead, bulkhead: &BulkheadConfig) {

@@ -36,6 +36,12 @@ fn exit_statuses_must_be_valid_and_in_only_one_list() {
             "remove the status from one of the two lists",
         ),
         ("ok = []", 22, "`exit_status.ok` is empty, so no job could succeed", "ok = [0]"),
+        (
+            "retryable = [0]",
+            29,
+            "`exit_status.retryable` contains 0 and `ok` is not set, so no job could succeed",
+            "ok = [1]",
+        ),
         ("callers = [1]", 17, "unknown key `callers`", "did you mean `caller`?"),
     ];
     for (keys, column, message, help) in cases {
