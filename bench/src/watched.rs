@@ -1,6 +1,7 @@
-//! Measures the cost of readers that scrape metrics ten times per second and follow fifty event streams. The
-//! same load runs without readers, with readers of the supervisor, and with readers of another server. The
-//! readers of the other server show the cost of the readers themselves.
+//! Measures the cost of readers that scrape metrics ten times per second and follow fifty event streams. The same load
+//! runs without readers, with readers of the supervisor, and with readers of another server. The readers of the other
+//! server show the cost of the readers themselves. In all three settings, a worker crashes about every 100 ms, to
+//! produce events.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -22,8 +23,8 @@ pub(crate) const GROUP: &str = "watched";
 
 /// Numbers of rounds and jobs for the measurements in this module.
 pub(crate) struct Plan {
-    /// Number of rounds in each of three settings: without readers, with readers of another server, and with readers of
-    /// the supervisor.
+    /// Number of turns. Each turn consists of three rounds: without readers, with readers of another server, and with
+    /// readers of the supervisor.
     pub(crate) pairs: usize,
     /// Number of jobs per round when jobs are sent one at a time.
     pub(crate) one_by_one: usize,

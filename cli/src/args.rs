@@ -1,4 +1,5 @@
-//! The command line of `bulkhead`.
+//! Defines and parses the command line of `bulkhead`. Determines from options and environment variables which
+//! supervisor a command uses. `main` runs the subcommands, and `pages` generates man pages from this definition.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;

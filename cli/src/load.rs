@@ -1,5 +1,5 @@
-//! Functions that `submit` and `bench` share: building a job from the command line, and counting outcomes and
-//! latencies. The loops that send jobs concurrently, and the output, are in the modules of the two commands.
+//! Builds a job from the command line, and counts outcomes and latencies, for `submit` and `bench`. Only `bench` uses
+//! `timed`. The loops that send jobs concurrently, and the output, are in the modules of the two commands.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -1,5 +1,6 @@
-//! The `bulkhead` command, which submits jobs over the jobs socket and operates a supervisor over the admin socket.
-//! Each kind of failure has its own exit code. Only results and tables are written to standard output.
+//! The `bulkhead` command. Parses the command line, runs the module of the subcommand, and turns a failure into an exit
+//! code. With `--json`, a failure is also printed to standard output. Subcommands use the jobs socket, the admin
+//! socket, or TCP (`--host`); `completions`, `man` and `fleet` contact no supervisor.
 
 mod admin;
 mod advise;

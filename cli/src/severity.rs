@@ -1,6 +1,6 @@
-//! Sorts bulkheads by the severity of their problems, and selects the bulkheads to investigate. This severity depends
-//! on the state of the workers and on the service level. It is unrelated to `bulkhead_api::Severity`, the severity of
-//! an event.
+//! Ranks bulkheads by the severity of their problems, for `status` and `top`, and selects the bulkheads for the option
+//! `--failed`. The severity depends on the state of the workers and on the service level, which the supervisor
+//! computes. `bulkhead_api::Severity` is the unrelated severity of an event.
 
 use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 
@@ -22,7 +22,8 @@ pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     (state.max(service), state + service)
 }
 
-/// Returns true if an operator should investigate the bulkhead because workers are missing or jobs fail.
+/// Returns true if an operator should investigate the bulkhead, because its state is failed or degraded, or its service
+/// is failing or degraded.
 pub(crate) fn is_failed(bulkhead: &Snapshot) -> bool {
     rank(bulkhead) >= (2, 0)
 }

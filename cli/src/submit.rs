@@ -1,4 +1,5 @@
-//! Implements `bulkhead submit`, which submits one job or many.
+//! Implements `bulkhead submit`, which submits one job or many, prints the results, and cancels the jobs on ^C.
+//! `payload` reads the payload, and `load` builds the jobs and counts outcomes. `bench` measures throughput instead.
 
 use std::cell::{Cell, RefCell};
 use std::fs::OpenOptions;

@@ -1,4 +1,5 @@
-//! The handle to a submitted job.
+//! The handle to a submitted job, with which the caller waits for progress and the outcome, or cancels the job.
+//! `Job::start` returns the handle. The handle never retries the job, unlike `Job::send`.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};

@@ -1,4 +1,5 @@
-//! [`Job`], the builder for a job.
+//! [`Job`] builds a job, sends it, and retries it if retries are enabled. `JobRequest` stores the options. The
+//! connection sends the job, and sends it again after a lost connection.
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,6 @@
-//! Results that stay in a memory file.
+//! Gives access to a result that stays in the memory file to which the worker wrote it. The worker can still change the
+//! bytes, and the supervisor can revoke the file. Dropping the result returns the file. All other results are copied
+//! into `Reply`.
 
 use std::fmt;
 use std::sync::Weak;

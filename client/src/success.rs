@@ -1,4 +1,5 @@
-//! Compact record of a successful outcome. The [`Outcome`] is built only on demand, because most callers never read it.
+//! Stores the outcome of a successful job in compact form. Builds the [`Outcome`] only on demand, because most callers
+//! never read it. `Reply` contains the record, and `JobError` contains all other outcomes.
 
 use std::sync::OnceLock;
 use std::time::Duration;

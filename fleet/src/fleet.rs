@@ -1,4 +1,5 @@
-//! The client library, which submits jobs to a fleet and waits for their outcomes.
+//! The client library, which submits jobs to a fleet and waits for their outcomes. Stores a job as a message and reads
+//! the outcome from the ledger. Agents pull and run the jobs. Queries and changes by operators are in `operate`.
 
 use std::fmt;
 use std::time::Duration;

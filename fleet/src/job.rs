@@ -1,5 +1,6 @@
-//! Encodes the options of a job as message headers. The tenant is part of the subject instead, because the server
-//! checks permissions only for subjects.
+//! Validates the options of a fleet job, and converts them to and from the headers of a message. The bulkhead and the
+//! tenant are part of the subject instead, because the server checks permissions only for subjects. The client library
+//! encodes the options, and the agent decodes them.
 
 use std::time::Duration;
 

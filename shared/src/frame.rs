@@ -1,4 +1,5 @@
-//! The 16-byte header of every frame, and the kinds of frames.
+//! Encodes and decodes the 16-byte header of every frame, and lists the kinds of frames. `codec` encodes the metadata,
+//! and `connection` reads and writes frames.
 //!
 //! ```text
 //! offset  0       4      5       6               8                 16

@@ -1,4 +1,6 @@
-//! Identity, priority and options of a job.
+//! Defines the ID, the priority and the options of a job, and the text form of an ID and a priority. Clients, the
+//! supervisor and workers share these types. The messages that contain the options are in `client_protocol` and
+//! `worker_protocol`.
 
 use std::fmt;
 use std::str::FromStr;

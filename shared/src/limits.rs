@@ -1,4 +1,5 @@
-//! Fixed limits of the wire protocol. None of these limits can be negotiated.
+//! Lists the fixed limits of the wire protocol, which cannot be negotiated or configured. Clients, the supervisor and
+//! workers check them. The limits of a bulkhead are in `bulkhead_policy` instead.
 
 /// Maximum size of a frame's metadata, in bytes. The 16-bit length field cannot hold a larger size.
 pub const METADATA_BYTES_MAX: usize = u16::MAX as usize;

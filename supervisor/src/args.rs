@@ -1,4 +1,5 @@
-//! Command-line arguments of `bulkhead-supervisor`.
+//! Defines the command-line arguments of `bulkhead-supervisor`. `main` runs the commands, and `pages` generates the man
+//! page from this definition. All settings of bulkheads are in the configuration file instead.
 
 use std::path::PathBuf;
 

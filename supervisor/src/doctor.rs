@@ -1,5 +1,5 @@
-//! Implements `bulkhead-supervisor doctor`: reports which layers of confinement this machine supports, and why others
-//! are missing.
+//! Implements `bulkhead-supervisor doctor`, which reports the layers of confinement that this machine supports, and why
+//! others are missing. The keeper's `probe` tests the layers. Starts no worker and reads no configuration.
 
 use std::io::{self, Write};
 use std::sync::Arc;

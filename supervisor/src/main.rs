@@ -1,4 +1,5 @@
-//! The `bulkhead-supervisor` program: parses arguments, runs the requested command, and returns the exit code.
+//! The `bulkhead-supervisor` program. Parses arguments, loads and checks the configuration, runs the requested command,
+//! and returns the exit code. `supervisor::run` starts the supervisor, and the other commands start none.
 
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};

@@ -1,5 +1,6 @@
-//! The first part of an upgrade in the new program: receives the predecessor's state and descriptors before anything
-//! else is started. `bulkhead_control::control::take_over` continues once the supervisor runs.
+//! The first part of an upgrade in the new program, which receives the predecessor's state and descriptors before
+//! anything else is started. Refuses the upgrade if `socket`, `admin`, `http`, `jobs_http` or `crash_dir` has changed.
+//! `bulkhead_control::control::take_over` continues once the supervisor runs.
 
 use std::collections::BTreeMap;
 use std::io;

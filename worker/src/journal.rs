@@ -1,5 +1,6 @@
-//! The worker's side of the journal, which holds unsent replies and survives this process; see
-//! [`bulkhead_shared::journal`].
+//! The worker's side of the journal, which holds unsent replies and survives this process. Also claims jobs that the
+//! supervisor can recall. `link` and `pool` call it; only the supervisor reads replies from the journal, after the
+//! worker has exited. See [`bulkhead_shared::journal`] for the format.
 
 use std::io;
 use std::os::fd::OwnedFd;

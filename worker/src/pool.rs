@@ -1,5 +1,6 @@
-//! A worker's threads. Where possible, a job runs on the thread that has read the job from the link, so that
-//! no other thread has to be woken.
+//! Manages a worker's threads, which read jobs from the link, call the handlers and send the replies. Where possible, a
+//! job runs on the thread that has read the job, so that no other thread has to be woken. `server` collects the
+//! handlers, and `link` reads and writes frames.
 //!
 //! Waking a thread takes longer than most jobs, so the pool works in two modes, depending on how long
 //! handlers take.

@@ -1,4 +1,4 @@
-//! Results and errors returned by handlers.
+//! The types for results and errors that handlers return. `pool` encodes and sends them to the supervisor.
 
 use std::fmt;
 

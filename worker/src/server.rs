@@ -1,4 +1,6 @@
-//! [`serve`], and the type [`Server`], which defines a worker with several handlers and shared state.
+//! [`serve`], and the type [`Server`], which defines a worker with several handlers and shared state. Takes over the
+//! inherited link, or initialises a template that forks workers. `pool` then runs the jobs, and `link` exchanges the
+//! frames.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;

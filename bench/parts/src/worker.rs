@@ -1,4 +1,5 @@
-//! Worker process of the real chain, in which a supervisor forwards the requests.
+//! The worker process of the real chain, in which a supervisor forwards the requests. Returns the payload, or crashes,
+//! hangs or forks as the operation says. The bench program measures; this worker does not.
 
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;

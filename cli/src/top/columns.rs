@@ -1,4 +1,5 @@
-//! Columns of the bulkhead table: their contents, and which columns fit a given width.
+//! Defines the columns of the bulkhead table of `top` and their contents, and chooses the columns that fit a given
+//! width. `widgets`, `detail` and `plain` show the values, and `sample` computes them.
 
 use super::sample::{Bulkhead, Counts};
 use super::text::{rate, short, width};

@@ -1,4 +1,6 @@
-//! Text for the screen: single lines, escaped, with a width that all terminals agree on.
+//! Sanitizes, measures and pads text for the screens of `top`. Each text becomes a single line without control
+//! characters, with a width that all terminals agree on. Also abbreviates numbers and draws bars. `columns`, `detail`
+//! and `draw` decide which values to show.
 
 use unicode_segmentation::UnicodeSegmentation;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};

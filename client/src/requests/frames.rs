@@ -1,4 +1,5 @@
-//! Handles incoming frames about jobs and leases.
+//! Handles the frames that a connection receives from the supervisor. Delivers outcomes and progress to the waiting
+//! callers, and updates leases. `connection` reads the frames, and the parent module sends requests.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};

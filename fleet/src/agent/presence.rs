@@ -1,5 +1,6 @@
-//! Publishes this agent's presence in a key-value bucket with expiring entries. The same writes are used to measure the
-//! clock offset.
+//! Publishes this agent's presence in a key-value bucket with expiring entries. The same writes measure the clock
+//! offset, which `clock` stores. Only `operate` reads the entries of all hosts; no decision about a job depends on
+//! them.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,5 +1,6 @@
 //! Monitors the streams and stops pulling jobs before the ledger is full, because a full ledger would also refuse
-//! outcomes. Checks that the consumers still match the configuration.
+//! outcomes. Logs a warning about each consumer that does not match the configuration. Only `init` creates or changes
+//! streams and consumers.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Implements `dead`, which manages jobs whose outcome is not `ok`.
+//! Implements `bulkhead-fleet dead`, which lists, shows, requeues and drops dead letters. A dead letter is a job whose
+//! outcome is not `ok`. Agents write dead letters, and `operate` reads and changes the streams.
 
 use bulkhead_api::JobOutcome;
 use bulkhead_api::text::escape;

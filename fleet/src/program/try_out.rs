@@ -1,5 +1,6 @@
-//! Implements `try`, which demonstrates a complete fleet in a temporary folder, and kills an agent while a hundred jobs
-//! are running.
+//! Implements `bulkhead-fleet try`, which demonstrates a complete fleet in a temporary folder, and kills an agent while
+//! a hundred jobs are running. Starts the real programs, and `nats-server` must be installed. Nothing remains
+//! afterwards.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,6 @@
-//! Reads and writes ledger records.
+//! Reads and writes the records of jobs in the ledger stream. A write succeeds only if the stored record still has the
+//! expected sequence number. `decide` chooses the record and handles the result, and `format` encodes the record.
+//! Nothing is retried here.
 
 use async_nats::Client;
 

@@ -1,5 +1,6 @@
-//! Creates missing streams and consumers, and compares existing ones with the configuration. Only new subjects and
-//! a new number of lanes are applied to existing objects. All other differences are reported but not changed.
+//! Creates missing streams and consumers for `init`, and compares existing ones with the configuration. Only new
+//! subjects and a new number of lanes are applied to existing objects. All other differences are reported but not
+//! changed. Agents only compare consumers.
 
 use std::collections::BTreeMap;
 use std::fmt;

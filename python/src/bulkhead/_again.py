@@ -1,4 +1,7 @@
-"""Decides which jobs are sent again, after a lost connection or as retries within a budget."""
+"""Decides which jobs are sent again, after a lost connection or as retries within a budget.
+
+``_client`` and ``_aio`` ask for each decision, and send the jobs. Nothing here waits or uses a connection.
+"""
 
 from __future__ import annotations
 

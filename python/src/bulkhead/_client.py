@@ -1,4 +1,7 @@
-"""The synchronous client. Manages the options of jobs, and connects on demand."""
+"""The synchronous client, which submits jobs, connects on demand, and reconnects if the connection is lost.
+
+``_connection`` exchanges the frames, and ``_again`` decides which jobs are sent again. ``AsyncClient`` is in ``_aio``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A handler's job (``Context``), and the error that a handler raises."""
+"""``Context``, which a handler gets with each job, and ``HandlerError``, which a handler raises to report a failure.
+
+``_serve`` creates the contexts, and sends the results and errors. A context stores the job's data and forwards
+progress.
+"""
 
 from __future__ import annotations
 

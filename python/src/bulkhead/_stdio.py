@@ -1,6 +1,7 @@
-"""Standard output and standard error of a worker, which handlers can close or replace.
+"""Flushes a worker's standard output and standard error, and prints tracebacks, even if a handler has closed them.
 
-Also ends the child processes that handlers fork.
+Also ends the child processes that handlers or ``init`` fork. ``_serve``, ``_start`` and ``_template`` call these
+functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-//! Changes made by a reload, listed by configuration key.
+//! The types that describe the changes made by a reload, listed by configuration key. `bulkhead_plane::reload` compares
+//! the configurations, and `POST /v1/reload` and events contain the result.
 
 use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;

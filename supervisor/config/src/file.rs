@@ -1,6 +1,6 @@
-//! The contents of a configuration file, key by key, with positions. Each value is within the range allowed for its
-//! key. Rules that span several keys, and files on disk, are checked later. `[defaults]` and bulkheads have the same
-//! keys.
+//! Reads the parsed TOML of a configuration file into keys with positions, and merges `[defaults]` into each bulkhead.
+//! Checks only names and the range of each single value. `relations` later checks rules that span several keys, and
+//! files on disk.
 
 use std::ops::{Deref, Range};
 

@@ -1,5 +1,6 @@
 //! Recommends limits for a bulkhead, based on observed demand. Each recommendation includes a sentence that gives the
-//! reason. The module consists of pure functions; it performs no I/O and changes no settings.
+//! reason. The module consists of pure functions that perform no I/O and change no settings. `control::advice` collects
+//! the input and serves the result over HTTP.
 
 mod adaptive;
 mod observations;

@@ -1,5 +1,6 @@
-//! The main thread of the control plane. It serves HTTP on the admin socket, handles signals, stores events and reads
-//! the workers' output. It sends commands to the data plane and receives notices from it, but owns no jobs.
+//! Runs the main thread of the control plane, which serves the admin API, handles signals, stores events and reads the
+//! workers' output. Sends commands to the data plane and receives notices, but owns no jobs. `readers` and `jobs_http`
+//! have separate threads.
 
 mod admin_socket;
 mod advice;

@@ -1,4 +1,5 @@
-//! Stateless checks of submissions.
+//! Decodes submissions and checks their form, and builds the message for a rejected submission. These functions need no
+//! state. `wiring::sessions::submissions` calls them, and checks permissions and memory.
 
 use std::time::Duration;
 

@@ -1,5 +1,6 @@
-//! Client permissions (`[[access]]`). A socket client is identified once, when it connects. After that, each job is
-//! checked only against the rules that match its client. Requests over TCP are identified by a token.
+//! Enforces client permissions (`[[access]]`), and rejects clients that descend from a worker. A socket client is
+//! identified once, when it connects. After that, each job is checked only against the rules that match its client.
+//! Requests over TCP are identified by a token.
 
 use std::collections::HashSet;
 use std::io;

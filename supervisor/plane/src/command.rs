@@ -1,5 +1,6 @@
-//! Commands from the control plane to the data plane, and droppable notices in the other direction. The
-//! channels are bounded, and neither plane blocks on the other.
+//! The commands from the control plane to the data plane, and droppable notices in the other direction. The channels
+//! are bounded, and neither plane blocks on the other. The event loop of the data plane executes the commands. Notices
+//! that must not be lost are in `notices`.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;

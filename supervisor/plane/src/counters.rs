@@ -1,4 +1,5 @@
-//! Counters shared by the data plane and the control plane. The data plane never blocks on them.
+//! The counters and flags that the data plane and the control plane share. The data plane never blocks on them. The
+//! counters of a single bulkhead are in `bulkhead_counters`, and only the data plane changes them.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

@@ -1,6 +1,6 @@
-//! Demand for a bulkhead over the last one to two hours. Records how many jobs were in flight and queued, weighted by
-//! time, and how long jobs waited and ran. In the data plane, recording takes a few nanoseconds per iteration and per
-//! job. The control plane computes advice from these values on another thread.
+//! Records the demand for a bulkhead over the last one to two hours. This includes how many jobs were in flight and
+//! queued, weighted by time, and how long jobs waited and ran. In the data plane, recording takes a few nanoseconds per
+//! iteration and per job. The control plane computes advice from these values on another thread.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Limits shared by all bulkheads.
+//! The limits of the data plane that all bulkheads share, copied from the configuration. A reload replaces them. The
+//! data plane enforces them, and `bulkhead_policy::Limits` contains the limits of a single bulkhead.
 
 use std::time::Duration;
 

@@ -1,6 +1,6 @@
-//! Default resource limits for confined workers. They apply to resources for which neither `rlimits` nor `cgroup` sets
-//! a limit. The defaults are high enough for well-behaved programs, and keep a single worker from exhausting shared
-//! resources.
+//! Determines the resource limits for the workers of a bulkhead. Adds defaults for confined workers to the configured
+//! limits, where neither `rlimits` nor `cgroup` sets a limit. The defaults keep a single worker from exhausting shared
+//! resources. The forked child applies the limits.
 
 use rustix::process::getrlimit;
 

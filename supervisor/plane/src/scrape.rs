@@ -1,5 +1,5 @@
-//! A consistent copy of the values shown in the metrics. The data plane makes the copy, and another thread converts it
-//! to text.
+//! The types of a consistent copy of the values shown in the metrics. The data plane fills the copy in one iteration of
+//! its event loop. `observe::metrics` in the control plane converts the copy to text.
 
 use std::sync::Arc;
 

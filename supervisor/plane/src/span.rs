@@ -1,5 +1,6 @@
-//! Job spans, sent from the data plane to the thread that renders them. A span contains only plain values of limited
-//! size.
+//! The types of a job's span, which the data plane sends to the thread that renders it. A span contains only plain
+//! values of limited size. The data plane chooses the jobs, and `observe::spans` in the control plane logs and exports
+//! the spans.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

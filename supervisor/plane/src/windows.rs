@@ -1,4 +1,5 @@
-//! Pairs of consecutive time windows.
+//! Stores a value for the current time window and one for the previous window, so that both cover one to two window
+//! lengths. The caller passes the time and fills in the values. Used for demand, latencies and resource usage.
 
 use std::time::Duration;
 

@@ -7,7 +7,8 @@
 //! Each tenant has one vote, regardless of its number of jobs. The latency in a window is the lower median of the
 //! tenants' 90th percentiles, so the slow jobs of a single tenant do not lower the limit for the others.
 //!
-//! This module does not read any clock. The limit changes only when a job ends.
+//! This module does not read any clock, and only computes the limit. The limit changes when a job ends or the
+//! configuration changes. `bulkhead::adapt` passes in run times and applies the limit.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;

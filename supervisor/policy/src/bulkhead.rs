@@ -1,7 +1,6 @@
-//! State machine for one bulkhead. This file handles dispatch, deadlines and cancellation. The [`admission`] submodule
-//! handles admission and queueing, [`recovery`] handles the jobs of dead workers, and [`life`] and [`recycle`] handle
-//! the lifecycle of workers. [`permits`] and [`adapt`] limit the number of running jobs. [`spares`] manages spare
-//! workers, and [`size`] manages the number of workers.
+//! State machine for one bulkhead, without I/O and without a clock. The data plane passes in events and performs the
+//! returned actions. This file handles dispatch, deadlines and cancellation. The submodules handle the other parts,
+//! such as [`admission`], [`recovery`] of jobs, [`life`] of workers, [`prefetch`], [`permits`] and [`size`].
 
 mod adapt;
 mod admission;

@@ -1,5 +1,5 @@
-//! Growth of small tables. There can be thousands of bulkheads, and each has several tables that rarely contain more
-//! than one entry.
+//! Grows small tables one entry at a time at first, to save memory. There can be thousands of bulkheads, and each has
+//! several tables that rarely contain more than one entry.
 
 /// Reserves memory for one more entry. The capacity starts at one and then doubles. The standard library would start at
 /// four.

@@ -1,4 +1,5 @@
-//! Validated limits and settings of a bulkhead.
+//! The limits and settings of one bulkhead. `bulkhead_config` reads and validates them, the state machine applies them,
+//! and operators can change some of them while jobs are running. Only the deadline of a job is computed here.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,5 +1,6 @@
-//! Events that a bulkhead handles, and actions that it returns. `T` is the caller's record of a job, which
-//! the bulkhead stores and returns with the outcome.
+//! The events that a bulkhead handles, and the actions that it returns. The caller, usually the data plane, creates the
+//! events and performs the actions. `T` is the caller's record of a job, which the bulkhead stores and returns with the
+//! outcome. `Bulkhead` decides which actions follow.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,5 +1,6 @@
-//! Restart policy for a slot. Failures delay restarts, and too many failures stop the slot. Like the restart intensity
-//! of Erlang's `supervisor`, the policy is a pure function of timestamps and needs no timers.
+//! Decides when the next worker may start after a failure, and when a slot has failed too often. Also spaces out the
+//! restarts of a bulkhead whose workers keep dying during their first jobs. Like the restart intensity of Erlang's
+//! `supervisor`, the policy uses only timestamps, without timers. `life` starts the workers.
 
 use std::collections::VecDeque;
 use std::time::Duration;

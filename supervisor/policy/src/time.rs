@@ -1,4 +1,5 @@
-//! Points in time, in nanoseconds since an origin chosen by the caller.
+//! The type for points in time, in nanoseconds since an origin chosen by the caller. This crate never reads a clock.
+//! The caller passes the time with each event.
 
 use std::ops::{Add, Sub};
 use std::time::Duration;

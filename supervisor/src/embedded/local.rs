@@ -1,4 +1,6 @@
-//! A supervisor whose data plane runs on the caller's thread.
+//! Runs the data plane of an embedded supervisor on the caller's thread, but only inside `run_until` or `shutdown`. The
+//! control plane and the keeper run separately. `embedded` starts the parts, and `Supervisor` there uses a thread for
+//! the data plane instead.
 
 use std::convert::Infallible;
 use std::future::poll_fn;

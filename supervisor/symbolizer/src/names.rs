@@ -1,5 +1,5 @@
 //! Resolves addresses to functions, files and lines. Uses debug information if available, otherwise the symbol table,
-//! otherwise only the name of the file.
+//! otherwise only the name of the file. `unwind` computes the addresses, and `modules` opens the files.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

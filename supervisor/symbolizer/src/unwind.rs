@@ -1,4 +1,5 @@
-//! Computes return addresses from the registers and the stack of a thread.
+//! Computes return addresses from the registers and the saved stack of a thread. The symbolizer calls this for each
+//! recorded thread. `modules` reads the unwind tables, and `names` looks up functions and lines.
 
 use framehop::{
     CacheNative, ExplicitModuleSectionInfo, FrameAddress, MayAllocateDuringUnwind, UnwindRegsNative,

@@ -1,6 +1,6 @@
 //! Implements `exec`, which runs an unmodified program for each job. The program reads the payload from standard input
-//! and writes the result to standard output. Standard error goes to the log. Instead of the standard streams, files in
-//! the job's folder can contain the payload and the result.
+//! and writes the result to standard output, or uses files in the job's folder. Standard error goes to the log.
+//! `launch` starts the program, and `orphans` kills what it leaves behind.
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};

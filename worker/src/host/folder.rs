@@ -1,4 +1,5 @@
-//! Temporary folders, one for each program. No program can see the files of an earlier program.
+//! Creates and removes a temporary folder for each `exec` program. No program can see the files of an earlier program.
+//! The keeper provides the worker's own temporary folder, which contains these folders.
 //!
 //! A folder is removed when no process of its program is left. Removal does not follow symbolic links and
 //! does not recurse, so a folder of any depth can be removed. Large folders are removed on a separate thread.

@@ -1,4 +1,5 @@
-//! Starts one program. Prepares the arguments and the environment, and sets up the child process before `execve`.
+//! Prepares and starts the program of one job for `exec`. Builds the arguments and the environment, and sets up the
+//! child process before `execve`. `exec` exchanges data with the program, and `orphans` kills its descendants.
 
 use std::ffi::{CString, OsStr, OsString, c_char};
 use std::io::{self, PipeReader, PipeWriter};

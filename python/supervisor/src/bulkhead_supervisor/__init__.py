@@ -1,4 +1,8 @@
-"""The programs of Bulkhead, and functions to find and run them."""
+"""The compiled programs of Bulkhead, and functions to find and run them.
+
+``bulkhead.BulkheadExecutor`` calls ``path`` to start its supervisor. The commands of this distribution replace the
+Python process with a program. The supervisor itself is not written in Python.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-//! `[[access]]`: permissions of users and groups on the jobs socket, and of tokens over HTTP.
+//! Declares the keys of an `[[access]]` entry, which grants permissions to users and groups on the jobs socket, or to
+//! tokens over HTTP. `relations::access` checks the entries, and `bulkhead_plane::access` enforces them.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,6 @@
-//! Keys of `[supervisor]`, which configure sockets and limits that all bulkheads share.
+//! Declares the keys of `[supervisor]`, with types, defaults and descriptions, and the type of the checked settings.
+//! The keys configure sockets and limits that all bulkheads share. `relations` checks rules between keys, and the
+//! supervisor applies the settings.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

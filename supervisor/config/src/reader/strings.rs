@@ -1,5 +1,5 @@
-//! Reads values that consist of several strings: a program with its arguments, names, paths or environment
-//! variables.
+//! Reads values that consist of several strings, such as a program with its arguments, names, paths or environment
+//! variables. Checks only the form of each string. `relations` checks whether programs, files and bulkheads exist.
 
 use toml::de::DeValue;
 

@@ -1,5 +1,6 @@
-//! Rules for `[[access]]`. Each entry applies to one existing user, one existing group or one token, names only
-//! existing bulkheads, and grants at least one permission.
+//! Checks that each `[[access]]` entry names one user, group or token, names only existing bulkheads, and allows
+//! something. Also converts names of users and groups to IDs, and chooses the mode of the jobs socket. `keys::access`
+//! declares the keys, and `bulkhead_plane::access` enforces the permissions.
 
 use super::Checker;
 use crate::diagnostics::shown;

@@ -1,5 +1,6 @@
-//! Rules for the environment of workers. The rules concern the total size, and the files that contain values of
-//! variables.
+//! Checks the environment of workers when the configuration is read, that is, the total size and the files in
+//! `env_files`. Returns only the paths of these files, and resolves credentials of systemd. The keeper reads the values
+//! again each time it starts a worker or a template.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,6 @@
-//! Types of values that keys can have, including vocabularies defined in `policy`.
+//! Implements reading and default values for each type that keys can have, including vocabularies defined in `policy`.
+//! The `section!` and `table!` macros use these implementations. `values` checks the range of a value, and `keys`
+//! declares the keys.
 
 use std::borrow::Cow;
 use std::time::Duration;

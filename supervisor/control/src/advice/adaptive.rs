@@ -1,4 +1,5 @@
-//! Generates the sentences about the adaptive limit that appear in advice.
+//! Generates the sentences about the adaptive limit that appear in advice. `rules` decides when a sentence is needed.
+//! The data plane measures the latency and changes the limit.
 
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;

@@ -1,5 +1,5 @@
-//! Computes the observations that advice is based on, from the counters of the data plane and from samples of
-//! the workers' resource usage.
+//! Computes the observations that advice is based on, from the counters of the data plane and from samples of the
+//! workers' resource usage. Also determines if there are enough observations. `rules` proposes the values.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

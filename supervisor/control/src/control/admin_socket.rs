@@ -1,4 +1,5 @@
-//! Accepts connections on the admin socket and checks the users who connect.
+//! Accepts connections on the admin socket, limits their number, and checks who connects. Only root and the
+//! supervisor's user are accepted, and no descendant of the supervisor. `connections` serves the requests.
 
 use std::sync::Arc;
 use std::time::Duration;

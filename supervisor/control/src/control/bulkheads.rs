@@ -1,4 +1,6 @@
-//! Handlers for requests that show, change or control a bulkhead.
+//! Handles HTTP requests that show, change or steer bulkheads, and requests that list or cancel jobs. The handlers
+//! check only the form of a request and send a command to the data plane, which decides. `routes` assigns the handlers
+//! to paths.
 
 use axum::body::Bytes;
 use axum::extract::{Path, Query, State};

@@ -1,6 +1,6 @@
-//! Protection against cross-site requests. Pages from other sites can link to the dashboard but cannot make any other
-//! requests. The protection relies on the headers in which browsers state the origin of a request. Programs other than
-//! browsers do not send these headers, but do not add stored credentials either.
+//! Rejects requests that pages of other sites send, except links to the dashboard. The check relies on the headers in
+//! which browsers state the origin of a request. Other programs do not send these headers, but do not add stored
+//! credentials either. `http` and `tcp` call this; `tcp` and `admin_socket` check tokens and users.
 
 use axum::extract::Request;
 use axum::http::{HeaderMap, Method, header};

@@ -1,5 +1,6 @@
-//! Table of all HTTP routes. The router and the OpenAPI document are built from this table, so that they
-//! always agree.
+//! The table of all HTTP routes, from which the routers and the OpenAPI document are built, so that they always agree.
+//! Rejects a query where a route has no parameters. The handlers are in other modules, and `admin_socket`, `tcp` and
+//! `jobs_http` check the sender.
 
 use std::future::{Ready, ready};
 

@@ -1,4 +1,5 @@
-//! Tokens from `[[access]]`. Finds the secret in a request and looks up the current permissions of the token.
+//! Stores the tokens from `[[access]]`, finds the secret in a request, and looks up the permissions of the token. `tcp`
+//! and `jobs_http` decide if the request is allowed. Also keeps each token's counters for payloads of unknown length.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};

@@ -1,5 +1,6 @@
-//! Reads the workers' output (stdout and stderr) continuously, so that a full pipe never blocks a worker. A limited
-//! amount of output is kept and logged.
+//! Reads the workers' output (stdout and stderr) continuously, so that a full pipe never blocks a worker. Keeps and
+//! logs a limited amount of output. `control::streams` serves the lines over HTTP, and crash reports contain the end of
+//! standard error.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

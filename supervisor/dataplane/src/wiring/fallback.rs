@@ -1,4 +1,6 @@
-//! Passes jobs on from a bulkhead to its fallbacks.
+//! Passes jobs from a bulkhead to its fallbacks, and combines the outcomes of all bulkheads into one.
+//! `wiring::sessions::outcomes` calls this before it sends an outcome to a client. The policy of a bulkhead knows
+//! nothing about fallbacks, except that a job was passed on.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! User and group ID maps of a child's user namespace. Each map has one entry, which maps an ID to itself.
+//! Writes the user and group ID maps of a child's new user namespace, for `starts`. Each map has one entry, which maps
+//! an ID to itself. The existing namespace with subordinate IDs needs no maps; see `spawn::user_namespace`.
 
 use std::fs;
 use std::io;

@@ -1,4 +1,6 @@
-//! Temporary folders of workers that have no separate file system for temporary files.
+//! Creates and removes temporary folders of workers that have no separate file system for temporary files. `starts`
+//! creates a folder if the order asks for one. The worker's `host::folder` creates a further folder for each `exec`
+//! program.
 //!
 //! All folders are in one base folder. The keeper holds a lock on its base folder, so that base folders left
 //! behind by killed keepers can be recognised.

@@ -1,5 +1,6 @@
-//! Arguments of the guard, and the message that it sends. The guard is the process between the keeper and an
-//! application that embeds a supervisor.
+//! The arguments of the guard, the message that it sends, and the version of the protocol. The guard is the process
+//! between the keeper and an application that embeds a supervisor. `client::detached` starts the guard, and
+//! `process::guard` implements it.
 
 use bincode::{BorrowDecode, Encode};
 

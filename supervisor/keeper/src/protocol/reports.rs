@@ -1,6 +1,6 @@
-//! Defines the reports that the keeper sends to the supervisor, with the cause of a worker's exit and the worker's
-//! resource usage. `process` sends the reports, and `client` passes them to the data plane. The data plane decides what
-//! follows for jobs.
+//! Defines the types and the size limits of the reports that the keeper sends to the supervisor. A report names the
+//! cause of a worker's exit and the worker's resource usage. `process` encodes and sends the messages, and `client`
+//! decodes them for the data plane. The keeper never expects a reply to a report.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -53,8 +53,9 @@ pub struct Usage {
 
 /// A report from the keeper.
 ///
-/// For each successful call to [`Keeper::spawn`](crate::Keeper::spawn), the keeper sends either `SpawnFailed`, or
-/// `Spawned`, `Exited` and `Reaped` in this order.
+/// For each successful call to [`Keeper::spawn`](crate::Keeper::spawn),
+/// [`Keeper::spawn_template`](crate::Keeper::spawn_template) or [`Keeper::fork`](crate::Keeper::fork), there is either
+/// `SpawnFailed`, or `Spawned`, `Exited` and `Reaped` in this order.
 #[derive(Debug)]
 pub enum Report {
     /// The keeper is running. This is always the first report.
@@ -88,7 +89,8 @@ pub enum Report {
     SpawnFailed {
         /// Spawn number of the worker.
         worker: u64,
-        /// The step that failed, such as `exec` or `rlimit as`.
+        /// The step that failed, such as `exec` or `rlimit as`. The step `pidfd` comes from the client, if the
+        /// supervisor had no free descriptor for the worker's pidfd.
         step: String,
         /// Error with which the step failed.
         error: io::Error,
@@ -131,15 +133,16 @@ pub enum Report {
     },
 }
 
-/// A message that a template sends while it initialises, before it forks any worker; see
-/// [`Keeper::fork`](crate::Keeper::fork).
+/// A message about a template that forks workers; see [`Keeper::fork`](crate::Keeper::fork). The keeper forwards
+/// `Status` and `Extend` even after `Ready`.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum TemplateReport {
     /// The template is ready to fork workers.
     Ready,
     /// Text that describes the current state of the initialisation.
     Status(String),
-    /// Reason why the template is about to exit.
+    /// Reason why the template is about to exit. Comes from the template if its start failed, or at any time from the
+    /// keeper, if the keeper kills the template because of a protocol error.
     Refused(String),
     /// Requests that the deadline for the start be extended to at least this long from now.
     Extend(Duration),

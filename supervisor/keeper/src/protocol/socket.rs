@@ -1,4 +1,5 @@
-//! The socket between supervisor and keeper.
+//! Creates the socket pair between supervisor and keeper. Closing the supervisor's end makes the keeper exit. `orders`
+//! and `reports` define the messages, and `bulkhead_linux::packets` sends and receives them.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -1,4 +1,5 @@
-//! The raw system call that forks a child.
+//! Forks a child in new namespaces and in a control group with a raw system call. `child`, `forker` and
+//! `user_namespace` call it. `child` sets up the namespaces and executes the program.
 
 use std::os::fd::{AsFd, OwnedFd};
 

@@ -1,4 +1,6 @@
-//! A process that checks whether the file systems of paths respond.
+//! Runs in a forked process that calls `stat` on each path in place of the keeper, because a path can hang. Writes only
+//! a byte after each path and decides nothing. `process::hung_paths` starts and kills this process, and infers hung
+//! paths from missing bytes.
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, OwnedFd};

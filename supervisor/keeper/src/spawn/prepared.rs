@@ -1,4 +1,6 @@
-//! Everything that a forked child needs to become a worker, prepared before the fork.
+//! Prepares, before the fork, everything that a forked child needs to become a worker. Builds the environment and reads
+//! the files in `env_files`, because the child makes only system calls. `starts` calls this in the keeper, and `child`
+//! uses the result.
 
 use std::ffi::CString;
 use std::ops::Deref;

@@ -1,5 +1,6 @@
-//! A descriptor that reports the exit of another program. This is either the program's pidfd, or an inherited pipe,
-//! socket or terminal whose other end closes when the program exits.
+//! Waits for the exit of another program through an inherited descriptor (`--while-open`). The descriptor is the
+//! program's pidfd, or a pipe, socket or terminal whose other end closes when the program exits. The supervisor stops
+//! then; this module only reports the exit.
 
 use std::io::{self, IsTerminal};
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};

@@ -1,5 +1,6 @@
-//! Starts a program as a child of this process's parent. A supervisor starts its successor this way, because a child
-//! would be killed together with the other descendants when the keeper dies.
+//! Starts a program as a child of this process's parent. A supervisor starts its successor this way during an upgrade,
+//! because a child would be killed together with the other descendants when the keeper dies. The caller passes the
+//! state to the successor.
 
 use std::ffi::{CString, OsString};
 use std::io;

@@ -1,5 +1,5 @@
-//! The process at the other end of a socket: its credentials at the time of `connect(2)`, and whether it descends from
-//! this process.
+//! Determines the process at the other end of a socket: its credentials at the time of `connect(2)`, and whether it
+//! descends from this process. `bulkhead_plane::peer_check` decides which clients to reject.
 //!
 //! No function blocks. Determining the ancestors of a process takes a few reads of small files in `/proc`.
 

@@ -1,4 +1,5 @@
-//! Number of sent bytes that the peer of a socket has not read yet.
+//! Counts the sent bytes that the peer of a Unix socket has not read yet. `unread_loans` in the data plane uses the
+//! count to limit the number of descriptors in transit. Nothing is read here.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};

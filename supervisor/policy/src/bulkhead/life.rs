@@ -1,4 +1,6 @@
-//! Lifecycle of a bulkhead's workers: start, welcome, readiness, replacement, drain, kill and restart.
+//! Decides when a bulkhead's workers start, become ready, drain, are killed, and are replaced or restarted. Returns
+//! actions, which the data plane and the keeper carry out. `restart` computes delays, `spares` manages spare workers,
+//! and `recycle` handles `recycle.jobs`.
 
 use std::time::Duration;
 

@@ -1,5 +1,6 @@
-//! Results that exceed the size limit. The client gets its outcome as soon as such a result starts to arrive. The
-//! permit stays in use until the whole result has arrived, because the worker is busy sending it.
+//! Handles results that exceed the size limit, which the data plane detects. The client gets its outcome as soon as
+//! such a result starts to arrive. The permit stays in use until the whole result has arrived, because the worker is
+//! busy sending it. Also sets the delay after which a stuck worker is killed.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Chooses the worker for the next job.
+//! Chooses the worker for the next job, within the limit on running jobs. `workers` counts permits, `adapt` computes
+//! the limit, and `queue` chooses the job.
 
 use super::Bulkhead;
 use crate::messages::WorkerId;

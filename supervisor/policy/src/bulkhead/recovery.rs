@@ -1,5 +1,6 @@
-//! Recovery of jobs after the death of their worker or program. Payloads that repeatedly kill workers are quarantined,
-//! idempotent jobs are retried, and all other jobs end as crashed.
+//! Recovers jobs after the death of their worker or program. Payloads that repeatedly kill workers are quarantined,
+//! idempotent jobs are retried, and all other jobs end as crashed. `life` handles the worker itself, and `budget` and
+//! `poison` count retries and crashes.
 //!
 //! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker that runs no other job.
 //! This identifies the culprit, and prevents it from crashing the other jobs a second time.

@@ -1,6 +1,6 @@
-//! Replacement of workers after a number of jobs (`recycle.jobs`). A worker that was given its last job is asked to
-//! exit, and a successor takes over the slot as soon as possible. The successor is started in advance, based on the job
-//! rate, and then waits as a standby.
+//! Replaces workers after a number of jobs (`recycle.jobs`). A worker that was given its last job is asked to exit, and
+//! a successor takes over the slot as soon as possible. The successor is started in advance, based on the job rate, and
+//! then waits as a standby. `life` replaces workers because of their age or memory.
 
 use super::Bulkhead;
 use super::life::RECYCLE_INTERVAL;

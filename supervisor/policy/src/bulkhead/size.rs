@@ -1,5 +1,6 @@
-//! Changes the number of workers and of permits per worker while jobs are running, and scales the bulkhead to zero
-//! workers. Increases take effect immediately. After a decrease, surplus workers finish their jobs.
+//! Applies changed limits while jobs are running, and scales the bulkhead to zero workers and back. Increases take
+//! effect immediately. After a decrease, surplus workers finish their jobs. `life` starts and stops single workers, and
+//! `adapt` changes the adaptive limit.
 
 use super::{Bulkhead, Mode};
 use crate::ending::{KillReason, RecycleReason};

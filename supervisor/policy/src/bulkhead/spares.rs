@@ -1,6 +1,6 @@
-//! Spares (`start.spares`) are workers in spare slots that have been started and are ready, but have no permits. A
+//! Manages spares (`start.spares`), which are workers that have been started and are ready, but have no permits. A
 //! spare takes over a slot whose worker is killed, dies, was given its last job, is being replaced or is not ready yet.
-//! The previous worker moves to the spare slot. Once that worker is gone, the next spare starts there. The number of
+//! The previous worker moves to the spare slot, and the next spare starts there once that worker is gone. The number of
 //! workers, including dying ones, therefore never exceeds the number of slots plus spares.
 //!
 //! The spare slots are numbered after the job slots. A spare that hangs or dies is restarted with the usual backoff.

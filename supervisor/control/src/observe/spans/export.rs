@@ -1,5 +1,5 @@
-//! Exports spans to a collector. Queues spans, sends them in batches, and retries after failures. The number
-//! of spans in memory is limited, regardless of what the collector does.
+//! Exports spans to a collector for `spans`. Queues spans, sends them in batches, and retries after failures. The
+//! number of spans in memory is limited, regardless of what the collector does. `otlp` encodes and transmits a batch.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
