@@ -1,9 +1,9 @@
-//! `bulkhead-bench` measures the cost of the supervisor, in comparison with a bare chain of sockets.
+//! `bulkhead-bench` measures the cost of the supervisor. Parses the arguments, and then either takes the measurements
+//! (`measures`, or `peers` with `--peers`) or runs as one of the helper processes of a measurement (`Role`).
 //!
-//! The bare chain consists of a client in which each request waits for its own reply, a relay, and an echo. These
-//! three processes forward bytes over Unix sockets, and read and write all available bytes at once. The real chain
-//! consists of a client, the supervisor, and a worker built with the SDK. The two chains run in alternating
-//! rounds, so that other load on the machine affects both. The medians of the rounds are compared.
+//! Most measurements compare the two chains of `chains`, a bare one and one with a supervisor; others have their own
+//! baselines. The variants run in alternating rounds, so that other load on the machine affects both. `pairs` computes
+//! the ratios.
 
 mod attackers;
 mod attacks;

@@ -1,5 +1,6 @@
-//! Implements `bulkhead submit`, which submits one job or many, prints the results, and cancels the jobs on ^C.
-//! `payload` reads the payload, and `load` builds the jobs and counts outcomes. `bench` measures throughput instead.
+//! Implements `bulkhead submit`, which submits one job or `--repeat` copies of it, prints the results, and cancels the
+//! jobs on ^C. `payload` reads the payload, and `load` builds the jobs and counts outcomes. To put load on a bulkhead
+//! for a given time, `bench` is used instead.
 
 use std::cell::{Cell, RefCell};
 use std::fs::OpenOptions;

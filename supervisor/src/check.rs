@@ -1,7 +1,8 @@
 //! Implements `--check --start`: starts a worker for each bulkhead as the supervisor would, with the bulkhead's
-//! template if there is one, and reports why workers fail to start.
+//! template if there is one, and reports why workers fail to start. Sends no jobs.
 //!
-//! The check binds no sockets and takes no locks, so it can run next to a supervisor with the same configuration.
+//! The check binds no sockets and locks only user IDs that no running supervisor uses, so it can run next to a
+//! supervisor with the same configuration.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};

@@ -1,7 +1,7 @@
-"""The asyncio client. All jobs of an event loop share one connection, which is replaced after a loss.
+"""The asyncio client. A client has one connection per event loop, which is replaced after a loss.
 
-Jobs that are submitted in the same iteration of the loop are sent together. Only the handshake blocks, so it runs in a
-separate thread.
+Jobs that are submitted in the same iteration of the loop are sent together. The handshake blocks, so it runs in a
+separate thread. ``_again`` decides which jobs are sent again after a loss.
 """
 
 from __future__ import annotations

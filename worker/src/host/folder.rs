@@ -1,9 +1,9 @@
-//! Creates and removes a temporary folder for each `exec` program. No program can see the files of an earlier program.
-//! The keeper provides the worker's own temporary folder, which contains these folders.
+//! Creates and removes a temporary folder for each `exec` program, inside the worker's own temporary folder, which the
+//! keeper provides. `exec` removes a folder after all processes of its program have exited.
 //!
-//! A folder is removed when no process of its program is left. Removal does not follow symbolic links and
-//! does not recurse, so a folder of any depth can be removed. Large folders are removed on a separate thread.
-//! Until a folder is removed, the Landlock rules deny other programs access to it.
+//! Removal does not follow symbolic links and does not recurse, so a folder of any depth can be removed. Large folders
+//! are removed on a separate thread, unless its queue is full. Until then, the Landlock rules of `rules` deny other
+//! programs access to the folder.
 
 use std::collections::hash_map::RandomState;
 use std::ffi::CString;

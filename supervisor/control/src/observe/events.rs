@@ -1,6 +1,6 @@
 //! Stores recent events in a ring buffer in memory, and logs them. The control plane adds each event, and followers
-//! read the ring at their own pace. Each event gets a sequence number and is rendered once. If a bulkhead emits too
-//! many events of one kind, most are only counted, and the rest evict only events of this kind and bulkhead.
+//! read the ring at their own pace. The events of one kind in one bulkhead are a flow. In a flow of a frequent kind,
+//! excess events are only counted. A full ring evicts the oldest event of the largest flow.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
