@@ -1,13 +1,14 @@
-//! Records each memory file lease with its client and worker, and decides when a lease ends. Neither creates nor sends
-//! files. The wiring performs the requested effects, and `memory_files` contains the system calls.
+//! Decides which memory file leases are granted, lent to a worker, recalled and revoked, and records each lease with its
+//! client and worker. `wiring/leases.rs` passes in requests and jobs, and performs the effects that this part returns.
+//! `memory_files` makes the system calls.
 //!
-//! A lease belongs to one client, one bulkhead and one tenant. The files are lent to the first worker that gets a job
-//! with the lease, and to no other worker. The lease ends when this worker is gone, or when the job has ended but the
-//! worker could still write to the files. A file in use therefore never contains data from another client, tenant or
-//! worker. If a job goes to a different worker, the payload is sent as bytes.
+//! A lease belongs to one client, one bulkhead and one tenant. The files are lent to at most one worker, the first that
+//! can borrow them when it gets a job with the lease. The payloads of all other jobs are sent as bytes. The lease is
+//! recalled, among other reasons, when this worker is gone, or when the job has ended but the worker could still write
+//! to the files. A file in use therefore never contains data from another client, tenant or worker.
 //!
-//! A lease ends with a recall. Jobs that the client sent before it received the recall can still use the lease. If the
-//! client does not return the lease in time, the lease is revoked.
+//! Jobs that the client sent before it received the recall can still use the lease. If the client does not return the
+//! lease in time, the lease is revoked.
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! Rejects requests that pages of other sites send, except links to the dashboard. The check relies on the headers in
+//! Rejects requests that pages of other sites send, unless a user follows a link. The check relies on the headers in
 //! which browsers state the origin of a request. Other programs do not send these headers, but do not add stored
 //! credentials either. `http` and `tcp` call this; `tcp` and `admin_socket` check tokens and users.
 

@@ -1,8 +1,8 @@
 //! Contains two tables of the steps that a forked child performs to become a worker, and the code of the steps.
-//! `child.rs` runs the tables, and the keeper has prepared all data before the fork.
+//! `child.rs` runs the tables. The keeper prepares all data before the fork, so no step allocates memory or can panic.
 //!
 //! The first table is for the first process of new namespaces, the second for the process that executes the worker's
-//! program. Each step makes system calls on prepared data. A step that fails is reported by name.
+//! program. A child reports a failed step by its number, which the keeper turns into text with `describe`.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};

@@ -1,6 +1,6 @@
-//! Checks the jobs that clients submit, passes accepted jobs on to policy, and sends rejections. The checks concern the
-//! permission, the form, the payload size and the memory. Policy then decides whether the job runs, waits or is
-//! rejected. Also passes on cancellations.
+//! Checks the jobs that clients submit, passes accepted jobs on to policy, and rejects the others. Also passes on
+//! cancellations. `frames` calls this for each job, and for a large job also before the payload is received. Policy
+//! decides whether an accepted job runs, waits or is rejected, and `outcomes` sends that outcome.
 
 use std::time::{Duration, SystemTime};
 
