@@ -278,23 +278,29 @@ def test_stack_of_a_call_omits_the_workers_frames() -> None:
 # A supervisor's reports. It takes stacks at most once per second, and on a busy machine not always in time.
 
 
+def late_report(supervisor: Supervisor, client: Client, name: str, operation: str, payload: bytes) -> Any:
+    """Runs a job beyond its deadline. Returns the report, or ``None`` if no report was written."""
+    with pytest.raises(DeadlineExceeded) as raised:
+        client.call(name, payload, operation=operation, deadline=0.5)
+    outcome = raised.value.outcome
+    if outcome.reason != "running" or outcome.report is None:
+        return None
+
+    def report() -> Any:
+        status, found = supervisor.request("GET", f"/v1/crashes/{outcome.report}")
+        return found if status == 200 else None
+
+    found = wait_for("there is a report", report)
+    assert found["cause"] == "deadline"
+    return found
+
+
 def stack_in_report(supervisor: Supervisor, client: Client, name: str, operation: str, payload: bytes) -> str:
     """Runs jobs beyond their deadline until a report contains the worker's text. Returns the text."""
 
     def found() -> str | None:
-        with pytest.raises(DeadlineExceeded) as raised:
-            client.call(name, payload, operation=operation, deadline=0.5)
-        outcome = raised.value.outcome
-        if outcome.reason != "running" or outcome.report is None:
-            return None
-
-        def report() -> Any:
-            status, found = supervisor.request("GET", f"/v1/crashes/{outcome.report}")
-            return found if status == 200 else None
-
-        report = wait_for("there is a report", report)
-        assert report["cause"] == "deadline"
-        return str(report.get("runtime_stack") or "")
+        report = late_report(supervisor, client, name, operation, payload)
+        return report and str(report.get("runtime_stack") or "")
 
     return wait_for("a report contains the text", found, 3 * LONG)
 
@@ -310,6 +316,22 @@ def test_report_on_a_late_job_contains_the_handlers_stack(profile: str, mode: st
             function: Any = getattr(handlers, operation)
             assert line_in(stack_in_report(own, client, name, operation, b"600"), function) in body(function)
         assert client.call("one", b"x").payload == b"x"
+
+
+def test_stack_request_does_not_kill_a_wrapper_script(tmp_path: Path) -> None:
+    script, go = tmp_path / "worker.sh", tmp_path / "go"
+    # The shell, which does not handle the signal, stays the parent of the worker.
+    script.write_text('#!/bin/sh\n"$@"\nexit $?\n')
+    script.chmod(0o755)
+    keys = sandboxed("none")
+    keys = {**keys, "command": [str(script), *keys["command"]], "max_in_flight": 2}
+    with running(one=keys) as own, Client(own.socket) as client:
+        assert client.call("one", b"x").payload == b"x"
+        other = client.submit("one", os.fsencode(go), operation="wait")
+        report = wait_for("a report", lambda: late_report(own, client, "one", "until-cancelled", b""), LONG)
+        assert "runtime_stack" not in report
+        go.touch()
+        assert other.result(LONG).payload == b"waited"
 
 
 # A pool's exceptions.

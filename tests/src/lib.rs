@@ -686,16 +686,28 @@ fn sandbox() -> String {
 
 /// Compiles C source code into a shared library. Dropping the returned `TempDir` deletes the library.
 pub fn compile_library(source: &str, flags: &[&str]) -> (TempDir, PathBuf) {
+    compile("cc", "library.c", source, &[&["-std=gnu11"], flags].concat()).unwrap_or_else(|error| {
+        panic!("these tests need a C compiler named `cc` (Debian: apt-get install gcc libc6-dev): {error}")
+    })
+}
+
+/// Compiles C++ source code into a shared library. Without a C++ compiler, prints a note and returns `None`.
+pub fn compile_cpp_library(source: &str, flags: &[&str]) -> Option<(TempDir, PathBuf)> {
+    let compiled = compile("c++", "library.cpp", source, flags);
+    let report = |error| not_run!("the test needs a C++ compiler named `c++`: {error}");
+    compiled.map_err(report).ok()
+}
+
+/// Compiles source code into a shared library. Returns an error if the compiler cannot be started.
+fn compile(compiler: &str, file: &str, source: &str, flags: &[&str]) -> std::io::Result<(TempDir, PathBuf)> {
     let folder = tempfile::tempdir().unwrap();
-    let (input, output) = (folder.path().join("library.c"), folder.path().join("library.so"));
+    let (input, output) = (folder.path().join(file), folder.path().join("library.so"));
     std::fs::write(&input, source).unwrap();
     let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/include");
-    let mut cc = Command::new("cc");
-    cc.args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-shared", "-fPIC"]);
-    cc.args(flags).arg("-I").arg(include).arg("-o").arg(&output).arg(&input);
-    let run = cc.output().unwrap_or_else(|error| {
-        panic!("these tests need a C compiler named `cc` (Debian: apt-get install gcc libc6-dev): {error}")
-    });
-    assert!(run.status.success(), "cc failed:\n{}", String::from_utf8_lossy(&run.stderr));
-    (folder, output)
+    let mut command = Command::new(compiler);
+    command.args(["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-shared", "-fPIC"]);
+    command.args(flags).arg("-I").arg(include).arg("-o").arg(&output).arg(&input);
+    let run = command.output()?;
+    assert!(run.status.success(), "{compiler} failed:\n{}", String::from_utf8_lossy(&run.stderr));
+    Ok((folder, output))
 }

@@ -23,7 +23,9 @@
  *
  * The stacks of these threads have the size of `rlimits.stack`, but from 2 MiB
  * to 64 MiB. In C++, declare the functions `noexcept`. The worker then ends
- * with the message of an uncaught exception.
+ * with the message of an uncaught exception. Declare a function named by
+ * `entry` also `extern "C"`, and with BULKHEAD_EXPORT if the library is
+ * compiled with -fvisibility=hidden.
  *
  * A process that the library forks is not the worker. A forked process must
  * terminate with _exit(), even if exec() fails. If it returns from the handler,
@@ -37,8 +39,24 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
+/* Exports a function or variable even if the library is compiled with
+ * -fvisibility=hidden. */
+#if defined(__GNUC__)
+#define BULKHEAD_EXPORT __attribute__((visibility("default")))
+#else
+#define BULKHEAD_EXPORT
+#endif
+
+/* `extern "C"` and `noexcept` in C++. */
+#if !defined(__cplusplus)
+#define BULKHEAD_EXTERN extern
+#define BULKHEAD_NOEXCEPT
+#elif __cplusplus >= 201103L
+#define BULKHEAD_EXTERN extern "C"
+#define BULKHEAD_NOEXCEPT noexcept
+#else
+#define BULKHEAD_EXTERN extern "C"
+#define BULKHEAD_NOEXCEPT throw()
 #endif
 
 /* The ABI version of this header. The host rejects a library with an unknown
@@ -47,7 +65,13 @@ extern "C" {
 
 /* Defines the version marker of the library. Use this macro at file scope,
  * exactly once. */
-#define BULKHEAD_LIBRARY const uint32_t bulkhead_abi_version = BULKHEAD_ABI_VERSION;
+#define BULKHEAD_LIBRARY \
+    BULKHEAD_EXTERN BULKHEAD_EXPORT const uint32_t bulkhead_abi_version; \
+    const uint32_t bulkhead_abi_version = BULKHEAD_ABI_VERSION;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* A job. All pointers are valid until the handler returns. */
 typedef struct bulkhead_job {
@@ -101,13 +125,13 @@ typedef struct bulkhead_host {
 /* Handles a job. If the return value is 0, the job ends as `ok` with the bytes
  * passed to host->result. Otherwise the job ends as `failed` with the error set
  * by host->error. */
-int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host);
+BULKHEAD_EXPORT int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host) BULKHEAD_NOEXCEPT;
 
 /* Optional. Runs once before the first job, within the `start.ready` time limit.
  * Returns 0 if the library is ready. For any other value, the worker does not
  * start, and operators see the text in `message` (at most `size` bytes,
  * including the final NUL). */
-int bulkhead_init(char *message, size_t size);
+BULKHEAD_EXPORT int bulkhead_init(char *message, size_t size) BULKHEAD_NOEXCEPT;
 
 #ifdef __cplusplus
 }

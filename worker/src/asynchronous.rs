@@ -2,7 +2,8 @@
 //!
 //! As in every worker, each job in flight occupies one handler thread. The thread blocks on the handler's
 //! future, which need not be `Send`. A blocked thread uses little memory, because most of its stack is never
-//! touched. One runtime per worker drives timers and I/O.
+//! touched. One runtime per worker drives timers and I/O. It starts after `init` and before the first job, because
+//! it can need sockets, which a strictly confined worker cannot create later.
 //!
 //! When a job is cancelled or its deadline passes, the SDK drops the future at the next `await`. This stops
 //! the handler, so that the supervisor does not have to kill the worker.
@@ -44,7 +45,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         R: Into<Vec<u8>>,
         F: AsyncFn(&Job, &Ctx<S>) -> Result<R, HandlerError> + Send + Sync + 'static,
     {
-        self.operation(name, blocking(handler))
+        self.operation(name, blocking(handler)).before_seal(start_runtime)
     }
 
     /// Sets an async handler for all operations without a specific handler; see [`Server::handler`].
@@ -54,7 +55,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         R: Into<Vec<u8>>,
         F: AsyncFn(&Job, &Ctx<S>) -> Result<R, HandlerError> + Send + Sync + 'static,
     {
-        self.handler(blocking(handler))
+        self.handler(blocking(handler)).before_seal(start_runtime)
     }
 }
 
@@ -73,6 +74,12 @@ where
             }
         })
     }
+}
+
+fn start_runtime() -> Result<(), HandlerError> {
+    let failed =
+        |error| HandlerError::new("async_runtime", format!("the async runtime cannot start: {error}"));
+    runtime().map(drop).map_err(failed)
 }
 
 /// Returns the runtime that all async handlers of this worker share. The first call starts the runtime.

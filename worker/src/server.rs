@@ -37,6 +37,7 @@ where
 type BoxedInit<S> = Box<dyn FnOnce(&StartCtx) -> Result<S, HandlerError> + Send>;
 type BoxedHandler<S> = Box<Handler<S>>;
 type BeforeFork<S> = Box<dyn FnMut(&mut S) + Send>;
+type BeforeSeal = fn() -> Result<(), HandlerError>;
 type AfterFork<S> = Box<dyn FnOnce(&mut S, &StartCtx) -> Result<(), HandlerError> + Send>;
 
 /// A worker with several operations and shared state.
@@ -90,6 +91,9 @@ pub struct Server<S = (), Stage = Configured> {
     repeated: Option<String>,
     /// Stack size of the handler threads in bytes, or `None` for the default of the standard library.
     stack_bytes: Option<usize>,
+    /// Function that runs in each worker after `init` and the hooks. Creates everything that the SDK needs for jobs and
+    /// that the seal would forbid.
+    before_seal: Option<BeforeSeal>,
     stage: PhantomData<Stage>,
 }
 
@@ -133,16 +137,15 @@ impl Server<(), Blank> {
 
 impl<S, Stage> Server<S, Stage> {
     fn started_by(init: BoxedInit<S>) -> Self {
-        let operations = BTreeMap::new();
-        let (before_fork, after_fork, fallback, repeated, stack_bytes) = (None, None, None, None, None);
         Self {
             init,
-            before_fork,
-            after_fork,
-            operations,
-            fallback,
-            repeated,
-            stack_bytes,
+            before_fork: None,
+            after_fork: None,
+            operations: BTreeMap::new(),
+            fallback: None,
+            repeated: None,
+            stack_bytes: None,
+            before_seal: None,
             stage: PhantomData,
         }
     }
@@ -152,21 +155,26 @@ impl<S, Stage> Server<S, Stage> {
     }
 
     fn configured(self) -> Server<S> {
-        let Self { init, before_fork, after_fork, operations, fallback, repeated, stack_bytes, .. } = self;
         Server {
-            init,
-            before_fork,
-            after_fork,
-            operations,
-            fallback,
-            repeated,
-            stack_bytes,
+            init: self.init,
+            before_fork: self.before_fork,
+            after_fork: self.after_fork,
+            operations: self.operations,
+            fallback: self.fallback,
+            repeated: self.repeated,
+            stack_bytes: self.stack_bytes,
+            before_seal: self.before_seal,
             stage: PhantomData,
         }
     }
 }
 
 impl<S> Server<S> {
+    #[cfg(feature = "tokio")]
+    pub(crate) fn before_seal(self, prepare: BeforeSeal) -> Self {
+        Self { before_seal: Some(prepare), ..self }
+    }
+
     /// Records a repeated method call. `is_again` is true if the call has replaced the value set by an earlier call.
     fn set(mut self, is_again: bool, call: impl FnOnce() -> String) -> Self {
         self.repeated = self.repeated.or_else(|| is_again.then(call));
@@ -273,7 +281,9 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     /// template only on an error.
     fn open_template(self, socket: OwnedFd) -> Result<ExitCode, String> {
         let template = Arc::new(Template::new(socket)?);
-        let Self { init, mut before_fork, after_fork, operations, fallback, stack_bytes, .. } = self;
+        let Self {
+            init, mut before_fork, after_fork, operations, fallback, stack_bytes, before_seal, ..
+        } = self;
         let context = StartCtx { to: StatusReceiver::Keeper(template.clone()) };
         let made = run_user_code(|| init(&context)).and_then(|made| made);
         let refused = |message: String| {
@@ -294,7 +304,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
             after_fork.map_or(Ok(()), |hook| hook(&mut state, start))?;
             Ok(state)
         });
-        Server::<S> { operations, fallback, stack_bytes, ..Server::started_by(init) }.open(link)
+        Server::<S> { operations, fallback, stack_bytes, before_seal, ..Server::started_by(init) }.open(link)
     }
 
     fn open(self, link: OwnedFd) -> Result<ExitCode, String> {
@@ -304,7 +314,13 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         let mut reader = Reader::new();
         let mut welcome = link::handshake(&link, &mut reader, &writer)?;
         welcome.journal_file.take().into_iter().for_each(crash_recorder::install);
-        let Self { init, operations, fallback, stack_bytes, .. } = self;
+        let Self { init, operations, fallback, stack_bytes, before_seal, .. } = self;
+        let init = move |start: &StartCtx| {
+            let state = init(start)?;
+            ownership::end_forked_process();
+            before_seal.map_or(Ok(()), |prepare| prepare())?;
+            Ok(state)
+        };
         let handler =
             move |job: &Job, ctx: &Ctx<S>| match operations.get(ctx.operation()).or(fallback.as_ref()) {
                 Some(handler) => handler(job, ctx),

@@ -140,9 +140,12 @@ pub(crate) fn descendants(root: u32) -> Vec<u32> {
 
 /// Makes the worker write the stacks of its threads as text, and waits until the text is complete. The file offset is
 /// shared with the worker and shows the worker's progress.
+///
+/// Does nothing if the process does not handle the signal, which would then kill the process. For example, the process
+/// can be a shell that has started the worker as its child, or the worker's code can have removed the handler.
 fn request_text(process: ProcessStart, mut text: &File, until: Instant) {
     let start = text.stream_position().unwrap_or(0);
-    if send_stack_signal(process).is_err() {
+    if !handles_stack_signal(process.id) || send_stack_signal(process).is_err() {
         return;
     }
     let mut last = start;
@@ -156,6 +159,16 @@ fn request_text(process: ProcessStart, mut text: &File, until: Instant) {
     }
 }
 
+/// Returns true if the process has a handler for the [`STACK_SIGNAL`].
+fn handles_stack_signal(id: u32) -> bool {
+    let status = read_limited(&format!("/proc/{id}/status")).unwrap_or_default();
+    let mask = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"SigCgt:"));
+    let mask = mask.and_then(|mask| std::str::from_utf8(mask.trim_ascii()).ok());
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or(0);
+    mask >> (STACK_SIGNAL - 1) & 1 == 1
+}
+
+/// Sends the [`STACK_SIGNAL`], unless the process has exited and its ID was reused.
 fn send_stack_signal(process: ProcessStart) -> io::Result<()> {
     let number = rustix::process::Pid::from_raw(process.id.cast_signed()).ok_or(io::ErrorKind::NotFound)?;
     let pidfd = rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty())?;
@@ -405,7 +418,8 @@ fn read_limited(path: &str) -> io::Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
 
     use super::*;
 
@@ -441,6 +455,31 @@ mod tests {
     #[test]
     fn real_time_signal_during_a_sample_is_delivered() {
         check_that_signal_is_delivered(|process| send_stack_signal(process).unwrap());
+    }
+
+    /// Starts a shell that runs `script`. Requests the shell's stacks as text after the first line of output. Returns
+    /// the remaining output.
+    fn output_after_request(script: &str) -> String {
+        let mut shell = Command::new("sh");
+        let shell = shell.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = shell.spawn().unwrap();
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        output.read_line(&mut String::new()).unwrap();
+        let text = File::options().read(true).write(true).open("/dev/null").unwrap();
+        request_text(ProcessStart::of(child.id()).unwrap(), &text, Instant::now());
+        drop(child.stdin.take());
+        let mut rest = String::new();
+        output.read_to_string(&mut rest).unwrap();
+        child.wait().unwrap();
+        rest
+    }
+
+    /// Each shell reads its standard input to the end before it continues.
+    #[test]
+    fn stack_signal_is_sent_only_to_processes_that_handle_it() {
+        assert_eq!(output_after_request("echo; read line; echo alive"), "alive\n");
+        let handles = format!("trap 'echo handled' {STACK_SIGNAL}; echo; read line; echo alive");
+        assert_eq!(output_after_request(&handles), "handled\nalive\n");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
 use bulkhead_shared::{Executed, RejectReason, Verdict};
+use bulkhead_tests::confined::{STRICT_LAYERS, has_layers, is_root};
 use bulkhead_tests::{Supervisor, heavy, outcome, overrun, run, tally, wait_for};
 
 #[test]
@@ -157,6 +158,26 @@ fn async_handlers_run_concurrently_and_stop_when_cancelled() {
         let again = client.job("b", "").operation("pid").send().await.unwrap();
         assert_eq!(again.outcome().worker_pid, pid, "the worker was replaced");
     });
+}
+
+/// The runtime needs a pair of sockets, because the worker's program uses tokio's `signal` feature. A strictly confined
+/// worker cannot create sockets once it is ready.
+#[test]
+fn async_handlers_run_under_strict_profile() {
+    for (mode, is_supported) in [("spawn", true), ("fork", is_root())] {
+        if !is_supported || !has_layers(STRICT_LAYERS) {
+            continue;
+        }
+        let supervisor = Supervisor::start(&format!(
+            "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nstart.mode = \"{mode}\"\ndeadline = \"60s\"\n\
+             sandbox = {{ profile = \"strict\", best_effort = [\"identity\"] }}\n"
+        ));
+        run(async {
+            let client = Client::connect(supervisor.socket()).await.unwrap();
+            let reply = client.job("b", "1").operation("async-sleep").send().await;
+            assert_eq!(reply.unwrap().payload(), b"slept", "{mode}");
+        });
+    }
 }
 
 #[test]

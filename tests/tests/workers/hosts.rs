@@ -9,8 +9,8 @@ use bulkhead_client::blocking::Client;
 use bulkhead_client::{JobError, Reply};
 use bulkhead_shared::{Fault, HandlerFailure, Verdict};
 use bulkhead_tests::{
-    Supervisor, children, compile_library, heavy, is_alive, kill_pid, name, not_run, outcome,
-    overrun_blocking, resident_bytes, tally, wait_for,
+    Supervisor, children, compile_cpp_library, compile_library, heavy, is_alive, kill_pid, name, not_run,
+    outcome, overrun_blocking, resident_bytes, tally, wait_for,
 };
 use nix::sys::signal::Signal;
 
@@ -686,6 +686,77 @@ fn library(keys: &str) -> (tempfile::TempDir, Supervisor, Client) {
     let (folder, path) = compile_library(LIBRARY, &["-D_GNU_SOURCE"]);
     let (supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}\n"));
     (folder, supervisor, client)
+}
+
+/// A library in standard C99.
+const STANDARD_C: &str = r#"
+#include <bulkhead.h>
+
+BULKHEAD_LIBRARY
+
+int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
+{
+    return host->result(job, job->payload, job->payload_len);
+}
+"#;
+
+#[test]
+fn library_can_be_compiled_with_hidden_visibility() {
+    let flags = ["-std=c99", "-pedantic", "-fvisibility=hidden"];
+    let (_folder, path) = compile_library(STANDARD_C, &flags);
+    let (_supervisor, client) = start(&format!("[bulkhead.c]\nlibrary = {path:?}\n"));
+    assert_eq!(text(client.job("c", "said").send()), "said");
+}
+
+/// A library in C++. Its functions have C linkage because `bulkhead.h` declares them.
+const CPP: &str = r#"
+#include <bulkhead.h>
+#include <stdexcept>
+#include <string>
+
+BULKHEAD_LIBRARY
+
+static std::string greeting;
+
+static void fail()
+{
+    throw std::runtime_error("nobody catches this");
+}
+
+int bulkhead_init(char *message, size_t size) BULKHEAD_NOEXCEPT
+{
+    greeting = "hello ";
+    return 0;
+}
+
+int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host) BULKHEAD_NOEXCEPT
+{
+    std::string result = greeting + std::string(reinterpret_cast<const char *>(job->payload), job->payload_len);
+    if (result == "hello exception") fail();
+    return host->result(job, result.data(), result.size());
+}
+
+extern "C" BULKHEAD_EXPORT int handle_loudly(const bulkhead_job *job, const bulkhead_host *host) BULKHEAD_NOEXCEPT
+{
+    return host->result(job, "HELLO", 5);
+}
+"#;
+
+#[test]
+fn library_can_be_written_in_cpp() {
+    for standard in ["-std=c++98", "-std=c++11", "-std=c++17"] {
+        let flags = [standard, "-pedantic", "-fvisibility=hidden"];
+        let Some((_folder, path)) = compile_cpp_library(CPP, &flags) else { return };
+        let (supervisor, client) = start(&format!(
+            "[bulkhead.cpp]\nlibrary = {path:?}\n[bulkhead.loud]\nlibrary = {path:?}\nentry = \"handle_loudly\"\n"
+        ));
+        assert_eq!(text(client.job("cpp", "said").send()), "hello said", "{standard}");
+        assert_eq!(text(client.job("loud", "said").send()), "HELLO", "{standard}");
+        assert_eq!(outcome(&client.job("cpp", "exception").send()), "crashed/signal", "{standard}");
+        wait_for("the log has the exception", || {
+            supervisor.log().contains("nobody catches this").then_some(())
+        });
+    }
 }
 
 #[test]
