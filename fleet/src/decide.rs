@@ -72,6 +72,8 @@ pub struct Faults {
     pub takes_over_at_first_redelivery: bool,
     /// Treats a write that is still pending as if another agent had written the record.
     pub mistakes_pending_write_for_refusal: bool,
+    /// Runs a job whose record cannot be decoded.
+    pub claims_despite_unreadable_record: bool,
 }
 
 /// Minimum delay before a returned job is delivered again.

@@ -15,7 +15,7 @@ use crate::decide::Terms;
 use crate::decide::delivery::outcome;
 use crate::job::{DEADLINE_DEFAULT, HEADER_BYTES_RESERVED, JobOptions};
 use crate::names::{LEDGER, job_subject, ledger_subject, notice_subject};
-use crate::record::Phase;
+use crate::record::{Phase, ReadError};
 use crate::server::connection::{ConnectError, connect_with_refusals};
 use crate::server::ledger;
 use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
@@ -151,7 +151,8 @@ impl Fleet {
 
     /// Reads the ledger once.
     async fn ending(&self, ledger: &str) -> Result<Option<Result<Reply, JobError>>, String> {
-        let Some(stored) = ledger::read(&self.client, ledger).await? else { return Ok(None) };
+        let read = ledger::read(&self.client, ledger).await;
+        let Some(stored) = read.map_err(|error| error.to_string())? else { return Ok(None) };
         let Phase::Decided(ending) = stored.record.phase else { return Ok(None) };
         Ok(Some(JobError::from_outcome(Box::new(ending.outcome), ending.payload.to_vec())))
     }
@@ -313,7 +314,7 @@ impl FleetJob {
             return false;
         }
         let ledger = ledger_subject(&self.options.tenant, &self.options.id);
-        ledger::read(client, &ledger).await.is_ok()
+        !matches!(ledger::read(client, &ledger).await, Err(ReadError::Failed(_)))
     }
 
     fn rejected(&self, reason: RejectReason, message: String) -> JobError {

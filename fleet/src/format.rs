@@ -77,6 +77,11 @@ pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String>
     Ok(Record { nonce: text(NONCE)?.to_owned(), agent: text(AGENT)?.to_owned(), attempts, phase })
 }
 
+/// Returns true if the headers are those of a record with a final outcome, even if [`decode`] rejects the record.
+pub(crate) fn is_decided(headers: &HeaderMap) -> bool {
+    headers.get(PHASE).is_some_and(|phase| phase.as_str() == "decided")
+}
+
 /// Formats an outcome as one line of JSON. The text fits into the space that is reserved for headers.
 pub(crate) fn outcome_text(outcome: &Outcome) -> String {
     let mut document = JobOutcome::new(outcome);

@@ -176,6 +176,7 @@ mod tests {
     fn example_tenant_can_publish_only_in_its_own_lane() {
         let config = include_str!("../../deploy/nats/server.conf");
         let subjects: Vec<_> = config.split('"').filter(|text| text.starts_with("bh.job.")).collect();
-        assert_eq!(subjects, [job_subject("*", "acme").replace("=2A", "*")]);
+        // One export, one permission and one import.
+        assert_eq!(subjects, vec![job_subject("*", "acme").replace("=2A", "*"); 3]);
     }
 }

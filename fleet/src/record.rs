@@ -1,6 +1,8 @@
 //! A job's record in the ledger, independent of how the record is encoded. A `decided` record contains the final
 //! outcome. `decide` determines the next record, `format` encodes it, and `server::ledger` stores it.
 
+use std::fmt;
+
 use bulkhead_shared::Outcome;
 use bytes::Bytes;
 
@@ -55,3 +57,30 @@ pub struct Stored {
     /// The record.
     pub record: Record,
 }
+
+/// Failure to read a record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReadError {
+    /// The server did not respond, or returned an error.
+    Failed(String),
+    /// The ledger contains a message that this program cannot decode.
+    Unreadable {
+        /// Stream sequence number of the message.
+        sequence: u64,
+        /// True if the message claims to contain the job's final outcome. A later version of this program could have
+        /// written such a message.
+        is_decided: bool,
+        /// Human-readable reason.
+        message: String,
+    },
+}
+
+impl fmt::Display for ReadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed(message) | Self::Unreadable { message, .. } => f.write_str(message),
+        }
+    }
+}
+
+impl std::error::Error for ReadError {}

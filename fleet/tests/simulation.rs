@@ -71,6 +71,12 @@ fn simulation_finds_pending_write_mistaken_for_refusal() {
     find(Faults { mistakes_pending_write_for_refusal: true, ..Faults::default() });
 }
 
+#[test]
+fn simulation_finds_claim_despite_unreadable_record() {
+    let violation = find(Faults { claims_despite_unreadable_record: true, ..Faults::default() });
+    assert!(violation.contains("foreign"), "{violation}");
+}
+
 fn variable(name: &str) -> Option<u64> {
     Some(std::env::var(name).ok()?.parse().expect("a number"))
 }

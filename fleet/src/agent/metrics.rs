@@ -15,6 +15,8 @@ pub(crate) struct Counters {
     pub(crate) returned: AtomicU64,
     /// Number of outcomes discarded because another agent had taken over the job.
     pub(crate) fenced: AtomicU64,
+    /// Number of reads that found a record which this agent could not decode.
+    pub(crate) unreadable: AtomicU64,
     /// Number of messages that were redelivered.
     pub(crate) redelivered: AtomicU64,
     /// Number of jobs in the whole fleet that have no outcome yet.
@@ -38,10 +40,11 @@ type Family = (&'static str, &'static str, &'static str, fn(&Counters) -> &Atomi
 
 /// Metric families that have a `bulkhead` label. Each entry contains a name, a type, a description and a function
 /// that returns the counter.
-const FAMILIES: [Family; 5] = [
+const FAMILIES: [Family; 6] = [
     ("decided", "counter", "Jobs whose outcome this agent recorded.", |of| &of.decided),
     ("returned", "counter", "Attempts after which the job was returned to the queue.", |of| &of.returned),
     ("fenced", "counter", "Outcomes dropped because another agent had taken over the job.", |of| &of.fenced),
+    ("unreadable", "counter", "Reads of records that the agent could not decode.", |of| &of.unreadable),
     ("redelivered", "counter", "Messages that were delivered more than once.", |of| &of.redelivered),
     ("pending", "gauge", "Jobs in the whole fleet that have no outcome yet.", |of| &of.pending),
 ];

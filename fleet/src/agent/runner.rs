@@ -22,7 +22,7 @@ use crate::format;
 use crate::job::JobOptions;
 use crate::names::{DEAD, dead_subject, ledger_subject, notice_subject};
 use crate::random;
-use crate::record::Ending;
+use crate::record::{Ending, ReadError, Stored};
 use crate::server::ledger;
 use crate::server::messages::{Published, publish, read_last};
 
@@ -144,9 +144,7 @@ impl Run {
     async fn perform(&self, action: Action) -> Event {
         let client = &self.shared.client;
         match action {
-            Action::Read => Event::Read(ledger::read(client, &self.ledger).await.map_err(|error| {
-                tracing::warn!("the record {} cannot be read: {error}; trying again", self.ledger);
-            })),
+            Action::Read => Event::Read(self.read().await),
             Action::Write(write) => Event::Written(ledger::write(client, &self.ledger, &write).await),
             Action::Submit(left) => Event::Ended(self.submit(left).await),
             Action::Announce { ending, is_dead, record } => {
@@ -157,6 +155,23 @@ impl Run {
                 Event::Acknowledged
             }
         }
+    }
+
+    async fn read(&self) -> Result<Option<Stored>, ReadError> {
+        let read = ledger::read(&self.shared.client, &self.ledger).await;
+        match &read {
+            Ok(_) => {}
+            Err(ReadError::Failed(error)) => {
+                tracing::warn!("the record {} cannot be read: {error}; trying again", self.ledger);
+            }
+            Err(ReadError::Unreadable { message, .. }) => {
+                if let Some(counters) = self.shared.metrics.of(&self.served.name) {
+                    count(&counters.unreadable);
+                }
+                tracing::error!("the record {} is invalid: {message}; the job does not run", self.ledger);
+            }
+        }
+        read
     }
 
     /// Submits the job to the supervisor and waits for the outcome.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bulkhead_shared::{CrashReason, Executed, Outcome, Verdict};
 use bytes::Bytes;
 
-use super::{Message, Rules, Terms, Timestamp};
+use super::{Message, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
 use crate::record::{Ending, Phase, Stored};
 
 /// The next step for a delivered message.
@@ -69,6 +69,31 @@ pub fn decide(
             }
         }
     }
+}
+
+/// Returns the next step for a message whose record cannot be decoded. Such a job must not run, because it may have run
+/// already. Before the deadline, another agent might be able to decode the record, for example one of a later version.
+/// After the deadline, the record is replaced, unless it contains a final outcome.
+pub fn decide_unreadable(
+    message: &Message,
+    terms: &Terms,
+    rules: &Rules,
+    (sequence, is_decided): (u64, bool),
+    now: Timestamp,
+) -> Next {
+    if rules.faults.claims_despite_unreadable_record {
+        return Next::Claim { expects: sequence, attempts: 1, previous: None };
+    }
+    let left = terms.time_left(message, now);
+    if is_decided {
+        return Next::Leave(rules.host_lost_after);
+    }
+    if !left.is_zero() {
+        return Next::Leave(left.min(rules.host_lost_after).max(RETURN_DELAY_MIN));
+    }
+    let message = "the job's record could not be read".to_owned();
+    let verdict = Verdict::Crashed { reason: CrashReason::HostLost, status: None, message };
+    decided(sequence, 0, outcome(terms, verdict, 0))
 }
 
 /// Returns true if the agent that holds the claim is considered lost. The first redelivery of the message is ignored,

@@ -9,7 +9,7 @@ use bulkhead_shared::{Executed, Verdict};
 use super::delivery::{self, Next};
 use super::outcome::{self, AttemptEnd, Claim, Consequence, Pause};
 use super::{Message, Rules, Terms, Timestamp};
-use crate::record::{Ending, Phase, Record, Stored};
+use crate::record::{Ending, Phase, ReadError, Record, Stored};
 
 /// Delay before the first retry of a failed request to the server.
 const REPEAT_DELAY_MIN: Duration = Duration::from_millis(100);
@@ -103,8 +103,8 @@ pub enum WriteResult {
 /// The result of a requested action.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// The record, which may be stale. `Err` if the server did not respond.
-    Read(Result<Option<Stored>, ()>),
+    /// The record, which may be stale.
+    Read(Result<Option<Stored>, ReadError>),
     /// The result of a write.
     Written(WriteResult),
     /// The attempt has ended.
@@ -223,8 +223,18 @@ impl Handling {
     /// Applies the result of the current action and returns the next step.
     pub fn apply(&mut self, event: Event, now: Timestamp) -> Step {
         match (std::mem::replace(&mut self.state, State::Over), event) {
-            (State::Reading, Event::Read(Ok(stored))) => self.delivered(stored.as_ref(), now),
-            (State::Reading, Event::Read(Err(()))) => {
+            (State::Reading, Event::Read(Ok(stored))) => {
+                let stored = stored.as_ref();
+                let next = delivery::decide(&self.message, &self.terms, &self.rules, stored, now);
+                self.delivered(next, stored)
+            }
+            (State::Reading, Event::Read(Err(ReadError::Unreadable { sequence, is_decided, .. }))) => {
+                let record = (sequence, is_decided);
+                let next =
+                    delivery::decide_unreadable(&self.message, &self.terms, &self.rules, record, now);
+                self.delivered(next, None)
+            }
+            (State::Reading, Event::Read(Err(ReadError::Failed(_)))) => {
                 self.state = State::Reading;
                 Step::Do(Action::Read, self.repeat_delay())
             }
@@ -251,9 +261,9 @@ impl Handling {
         }
     }
 
-    fn delivered(&mut self, stored: Option<&Stored>, now: Timestamp) -> Step {
+    fn delivered(&mut self, next: Next, stored: Option<&Stored>) -> Step {
         self.failures = 0;
-        match delivery::decide(&self.message, &self.terms, &self.rules, stored, now) {
+        match next {
             Next::Claim { expects, attempts, previous } => {
                 if let Some(delay) = self.return_delay {
                     let previous = previous.unwrap_or_else(|| delivery::too_late(&self.terms));
@@ -350,7 +360,7 @@ impl Handling {
         purpose: Purpose,
         is_own: bool,
         conflict: u64,
-        read: Result<Option<Stored>, ()>,
+        read: Result<Option<Stored>, ReadError>,
         now: Timestamp,
     ) -> Step {
         match read {
@@ -366,6 +376,9 @@ impl Handling {
                 {
                     return self.announce(ending, stored.sequence, Conclusion::Decided, Duration::ZERO);
                 }
+                Step::Done(refused(is_own))
+            }
+            Err(ReadError::Unreadable { sequence, .. }) if sequence >= conflict => {
                 Step::Done(refused(is_own))
             }
             // The record has expired.

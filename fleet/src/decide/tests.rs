@@ -8,7 +8,7 @@ use bytes::Bytes;
 use super::delivery::{self, Next, host_lost, too_late};
 use super::outcome::{self, AttemptEnd, Claim, Consequence, Pause};
 use super::*;
-use crate::record::{Ending, Phase, Record, Stored};
+use crate::record::{Ending, Phase, ReadError, Record, Stored};
 
 const ACK_WAIT: Duration = Duration::from_secs(10);
 const HOST_LOST_AFTER: Duration = Duration::from_secs(20);
@@ -67,6 +67,14 @@ fn stored(phase: Phase) -> Stored {
 
 fn claimed(stream_sequence: u64, delivery: u64) -> Stored {
     stored(Phase::Claimed { stream_sequence, delivery, previous: None })
+}
+
+fn read_failed() -> Result<Option<Stored>, ReadError> {
+    Err(ReadError::Failed(String::new()))
+}
+
+fn unreadable(sequence: u64) -> Result<Option<Stored>, ReadError> {
+    Err(ReadError::Unreadable { sequence, is_decided: false, message: String::new() })
 }
 
 /// Returns the decision for delivery number `delivered` of a message.
@@ -452,11 +460,34 @@ fn conflict_with_another_agents_record_discards_the_outcome() {
 }
 
 #[test]
+fn unreadable_record_leaves_the_job_until_its_deadline() {
+    let on = |is_decided, now| {
+        delivery::decide_unreadable(&message(3), &terms(true), &rules(), (42, is_decided), now)
+    };
+    assert_eq!(on(false, IN_TIME), Next::Leave(HOST_LOST_AFTER));
+    assert_eq!(on(false, LATE - Duration::from_secs(3)), Next::Leave(Duration::from_secs(3)));
+    assert_eq!(on(false, LATE - Duration::from_nanos(1)), Next::Leave(RETURN_DELAY_MIN));
+    let Next::Decide { expects: 42, ending, .. } = on(false, LATE) else { panic!("{:?}", on(false, LATE)) };
+    assert_eq!(ending.outcome.verdict.executed(), Executed::Unknown);
+    for now in [IN_TIME, LATE] {
+        assert_eq!(on(true, now), Next::Leave(HOST_LOST_AFTER));
+    }
+}
+
+#[test]
+fn conflict_with_an_unreadable_record_discards_the_outcome() {
+    let mut handling = submitted();
+    outcome_write(&mut handling);
+    handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);
+    assert_eq!(handling.apply(Event::Read(unreadable(42)), IN_TIME), Step::Done(Conclusion::Fenced));
+}
+
+#[test]
 fn stale_read_after_a_conflict_is_repeated() {
     let mut handling = submitted();
     outcome_write(&mut handling);
     handling.apply(Event::Written(WriteResult::Conflict(43)), IN_TIME);
-    for stale in [Ok(None), Ok(Some(claimed(7, 4))), Err(())] {
+    for stale in [Ok(None), Ok(Some(claimed(7, 4))), read_failed(), unreadable(41)] {
         let step = handling.apply(Event::Read(stale), IN_TIME);
         assert!(matches!(step, Step::Do(Action::Read, _)), "{step:?}");
     }

@@ -8,16 +8,25 @@ use super::messages::{self, Published};
 use crate::decide::{Write, WriteResult};
 use crate::format;
 use crate::names::LEDGER;
-use crate::record::Stored;
+use crate::record::{ReadError, Stored};
 
 /// Reads the record of a job. The record can be stale.
-pub(crate) async fn read(client: &Client, subject: &str) -> Result<Option<Stored>, String> {
-    let Some(message) = messages::read_last(client, LEDGER, subject).await? else { return Ok(None) };
+pub(crate) async fn read(client: &Client, subject: &str) -> Result<Option<Stored>, ReadError> {
+    let read = messages::read_last(client, LEDGER, subject).await.map_err(ReadError::Failed)?;
+    let Some(message) = read else { return Ok(None) };
     if message.subject != subject {
-        return Err(format!("requested the record {subject}, but received {}", message.subject));
+        let received = message.subject;
+        return Err(ReadError::Failed(format!("requested the record {subject}, but received {received}")));
     }
-    let record = format::decode(&message.headers, message.body)?;
-    Ok(Some(Stored { sequence: message.sequence, record }))
+    let sequence = message.sequence;
+    if message.is_copy {
+        let message = "the record is a copy of another message".to_owned();
+        return Err(ReadError::Unreadable { sequence, is_decided: false, message });
+    }
+    let is_decided = format::is_decided(&message.headers);
+    format::decode(&message.headers, message.body)
+        .map(|record| Some(Stored { sequence, record }))
+        .map_err(|message| ReadError::Unreadable { sequence, is_decided, message })
 }
 
 /// Writes a record if the current record has the expected sequence number.

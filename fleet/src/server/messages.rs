@@ -120,6 +120,8 @@ pub(crate) struct StoredMessage {
     pub(crate) stored_at: String,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
+    /// True if the stored message is itself the server's response to a read.
+    pub(crate) is_copy: bool,
 }
 
 /// Returns the API subject for a direct read of the last message on `subject`.
@@ -145,9 +147,10 @@ pub(crate) async fn read_last(
 
 fn stored_message(message: Message) -> Result<StoredMessage, String> {
     let headers = message.headers.unwrap_or_default();
+    // The server appends its own headers to those of the stored message.
     let text = |name: &str| {
         headers
-            .get(name)
+            .get_last(name)
             .map(|value| value.as_str().to_owned())
             .ok_or_else(|| format!("the {name} header is missing"))
     };
@@ -158,6 +161,7 @@ fn stored_message(message: Message) -> Result<StoredMessage, String> {
             .map_err(|_| "the sequence number of the message is invalid".to_owned())?,
         stored_at: text("Nats-Time-Stamp")?,
         body: message.payload,
+        is_copy: headers.get_all("Nats-Subject").count() > 1,
         headers,
     })
 }

@@ -1,10 +1,10 @@
 //! Handles requests from the agents to the server, and checks the invariants for new records.
 
 use bulkhead_fleet::decide::{Event, Write, WriteResult};
-use bulkhead_fleet::record::{Phase, Stored};
+use bulkhead_fleet::record::{Phase, ReadError, Stored};
 use bulkhead_shared::{CrashReason, Verdict};
 
-use super::server::Ms;
+use super::server::{Ms, is_foreign};
 use super::world::{Coverage, Happening, Holder, Request, World};
 
 impl World {
@@ -45,7 +45,14 @@ impl World {
                 if read != self.server.ledgers[job].history.last().cloned() {
                     coverage.count("stale read");
                 }
-                self.reply(to, sequence, Event::Read(Ok(read)));
+                let read = match read {
+                    Some(Stored { sequence, record }) if is_foreign(&record) => {
+                        coverage.count("foreign record read");
+                        Err(ReadError::Unreadable { sequence, is_decided: false, message: String::new() })
+                    }
+                    read => Ok(read),
+                };
+                self.reply(to, sequence, Event::Read(read));
             }
             Request::Write(write) => {
                 let Some(job) = job else { return };
@@ -121,6 +128,12 @@ impl World {
         if replaced.is_some_and(|old| matches!(old.record.phase, Phase::Decided(_))) {
             self.violate(format!("job {job}: a decided record was replaced with {record:?}"));
         }
+        if replaced.is_some_and(|old| is_foreign(&old.record)) {
+            coverage.count("foreign record replaced");
+            if !matches!(record.phase, Phase::Decided(_)) {
+                self.violate(format!("job {job}: a foreign record was replaced with {record:?}"));
+            }
+        }
         match &record.phase {
             Phase::Claimed { .. } if is_claim(replaced) => {
                 coverage.count("lost claim taken over");
@@ -159,12 +172,16 @@ impl World {
         const TIMEOUT: Ms = 5000;
         let (event, delay) = match (self.is_lost(), event) {
             (true, Event::Written(_)) => (Event::Written(WriteResult::Unknown), TIMEOUT),
-            (true, Event::Read(_)) => (Event::Read(Err(())), TIMEOUT),
+            (true, Event::Read(_)) => (Event::Read(failed_read()), TIMEOUT),
             (true, event) => (event, TIMEOUT),
             (false, event) => (event, self.latency()),
         };
         self.after(delay, Happening::Answer { to, sequence, event });
     }
+}
+
+fn failed_read() -> Result<Option<Stored>, ReadError> {
+    Err(ReadError::Failed(String::new()))
 }
 
 fn is_claim(stored: Option<&Stored>) -> bool {
@@ -174,7 +191,7 @@ fn is_claim(stored: Option<&Stored>) -> bool {
 /// Returns the event for a request that timed out, or `None` if the agent does not wait for a response.
 fn no_answer(request: &Request) -> Option<Event> {
     match request {
-        Request::Read => Some(Event::Read(Err(()))),
+        Request::Read => Some(Event::Read(failed_read())),
         Request::Write(_) => Some(Event::Written(WriteResult::Unknown)),
         Request::Acknowledge => Some(Event::Acknowledged),
         Request::InProgress | Request::Negative(_) => None,

@@ -35,6 +35,11 @@ pub(crate) struct Ledger {
     pub(crate) in_process: Option<(Ms, Record)>,
 }
 
+/// Returns true if the record stands for a message that no agent can decode.
+pub(crate) fn is_foreign(record: &Record) -> bool {
+    record.nonce.is_empty()
+}
+
 /// The server.
 #[derive(Debug)]
 pub(crate) struct Server {
@@ -153,6 +158,18 @@ impl Server {
         let replaced = ledger.history.last().cloned();
         ledger.history.push(Stored { sequence, record });
         Some((sequence, replaced))
+    }
+
+    /// Replaces a job's record unconditionally, as a client other than an agent could. Returns false if another write
+    /// is pending.
+    pub(crate) fn overwrite(&mut self, job: usize, record: Record) -> bool {
+        let ledger = &mut self.ledgers[job];
+        if ledger.in_process.is_some() {
+            return false;
+        }
+        ledger.history.push(Stored { sequence: self.next_record, record });
+        self.next_record += 1;
+        true
     }
 
     /// Returns a job's current record or, in one of ten reads, a stale record.

@@ -9,12 +9,12 @@ use bulkhead_fleet::decide::outcome::{AttemptEnd, Pause};
 use bulkhead_fleet::decide::{
     Action, Conclusion, Event, Faults, Handling, Message, RETURN_DELAY_MIN, Rules, Step, Terms, Write,
 };
-use bulkhead_fleet::record::{Ending, Phase};
+use bulkhead_fleet::record::{Ending, Phase, Record};
 use bulkhead_shared::{CrashReason, Outcome, RejectReason, Verdict};
 use bytes::Bytes;
 
 use super::random::Random;
-use super::server::{Ms, Server};
+use super::server::{Ms, Server, is_foreign};
 
 pub(crate) const ACK_WAIT: Ms = 10_000;
 pub(crate) const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
@@ -47,7 +47,7 @@ const EVENTS_MAX: u64 = 2_000_000;
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
 /// Situations that must occur in at least one of the histories.
-const REQUIRED: [&str; 22] = [
+const REQUIRED: [&str; 25] = [
     "agent killed",
     "agent frozen beyond host_lost_after",
     "outage beyond ack_wait",
@@ -70,6 +70,9 @@ const REQUIRED: [&str; 22] = [
     "given back again",
     "permit kept",
     "result too large",
+    "record overwritten",
+    "foreign record read",
+    "foreign record replaced",
 ];
 
 impl Coverage {
@@ -104,6 +107,7 @@ pub(crate) enum Happening {
     Outage { time: Ms },
     OutageEnds,
     ChangeLeader,
+    Overwrite { job: usize },
 }
 
 /// An agent's request to the server, which concerns a single message.
@@ -230,6 +234,11 @@ impl World {
         let (is_idempotent, run) = (self.random.chance(50), self.random.below(RUN_MAX));
         self.jobs.push(Job { is_idempotent, deadline, run, is_accepted: false, begun: 0, completed: 0 });
         let at = self.random.below(FAULTS_UNTIL * 3 / 4);
+        // The job must have a short deadline, because it has no outcome before its deadline.
+        if deadline < DEADLINE_MAX && self.random.chance(30) {
+            let moment = (at + self.random.below(12_000)).saturating_sub(2000);
+            self.after(moment, Happening::Overwrite { job });
+        }
         self.after(at, Happening::Publish { job, tries: 0 });
         if self.random.chance(10) {
             let again = at + self.random.below(20_000);
@@ -277,7 +286,12 @@ impl World {
     fn check_decided(&self) -> Result<(), String> {
         for (number, job) in self.jobs.iter().enumerate().filter(|(_, job)| job.is_accepted) {
             let last = self.server.ledgers[number].history.last();
-            if !last.is_some_and(|stored| matches!(stored.record.phase, Phase::Decided(_))) {
+            // The record might have been overwritten after the job had an outcome.
+            let is_over = |record: &Record| match is_foreign(record) {
+                true => !self.server.queue.values().any(|message| message.job == number),
+                false => matches!(record.phase, Phase::Decided(_)),
+            };
+            if !last.is_some_and(|stored| is_over(&stored.record)) {
                 self.trace.iter().flatten().for_each(|line| println!("{line}"));
                 return Err(format!("job {number} was accepted but is lost or late: {job:?}, {last:?}"));
             }
@@ -310,6 +324,7 @@ impl World {
             Happening::RunEnds { to, sequence, run } => self.run_ends(to, sequence, run),
             Happening::Heartbeat { agent } => self.heartbeat(agent),
             Happening::Kill { agent } => self.kill(agent, coverage),
+            Happening::Overwrite { job } => self.overwrite(job, coverage),
             Happening::Freeze { agent, time } => self.freeze(agent, time, coverage),
             Happening::LoseSupervisor { agent } => self.lose_supervisor(agent, coverage),
             Happening::Outage { time } => self.outage(time, coverage),
@@ -344,6 +359,17 @@ impl World {
         } else {
             let delay = self.latency();
             self.after(delay, Happening::Published { job });
+        }
+    }
+
+    /// Simulates a client that overwrites a job's record with a message that no agent can decode.
+    fn overwrite(&mut self, job: usize, coverage: &mut Coverage) {
+        let previous = host_lost(&self.terms(job), 1);
+        let (nonce, agent) = (String::new(), String::new());
+        let record = Record { nonce, agent, attempts: 0, phase: Phase::Returned { previous } };
+        match self.server.is_up && self.server.overwrite(job, record) {
+            true => coverage.count("record overwritten"),
+            false => self.after(20, Happening::Overwrite { job }),
         }
     }
 

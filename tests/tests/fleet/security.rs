@@ -1,15 +1,22 @@
-//! The server configuration of `deploy/nats`: TLS, NKeys, and permissions by tenant, on three servers.
+//! The server configuration of `deploy/nats`: TLS, NKeys, and an account for each tenant, on three servers.
 
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
-use bulkhead_tests::fleet::{NatsServer, TestFleet, VERSIONS, server_program, streams};
-use bulkhead_tests::not_run;
+use async_nats::{ConnectOptions, HeaderMap};
+use bulkhead_fleet::settings::{Settings, Streams};
+use bulkhead_fleet::{Fleet, FleetError};
+use bulkhead_tests::fleet::{NatsServer, TestFleet, VERSIONS, result_of, server_program, streams};
 use bulkhead_tests::ports::free_port;
+use bulkhead_tests::{PATIENCE, not_run, run};
 use nkeys::KeyPair;
 
 use super::jobs::BULKHEADS;
+
+/// Maximum number of waiting jobs per tenant.
+const BACKLOG: usize = 8;
 
 /// Creates a certificate authority and a certificate for 127.0.0.1. Prints a note and returns false if `openssl` fails.
 fn certificates(folder: &Path) -> bool {
@@ -36,8 +43,8 @@ fn write_seed(folder: &Path, name: &str, keys: &KeyPair) {
 }
 
 /// Starts three servers with the documented configuration, adapted to the paths, ports and keys of this test.
-fn start() -> Option<TestFleet> {
-    let program = server_program(VERSIONS[0])?;
+fn start(version: &str) -> Option<TestFleet> {
+    let program = server_program(version)?;
     let folder = tempfile::tempdir().unwrap();
     if !certificates(folder.path()) {
         return None;
@@ -65,38 +72,133 @@ fn start() -> Option<TestFleet> {
     });
     let servers = servers.collect();
     let keys = "nkey = \"fleet.nk\"\nca = \"ca.pem\"\n".to_owned();
-    let settings = format!("{}[bulkhead.b]\n", streams(3));
+    let settings = format!("{}tenant_backlog = {BACKLOG}\n[bulkhead.b]\n", streams(3));
     let mut fleet = TestFleet::prepare(folder, servers, &settings, (keys, "tls"));
     fleet.add_host("host-a", BULKHEADS);
     Some(fleet)
 }
 
-#[test]
-fn tenant_can_access_only_its_own_jobs() {
-    let Some(fleet) = start() else { return };
+/// Writes a configuration for the tenant `acme`, and returns its path.
+fn acme_config(fleet: &TestFleet) -> PathBuf {
     let text = std::fs::read_to_string(fleet.config()).unwrap();
     let file = fleet.folder.path().join("acme.toml");
     std::fs::write(&file, text.replace("\"fleet.nk\"", "\"acme.nk\"\ntenant = \"acme\"")).unwrap();
-    let as_acme =
-        |arguments: &[&str]| fleet.json(&[&["--config", file.to_str().unwrap()], arguments].concat());
+    file
+}
 
-    let (code, lines) = as_acme(&["submit", "b", "-n", "--id", "mine"]);
-    assert_eq!((code, &lines[0]["outcome"]), (0, &"ok".into()), "{lines:?}");
-    assert_eq!(as_acme(&["result", "mine"]).0, 0);
-    let (code, lines) = as_acme(&["submit", "b", "-n", "--tenant", "other", "--id", "theirs"]);
-    assert_eq!((code, &lines[0]["reason"]), (77, &"forbidden".into()), "{lines:?}");
+#[test]
+fn tenant_can_access_only_its_own_jobs() {
+    for version in VERSIONS {
+        let Some(fleet) = start(version) else { return };
+        let file = acme_config(&fleet);
+        let as_acme =
+            |arguments: &[&str]| fleet.json(&[&["--config", file.to_str().unwrap()], arguments].concat());
 
-    assert_eq!(fleet.json(&["submit", "b", "-n", "--tenant", "other", "--id", "theirs"]).0, 0);
-    let (code, lines) = as_acme(&["result", "theirs", "--tenant", "other"]);
-    assert_eq!((code, &lines[0]["reason"]), (77, &"forbidden".into()), "{lines:?}");
-    for command in [&["status"][..], &["dead", "list"], &["init"]] {
-        assert_eq!(as_acme(command).0, 69, "{command:?}");
+        let (code, lines) = as_acme(&["submit", "b", "-n", "--id", "mine"]);
+        assert_eq!((code, &lines[0]["outcome"]), (0, &"ok".into()), "{lines:?}");
+        assert_eq!(as_acme(&["result", "mine"]).0, 0);
+        assert_eq!(as_acme(&["submit", "nowhere", "-n"]).0, 66);
+        let (code, lines) = as_acme(&["submit", "b", "-n", "--tenant", "other", "--id", "theirs"]);
+        assert_eq!((code, &lines[0]["reason"]), (77, &"forbidden".into()), "{lines:?}");
+
+        assert_eq!(fleet.json(&["submit", "b", "-n", "--tenant", "other", "--id", "theirs"]).0, 0);
+        let (code, lines) = as_acme(&["result", "theirs", "--tenant", "other"]);
+        assert_eq!((code, &lines[0]["reason"]), (77, &"forbidden".into()), "{lines:?}");
+        for command in [&["status"][..], &["dead", "list"], &["init"]] {
+            assert_eq!(as_acme(command).0, 69, "{command:?}");
+        }
+    }
+}
+
+#[test]
+fn tenant_can_use_each_server() {
+    for version in VERSIONS {
+        let Some(mut fleet) = start(version) else { return };
+        let settings = Settings::read(&acme_config(&fleet)).unwrap();
+        // Each stream is led by another server than that of at least two of the connections.
+        let connect = |index: usize| {
+            let mut nats = settings.nats.clone();
+            nats.servers = vec![nats.servers[index].clone()];
+            async move { Fleet::connect_with(&nats, &Streams::default()).await.unwrap() }
+        };
+        run(async {
+            for index in 0..3 {
+                let client = connect(index).await;
+                let job = client.job("b", vec![b'x'; 100_000]);
+                let reply = result_of(job.submit().await.unwrap()).await.unwrap();
+                assert_eq!(reply.payload(), [b'x'; 100_000]);
+                let missing = client.result("acme", "never-submitted", Duration::ZERO).await.unwrap_err();
+                assert!(matches!(missing, FleetError::Overdue { .. }), "{missing}");
+            }
+        });
+        fleet.wait_drained("b");
+        fleet.hosts[0].kill_agent();
+        run(async {
+            let client = connect(0).await;
+            for _ in 0..BACKLOG {
+                client.job("b", "").submit().await.unwrap();
+            }
+            for index in 0..3 {
+                let error = connect(index).await.job("b", "").submit().await.unwrap_err();
+                assert!(error.to_string().contains("too many waiting jobs"), "{error}");
+            }
+        });
+    }
+}
+
+#[test]
+fn tenant_cannot_misuse_the_reply_subjects_of_requests() {
+    for version in VERSIONS {
+        let Some(fleet) = start(version) else { return };
+        let file = acme_config(&fleet);
+        let settings = Settings::read(&file).unwrap();
+        assert_eq!(fleet.json(&["submit", "b", "-n", "--tenant", "other", "--id", "theirs"]).0, 0);
+        run(async {
+            let client = Fleet::connect_with(&settings.nats, &settings.streams).await.unwrap();
+            result_of(client.job("b", "").id("mine").submit().await.unwrap()).await.unwrap();
+            let seed = std::fs::read_to_string(fleet.folder.path().join("acme.nk")).unwrap();
+            let options = ConnectOptions::new().nkey(seed).require_tls(true);
+            let options = options.add_root_certificates(fleet.folder.path().join("ca.pem"));
+            let raw = options.connect(&settings.nats.servers).await.unwrap();
+            let read = |id: &str| format!("$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.{id}");
+            let job = |id: &str| {
+                let mut headers = HeaderMap::new();
+                headers.insert("Bulkhead-Id", id);
+                headers
+            };
+
+            // The server's responses could be API requests, or other tenants' records.
+            for api in ["STREAM.DELETE.BH_LEDGER", "STREAM.PURGE.BH_JOBS", "CONSUMER.DELETE.BH_JOBS.b_n_0"] {
+                raw.publish_with_reply(read("none"), format!("$JS.API.{api}"), "".into()).await.unwrap();
+            }
+            let theirs = "bh.ledger.other.theirs";
+            raw.publish_with_reply(read("mine"), theirs, "".into()).await.unwrap();
+            let headers = job("own");
+            raw.publish_with_reply_and_headers("bh.job.b.n.2.acme", theirs, headers, "".into()).await.unwrap();
+
+            // The acknowledgements of more jobs than there are permits could replace the jobs' records.
+            for number in 0..6 {
+                let (id, subject) = (format!("wedge-{number}"), "bh.job.b.n.2.acme");
+                let reply = format!("bh.ledger.acme.{id}");
+                raw.publish_with_reply_and_headers(subject, reply, job(&id), "".into()).await.unwrap();
+            }
+            raw.flush().await.unwrap();
+            for id in ["own".to_owned()].into_iter().chain((0..6).map(|number| format!("wedge-{number}"))) {
+                let result = client.result("acme", &id, PATIENCE).await;
+                assert!(result.is_ok(), "{id}: {result:?}");
+            }
+        });
+        assert_eq!(fleet.json(&["result", "theirs", "--tenant", "other"]).0, 0);
+        assert_eq!(fleet.json(&["submit", "b", "-n", "--tenant", "other"]).0, 0);
+        fleet.wait_drained("b");
+        let (_, findings) = fleet.json(&["init"]);
+        assert!(findings.iter().all(|finding| finding["state"] == "unchanged"), "{findings:?}");
     }
 }
 
 #[test]
 fn client_with_wrong_key_or_authority_is_refused() {
-    let Some(fleet) = start() else { return };
+    let Some(fleet) = start(VERSIONS[0]) else { return };
     let text = std::fs::read_to_string(fleet.config()).unwrap();
     let folder = fleet.folder.path();
     write_seed(folder, "stranger.nk", &KeyPair::new_user());
