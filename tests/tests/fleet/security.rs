@@ -174,7 +174,9 @@ fn tenant_cannot_misuse_the_reply_subjects_of_requests() {
             let theirs = "bh.ledger.other.theirs";
             raw.publish_with_reply(read("mine"), theirs, "".into()).await.unwrap();
             let headers = job("own");
-            raw.publish_with_reply_and_headers("bh.job.b.n.2.acme", theirs, headers, "".into()).await.unwrap();
+            raw.publish_with_reply_and_headers("bh.job.b.n.2.acme", theirs, headers, "".into())
+                .await
+                .unwrap();
 
             // The acknowledgements of more jobs than there are permits could replace the jobs' records.
             for number in 0..6 {
