@@ -12,6 +12,7 @@
 //! - [`folder`]: empties a folder with untrusted contents.
 //! - [`liveness`]: a descriptor that reports the exit of another program.
 //! - [`landlock`]: Landlock's system calls.
+//! - [`blocking`]: blocking access to inherited streams that can be non-blocking.
 //! - [`standard_output`]: detects whether standard output was closed when the program started.
 //! - [`scheduler`]: the scheduler time slice of a thread.
 //! - [`secret_file`]: reads files with secrets, and checks their owner and mode.
@@ -23,6 +24,7 @@
 //! - [`errno`]: errors of raw system calls.
 //! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers of system calls, resource limits and signals.
 
+pub mod blocking;
 pub mod descriptors;
 pub mod errno;
 pub mod folder;
