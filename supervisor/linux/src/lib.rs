@@ -15,6 +15,7 @@
 //! - [`blocking`]: blocking access to inherited streams that can be non-blocking.
 //! - [`standard_output`]: detects whether standard output was closed when the program started.
 //! - [`scheduler`]: the scheduler time slice of a thread.
+//! - [`runtime_dir`]: the user's folder for sockets.
 //! - [`secret_file`]: reads files with secrets, and checks their owner and mode.
 //! - [`shared_words`]: numbers in memory shared with an untrusted process.
 //! - [`unread`]: the number of sent bytes that the peer has not read.
@@ -31,6 +32,7 @@ pub mod folder;
 pub mod landlock;
 mod names;
 mod processes;
+pub mod runtime_dir;
 pub mod secret_file;
 pub mod shared_words;
 mod sockets;
