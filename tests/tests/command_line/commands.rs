@@ -2,7 +2,7 @@
 //! supervisor.
 
 use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -996,11 +996,24 @@ fn submit_rejects_unwritable_output_before_running_job() {
         command
     };
     std::fs::write(folder.join("read-only"), "precious").unwrap();
-    for wrong in [folder.to_owned(), folder.join("nowhere/x"), folder.join("read-only/x")] {
+    for (name, target) in
+        [("dangling", "nowhere/x"), ("nested", "dangling"), ("loop", "loop"), ("slash", "new/")]
+    {
+        symlink(target, folder.join(name)).unwrap();
+    }
+    let names = ["", "nowhere/x", "read-only/x", "dangling", "nested", "loop", "slash", "new/", "new/."];
+    let mut wrong: Vec<_> = names.iter().map(|name| folder.join(name)).collect();
+    // Even root cannot create a file here, although the folder exists.
+    wrong.push("/proc/bulkhead-result".into());
+    for wrong in wrong {
         let ended = spawn(&mut submit(&wrong)).end().expect(74);
         assert!(ended.stderr.contains(wrong.to_str().unwrap()), "{}", ended.stderr);
     }
     assert_eq!(supervisor.number("b", "submitted"), 0, "nothing ran");
+    // Opening a dangling link creates the link's target.
+    symlink("target", folder.join("link")).unwrap();
+    spawn(&mut submit(&folder.join("link"))).end().expect(0);
+    assert!(folder.join("target").is_file());
     let ran = spawn(&mut submit(Path::new("-"))).end().expect(0);
     assert!(ran.stdout.is_empty() && !Path::new("-").exists());
     // A write error can also appear after the job has run.
