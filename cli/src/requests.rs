@@ -212,19 +212,26 @@ pub(crate) async fn get_lines(args: &Args, path: &str) -> Result<Vec<String>, Fa
     // Lines that begin with a colon are comments.
     let is_foreign = |line: &String| !line.is_empty() && !line.starts_with(['{', ':']);
     if lines.iter().any(is_foreign) {
-        let message = "failed to parse the supervisor's response: a line is not a JSON object";
-        return Err(Failure::new(exit::FAILED, message));
+        return Err(foreign_response("a line is not a JSON object"));
     }
     Ok(lines)
 }
 
-/// Parses the body of a response.
+/// Parses the body of a response, which must be a JSON object.
 pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
+    // Serde would also accept an array for a structure, and any value for `Value`.
+    if body.trim_ascii_start().first() != Some(&b'{') {
+        return Err(foreign_response("it is not a JSON object"));
+    }
     serde_json::from_slice(body).map_err(|error| parse_failure(&error))
 }
 
 pub(crate) fn parse_failure(error: &serde_json::Error) -> Failure {
-    Failure::new(exit::FAILED, format!("failed to parse the supervisor's response: {error}"))
+    foreign_response(error)
+}
+
+fn foreign_response(problem: impl fmt::Display) -> Failure {
+    Failure::new(exit::FAILED, format!("failed to parse the supervisor's response: {problem}"))
 }
 
 /// Percent-encodes a name for use in a path.
