@@ -242,15 +242,15 @@ pub(crate) fn percent_encoded(name: &str) -> String {
 
 // Endless responses.
 
-/// Passes each line of the responses to `handle` as it arrives. Returns when all responses have ended or when the user
-/// presses ^C.
+/// Passes each line of the responses to `handle` as it arrives, with the index of the response. Returns when all
+/// responses have ended or when the user presses ^C.
 pub(crate) async fn follow(
     responses: Vec<Response<Incoming>>,
-    mut handle: impl FnMut(&str) -> Result<(), Failure>,
+    mut handle: impl FnMut(usize, &str) -> Result<(), Failure>,
 ) -> Result<u8, Failure> {
     let (sender, mut lines) = mpsc::channel(LINES_WAITING_MAX);
-    for response in responses {
-        tokio::spawn(send_lines(response, sender.clone()));
+    for (index, response) in responses.into_iter().enumerate() {
+        tokio::spawn(send_lines(index, response, sender.clone()));
     }
     drop(sender);
     // Waits for ^C with a single future in all iterations, because a signal that arrives between two futures would be
@@ -263,30 +263,35 @@ pub(crate) async fn follow(
             line = lines.recv() => line,
         };
         match line {
-            Some(line) => handle(&line?)?,
+            Some((index, line)) => handle(index, &line?)?,
             None => return Ok(exit::OK),
         }
     }
 }
 
-async fn send_lines(response: Response<Incoming>, lines: mpsc::Sender<Result<String, Failure>>) {
+async fn send_lines(
+    index: usize,
+    response: Response<Incoming>,
+    lines: mpsc::Sender<(usize, Result<String, Failure>)>,
+) {
     let mut body = response.into_body();
     let mut partial = Vec::new();
     while let Some(frame) = body.frame().await {
         let data = match frame {
             Ok(frame) => frame.into_data().unwrap_or_default(),
-            Err(error) => return drop(lines.send(Err(read_failure(&error))).await),
+            Err(error) => return drop(lines.send((index, Err(read_failure(&error)))).await),
         };
         partial.extend_from_slice(&data);
         while let Some(end) = partial.iter().position(|&b| b == b'\n') {
             let line: Vec<u8> = partial.drain(..=end).collect();
-            if lines.send(Ok(String::from_utf8_lossy(&line).trim_end().to_owned())).await.is_err() {
+            let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+            if lines.send((index, Ok(line))).await.is_err() {
                 return;
             }
         }
         if partial.len() > LINE_BYTES_MAX {
             let failure = Failure::new(exit::FAILED, "the supervisor sent a line that is too long");
-            return drop(lines.send(Err(failure)).await);
+            return drop(lines.send((index, Err(failure))).await);
         }
     }
 }
