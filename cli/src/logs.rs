@@ -44,7 +44,7 @@ pub(crate) async fn run(args: &Args, logs: &Logs) -> Result<u8, Failure> {
     let connect = async || {
         let paths = match rest.take() {
             Some(rest) => rest,
-            // After an upgrade. The new program has none of the old program's lines, and numbers its lines from 1.
+            // The streams ended because of an upgrade. The new program stores only new lines, numbered from 1.
             None => {
                 let names = bulkhead_names(args, logs).await?;
                 names.iter().map(|name| path_since(&path_of(name), 0)).collect::<Vec<_>>()

@@ -221,7 +221,7 @@ pub(crate) async fn get_lines(args: &Args, path: &str) -> Result<Vec<String>, Fa
 pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
     // Serde would also accept an array for a structure, and any value for `Value`.
     if body.trim_ascii_start().first() != Some(&b'{') {
-        return Err(foreign_response("it is not a JSON object"));
+        return Err(foreign_response("the body is not a JSON object"));
     }
     serde_json::from_slice(body).map_err(|error| parse_failure(&error))
 }

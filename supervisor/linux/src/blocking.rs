@@ -1,5 +1,5 @@
-//! Blocking reads and writes on standard streams. A descriptor that this program inherited can be non-blocking, because
-//! a parent that sets `O_NONBLOCK`, for example for asyncio, sets it for every process that shares the stream.
+//! Blocking reads and writes on standard streams. An inherited descriptor can be non-blocking. For example, if an asyncio
+//! program sets `O_NONBLOCK`, the flag applies to all processes that share the stream.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::AsFd;
