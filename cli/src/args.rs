@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{CauseKind, EventKind, JobProgress, Severity, Vocabulary};
 use bulkhead_client::{JobId, PAYLOAD_BYTES_CEILING, Priority};
+use bulkhead_linux::runtime_dir;
 use clap::builder::{RangedU64ValueParser, Resettable};
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
@@ -647,10 +648,7 @@ impl Args {
 }
 
 fn default_socket() -> PathBuf {
-    let is_root =
-        std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0);
-    let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|_| !is_root).unwrap_or_else(|| "/run".into());
-    PathBuf::from(folder).join("bulkhead/jobs.sock")
+    runtime_dir::of_process().join("bulkhead/jobs.sock")
 }
 
 #[cfg(test)]

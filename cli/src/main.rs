@@ -9,6 +9,7 @@ mod bench;
 mod crashes;
 mod events;
 mod fleet;
+mod follow;
 mod jobs;
 mod load;
 mod logs;

@@ -11,6 +11,7 @@ pub(crate) use bulkhead_api::exit;
 use bulkhead_api::text;
 pub(crate) use bulkhead_api::text::escape;
 use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, RejectReason, Reply, Verdict};
+use bulkhead_linux::blocking::Blocking;
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
@@ -134,7 +135,7 @@ pub(crate) fn line(text: &str) -> Result<(), Failure> {
 
 /// Writes a line to standard error.
 pub(crate) fn to_stderr(text: &str) {
-    let _ = writeln!(io::stderr(), "{text}");
+    let _ = writeln!(Blocking(io::stderr()), "{text}");
 }
 
 /// Writes a line of JSON to standard output.

@@ -7,6 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use bulkhead_client::{PAYLOAD_BYTES_CEILING, RejectReason};
+use bulkhead_linux::blocking::Blocking;
 
 use crate::args::Submit;
 use crate::output::{self, Failure, exit};
@@ -32,7 +33,7 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     let mut bytes = Vec::new();
     let max = PAYLOAD_BYTES_CEILING + 1;
     let read = read_with_notice(&name, is_input, || match is_input {
-        true => io::stdin().lock().take(max).read_to_end(&mut bytes),
+        true => Blocking(io::stdin().lock()).take(max).read_to_end(&mut bytes),
         false => File::open(file).and_then(|file| file.take(max).read_to_end(&mut bytes)),
     });
     read.map_err(|error| {

@@ -213,19 +213,26 @@ pub(crate) async fn get_lines(args: &Args, path: &str) -> Result<Vec<String>, Fa
     // Lines that begin with a colon are comments.
     let is_foreign = |line: &String| !line.is_empty() && !line.starts_with(['{', ':']);
     if lines.iter().any(is_foreign) {
-        let message = "failed to parse the supervisor's response: a line is not a JSON object";
-        return Err(Failure::new(exit::FAILED, message));
+        return Err(foreign_response("a line is not a JSON object"));
     }
     Ok(lines)
 }
 
-/// Parses the body of a response.
+/// Parses the body of a response, which must be a JSON object.
 pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
+    // Serde would also accept an array for a structure, and any value for `Value`.
+    if body.trim_ascii_start().first() != Some(&b'{') {
+        return Err(foreign_response("the body is not a JSON object"));
+    }
     serde_json::from_slice(body).map_err(|error| parse_failure(&error))
 }
 
 pub(crate) fn parse_failure(error: &serde_json::Error) -> Failure {
-    Failure::new(exit::FAILED, format!("failed to parse the supervisor's response: {error}"))
+    foreign_response(error)
+}
+
+fn foreign_response(problem: impl fmt::Display) -> Failure {
+    Failure::new(exit::FAILED, format!("failed to parse the supervisor's response: {problem}"))
 }
 
 /// Percent-encodes a name for use in a path.
@@ -236,15 +243,15 @@ pub(crate) fn percent_encoded(name: &str) -> String {
 
 // Endless responses.
 
-/// Passes each line of the responses to `handle` as it arrives. Returns when all responses have ended or when the user
-/// presses ^C.
+/// Passes each line of the responses to `handle` as it arrives, with the index of the response. Returns when all
+/// responses have ended or when the user presses ^C.
 pub(crate) async fn follow(
     responses: Vec<Response<Incoming>>,
-    mut handle: impl FnMut(&str) -> Result<(), Failure>,
+    mut handle: impl FnMut(usize, &str) -> Result<(), Failure>,
 ) -> Result<u8, Failure> {
     let (sender, mut lines) = mpsc::channel(LINES_WAITING_MAX);
-    for response in responses {
-        tokio::spawn(send_lines(response, sender.clone()));
+    for (index, response) in responses.into_iter().enumerate() {
+        tokio::spawn(send_lines(index, response, sender.clone()));
     }
     drop(sender);
     // Waits for ^C with a single future in all iterations, because a signal that arrives between two futures would be
@@ -257,30 +264,35 @@ pub(crate) async fn follow(
             line = lines.recv() => line,
         };
         match line {
-            Some(line) => handle(&line?)?,
+            Some((index, line)) => handle(index, &line?)?,
             None => return Ok(exit::OK),
         }
     }
 }
 
-async fn send_lines(response: Response<Incoming>, lines: mpsc::Sender<Result<String, Failure>>) {
+async fn send_lines(
+    index: usize,
+    response: Response<Incoming>,
+    lines: mpsc::Sender<(usize, Result<String, Failure>)>,
+) {
     let mut body = response.into_body();
     let mut partial = Vec::new();
     while let Some(frame) = body.frame().await {
         let data = match frame {
             Ok(frame) => frame.into_data().unwrap_or_default(),
-            Err(error) => return drop(lines.send(Err(read_failure(&error))).await),
+            Err(error) => return drop(lines.send((index, Err(read_failure(&error)))).await),
         };
         partial.extend_from_slice(&data);
         while let Some(end) = partial.iter().position(|&b| b == b'\n') {
             let line: Vec<u8> = partial.drain(..=end).collect();
-            if lines.send(Ok(String::from_utf8_lossy(&line).trim_end().to_owned())).await.is_err() {
+            let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+            if lines.send((index, Ok(line))).await.is_err() {
                 return;
             }
         }
         if partial.len() > LINE_BYTES_MAX {
             let failure = Failure::new(exit::FAILED, "the supervisor sent a line that is too long");
-            return drop(lines.send(Err(failure)).await);
+            return drop(lines.send((index, Err(failure))).await);
         }
     }
 }

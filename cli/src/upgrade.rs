@@ -25,7 +25,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
         _ => failure,
     })?;
     let mut last = UpgradeStep::default();
-    let ended = follow(vec![response], |line| {
+    let ended = follow(vec![response], |_, line| {
         let Ok(step) = serde_json::from_str::<UpgradeStep>(line) else { return Ok(()) };
         let printed = if args.json {
             output::json(line)

@@ -6,6 +6,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use bulkhead_linux::runtime_dir;
 use serde::{Deserialize, Deserializer};
 
 use crate::names::LANES;
@@ -390,9 +391,7 @@ fn machine_name() -> String {
 }
 
 fn default_socket() -> PathBuf {
-    let is_root = rustix::process::geteuid().is_root();
-    let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|_| !is_root).unwrap_or_else(|| "/run".into());
-    PathBuf::from(folder).join("bulkhead/jobs.sock")
+    runtime_dir::of_process().join("bulkhead/jobs.sock")
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,8 +26,25 @@ from pools import LONG, is_running, wait_for
 from running import SOURCE, WORKER, Supervisor, running, sandboxed
 
 import bulkhead
-from bulkhead import Client, JobError, _wire
+from bulkhead import Client, JobError, _client, _private, _wire
 from bulkhead._future import Condition
+
+
+@pytest.mark.parametrize(("value", "folder"), [("", "/run"), ("run", "/run"), ("./run", "/run"), ("/x", "/x")])
+def test_relative_runtime_dir_is_ignored(
+    value: str, folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+    monkeypatch.delenv("BULKHEAD_SOCKET", raising=False)
+    # Root does not use the variable.
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert _client.default_socket() == f"{folder}/bulkhead/jobs.sock"
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/nonexistent")
+    made = _private._make_folder(None)
+    os.rmdir(made)
+    assert Path(made).parent == Path("/tmp")
 
 
 @pytest.fixture(scope="module")

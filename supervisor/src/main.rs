@@ -5,6 +5,7 @@ use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use bulkhead_linux::blocking::Blocking;
 use bulkhead_linux::liveness::LivenessDescriptor;
 use bulkhead_linux::{signals, standard_output};
 use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
@@ -92,7 +93,7 @@ fn print(text: &str) -> ExitCode {
 /// Converts the result of writing to standard output into an exit code. A pipe that the reader has closed early is not
 /// an error.
 fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
-    match written.and_then(|()| io::stdout().flush()) {
+    match written.and_then(|()| Blocking(io::stdout()).flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             fail_with(OUTPUT_FAILED, &format!("failed to write to standard output: {error}"))
         }
@@ -153,7 +154,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
                 link.fail(&errors.render(false).to_string());
             }
             // Ignores write errors, because there is no other place to report them.
-            let _ = writeln!(io::stderr(), "{}", errors.render(io::stderr().is_terminal()));
+            let _ = writeln!(Blocking(io::stderr()), "{}", errors.render(io::stderr().is_terminal()));
             return ExitCode::from(USAGE);
         }
     };
@@ -179,6 +180,6 @@ fn run(args: &Args, config: &Path) -> ExitCode {
 
 /// Prints an error to standard error, and returns the exit code. Ignores write errors.
 fn fail_with(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
-    let _ = writeln!(io::stderr(), "error: {error}");
+    let _ = writeln!(Blocking(io::stderr()), "error: {error}");
     ExitCode::from(code)
 }

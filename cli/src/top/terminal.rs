@@ -6,6 +6,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use bulkhead_linux::blocking::Blocking;
 use ratatui::Terminal;
 use ratatui::backend::CrosstermBackend;
 use ratatui::crossterm::cursor::{Hide, Show};
@@ -34,7 +35,7 @@ static OWNS_TERMINAL: AtomicBool = AtomicBool::new(false);
 
 /// The full-screen display. Dropping this value restores the terminal.
 pub(super) struct Screen {
-    terminal: Terminal<CrosstermBackend<BufWriter<Stdout>>>,
+    terminal: Terminal<CrosstermBackend<BufWriter<Blocking<Stdout>>>>,
     /// True if the environment variable `NO_COLOR` is set and not empty.
     is_colourless: bool,
 }
@@ -43,7 +44,7 @@ impl Screen {
     pub(super) fn enter() -> io::Result<Self> {
         restore_on_panic();
         acquire()?;
-        let backend = CrosstermBackend::new(BufWriter::with_capacity(FRAME_BYTES, stdout()));
+        let backend = CrosstermBackend::new(BufWriter::with_capacity(FRAME_BYTES, Blocking(stdout())));
         let terminal = Terminal::new(backend).inspect_err(|_| release())?;
         let is_colourless = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         Ok(Self { terminal, is_colourless })
@@ -89,13 +90,15 @@ impl Drop for Screen {
 
 fn acquire() -> io::Result<()> {
     OWNS_TERMINAL.store(true, Ordering::SeqCst);
-    enable_raw_mode().and_then(|()| execute!(stdout(), EnterAlternateScreen, Hide)).inspect_err(|_| release())
+    enable_raw_mode()
+        .and_then(|()| execute!(Blocking(stdout()), EnterAlternateScreen, Hide))
+        .inspect_err(|_| release())
 }
 
 fn release() {
     if OWNS_TERMINAL.swap(false, Ordering::SeqCst) {
         // This fails only if the terminal is gone.
-        let _ = execute!(stdout(), LeaveAlternateScreen, Show);
+        let _ = execute!(Blocking(stdout()), LeaveAlternateScreen, Show);
         let _ = disable_raw_mode();
     }
 }

@@ -10,6 +10,7 @@ pub(crate) use bulkhead_api::exit;
 use bulkhead_api::text::{escape, escape_json};
 use bulkhead_client::{Executed, JobError, Reply};
 use bulkhead_fleet::FleetError;
+use bulkhead_linux::blocking::Blocking;
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
@@ -71,7 +72,7 @@ pub(crate) fn json(value: &Value) -> Result<(), Failure> {
 
 /// Writes a line to standard error.
 pub(crate) fn to_stderr(text: &str) {
-    let _ = writeln!(io::stderr(), "{text}");
+    let _ = writeln!(Blocking(io::stderr()), "{text}");
 }
 
 /// Writes a payload to `file`, or to standard output if `file` is `-` or `None`.

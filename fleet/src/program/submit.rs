@@ -10,6 +10,7 @@ use std::time::Duration;
 use bulkhead_client::{PAYLOAD_BYTES_CEILING, Reply};
 use bulkhead_fleet::settings::Settings;
 use bulkhead_fleet::{Fleet, FleetError, FleetJob};
+use bulkhead_linux::blocking::Blocking;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use serde_json::json;
@@ -57,7 +58,7 @@ fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     let mut bytes = Vec::new();
     let max = PAYLOAD_BYTES_CEILING + 1;
     let read = match file == Path::new("-") {
-        true => io::stdin().lock().take(max).read_to_end(&mut bytes),
+        true => Blocking(io::stdin().lock()).take(max).read_to_end(&mut bytes),
         false => File::open(file).and_then(|file| file.take(max).read_to_end(&mut bytes)),
     };
     read.map_err(|error| {

@@ -25,6 +25,7 @@ from ._connection import (
     of_parent,
 )
 from ._reply import Reply
+from ._runtime_dir import runtime_dir
 from .errors import Disconnected, JobError, Outcome, Rejected
 
 TYPE_CHECKING = False
@@ -43,8 +44,8 @@ def default_socket() -> str:
     named = os.environ.get("BULKHEAD_SOCKET")
     if named:
         return named
-    folder = "/run" if os.geteuid() == 0 else os.environ.get("XDG_RUNTIME_DIR", "/run")
-    return os.path.join(folder, "bulkhead", "jobs.sock")
+    folder = None if os.geteuid() == 0 else runtime_dir()
+    return os.path.join(folder or "/run", "bulkhead", "jobs.sock")
 
 
 def as_buffer(payload: object) -> _wire.Buffer:

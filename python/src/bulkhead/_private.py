@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ._runtime_dir import runtime_dir
 from .errors import SupervisorNotFound
 
 #: Service manager variables that are meant only for this process. They are not passed to the supervisor or workers.
@@ -136,7 +137,7 @@ def _make_folder(outer: str | None) -> str:
     """Creates a private folder with a path that is short enough for Unix sockets."""
     tried: list[str] = []
     prefix = f"bulkhead-{os.getpid()}-" if outer else "bulkhead-"
-    parents = (outer, tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm")
+    parents = (outer, tempfile.gettempdir(), runtime_dir(), "/tmp", "/dev/shm")
     for parent in filter(None, parents):
         longest = os.path.join(parent, f"{prefix}12345678", LONGEST_NAME)
         if len(os.fsencode(longest)) > SOCKET_PATH_BYTES_MAX:

@@ -175,12 +175,9 @@ struct ProcessEnv {
 
 impl ProcessEnv {
     fn of_process() -> Self {
-        // A relative XDG_RUNTIME_DIR is ignored, as the XDG specification requires.
-        let runtime_dir =
-            std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_absolute());
         Self {
             root: rustix::process::geteuid().is_root(),
-            runtime_dir,
+            runtime_dir: bulkhead_linux::runtime_dir::of_user(),
             search_path: std::env::var_os("PATH"),
             credentials: std::env::var_os(defaults::CREDENTIALS_VARIABLE)
                 .map(PathBuf::from)

@@ -12,9 +12,11 @@
 //! - [`folder`]: empties a folder with untrusted contents.
 //! - [`liveness`]: a descriptor that reports the exit of another program.
 //! - [`landlock`]: Landlock's system calls.
+//! - [`blocking`]: blocking access to inherited streams that can be non-blocking.
 //! - [`standard_output`]: detects whether standard output was closed when the program started.
 //! - [`scheduler`]: the scheduler time slice of a thread.
 //! - [`secret_file`]: reads files with secrets, and checks their type and mode.
+//! - [`runtime_dir`]: the user's folder for sockets.
 //! - [`shared_words`]: numbers in memory shared with an untrusted process.
 //! - [`unread`]: the number of sent bytes that the peer has not read.
 //! - [`vfork`]: starts a program without copying this process.
@@ -23,12 +25,14 @@
 //! - [`errno`]: errors of raw system calls.
 //! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers of system calls, resource limits and signals.
 
+pub mod blocking;
 pub mod descriptors;
 pub mod errno;
 pub mod folder;
 pub mod landlock;
 mod names;
 mod processes;
+pub mod runtime_dir;
 pub mod secret_file;
 pub mod shared_words;
 mod sockets;

@@ -5,6 +5,8 @@
 use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::blocking::Blocking;
+
 static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 
 /// Makes the loader run `check_descriptor` before the Rust runtime starts.
@@ -20,18 +22,18 @@ extern "C" fn check_descriptor() {
     WAS_CLOSED.store(is_closed, Ordering::Relaxed);
 }
 
-/// Returns standard output for writing.
+/// Returns standard output for writing. Writes wait for the reader even if the descriptor is non-blocking.
 ///
 /// # Errors
 ///
 /// Fails if the program was started without standard output.
-pub fn get() -> io::Result<io::Stdout> {
+pub fn get() -> io::Result<Blocking<io::Stdout>> {
     match WAS_CLOSED.load(Ordering::Relaxed) {
         true => Err(io::Error::new(
             io::ErrorKind::NotConnected,
             "standard output is closed; redirect unwanted output to /dev/null",
         )),
-        false => Ok(io::stdout()),
+        false => Ok(Blocking(io::stdout())),
     }
 }
 
@@ -44,7 +46,7 @@ pub fn write(bytes: &[u8]) -> io::Result<()> {
     if bytes.is_empty() {
         return Ok(());
     }
-    let mut output = get()?.lock();
+    let mut output = Blocking(get()?.0.lock());
     output.write_all(bytes)?;
     output.flush()
 }

@@ -2,7 +2,7 @@
 //! supervisor.
 
 use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -251,6 +251,14 @@ fn submit_exits_75_above_max_clients() {
     });
 }
 
+/// Copies the `bulkhead` program, for a user who cannot enter the folder of the original.
+fn copy_command(to: &Path) {
+    // `cp` makes the copy, because a child that another test starts at the same time could inherit a file that this
+    // process is writing. Executing that file would fail with ETXTBSY.
+    let copied = Command::new("cp").arg(programs().join("bulkhead")).arg(to).status().unwrap();
+    assert!(copied.success());
+}
+
 #[test]
 fn commands_exit_77_for_forbidden_user() {
     let supervisor =
@@ -268,10 +276,7 @@ fn commands_exit_77_for_forbidden_user() {
     // The other user must be able to run the program and to enter the folder.
     std::fs::set_permissions(folder, PermissionsExt::from_mode(0o755)).unwrap();
     let program = folder.join("bulkhead");
-    // `cp` makes the copy, because a child that another test starts at the same time could inherit a file that this
-    // process is writing. Executing that file would fail with ETXTBSY.
-    let copied = Command::new("cp").arg(programs().join("bulkhead")).arg(&program).status().unwrap();
-    assert!(copied.success());
+    copy_command(&program);
     let stranger = |arguments: &[&str]| {
         let mut command = Command::new(&program);
         command.arg("--socket").arg(supervisor.socket()).arg("--admin").arg(folder.join("admin.sock"));
@@ -392,6 +397,29 @@ fn socket_options_override_environment_variables() {
     let host = ("BULKHEAD_HOST", Path::new("http://127.0.0.1:9"));
     run(&["submit", "b", "-n"], &[host, ("BULKHEAD_SOCKET", Path::new(""))]).expect(2);
     run(&["status"], &[("BULKHEAD_SOCKET", Path::new("")), ("BULKHEAD_ADMIN", &admin)]).expect(0);
+}
+
+#[test]
+fn relative_runtime_dir_is_ignored() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("bulkhead");
+    copy_command(&program);
+    let run = |value: &str| {
+        let mut command = Command::new(&program);
+        command.arg("status").env("XDG_RUNTIME_DIR", value).env_remove("BULKHEAD_SOCKET");
+        command.env_remove("BULKHEAD_ADMIN").env_remove("BULKHEAD_HOST").current_dir(folder.path());
+        // Root does not use the variable.
+        if folder.path().metadata().unwrap().uid() == 0 {
+            std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
+            command.uid(65_534).gid(65_534);
+        }
+        spawn(&mut command).end().stderr
+    };
+    for value in ["", "run", "./run"] {
+        let message = run(value);
+        assert!(message.contains("admin socket /run/bulkhead/admin.sock"), "{value:?}: {message}");
+    }
+    assert!(run("/nonexistent").contains("admin socket /nonexistent/bulkhead/admin.sock"));
 }
 
 /// If the command line names a supervisor, environment variables must not select a different one.
@@ -968,11 +996,24 @@ fn submit_rejects_unwritable_output_before_running_job() {
         command
     };
     std::fs::write(folder.join("read-only"), "precious").unwrap();
-    for wrong in [folder.to_owned(), folder.join("nowhere/x"), folder.join("read-only/x")] {
+    for (name, target) in
+        [("dangling", "nowhere/x"), ("nested", "dangling"), ("loop", "loop"), ("slash", "new/")]
+    {
+        symlink(target, folder.join(name)).unwrap();
+    }
+    let names = ["", "nowhere/x", "read-only/x", "dangling", "nested", "loop", "slash", "new/", "new/."];
+    let mut wrong: Vec<_> = names.iter().map(|name| folder.join(name)).collect();
+    // Even root cannot create a file here, although the folder exists.
+    wrong.push("/proc/bulkhead-result".into());
+    for wrong in wrong {
         let ended = spawn(&mut submit(&wrong)).end().expect(74);
         assert!(ended.stderr.contains(wrong.to_str().unwrap()), "{}", ended.stderr);
     }
     assert_eq!(supervisor.number("b", "submitted"), 0, "nothing ran");
+    // Opening a dangling link creates the link's target.
+    symlink("target", folder.join("link")).unwrap();
+    spawn(&mut submit(&folder.join("link"))).end().expect(0);
+    assert!(folder.join("target").is_file());
     let ran = spawn(&mut submit(Path::new("-"))).end().expect(0);
     assert!(ran.stdout.is_empty() && !Path::new("-").exists());
     // A write error can also appear after the job has run.

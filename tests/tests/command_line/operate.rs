@@ -565,6 +565,7 @@ impl StandIn {
 
 #[test]
 fn response_from_another_program_is_an_error() {
+    const ID: &str = "20261128T002643449-0001";
     let StandIn(listener) = StandIn::new();
     let host = format!("http://{}", listener.local_addr().unwrap());
     for (arguments, status, part) in [
@@ -578,6 +579,35 @@ fn response_from_another_program_is_an_error() {
         respond(&listener, status, "<html>\n");
         let told = running.end().expect(1);
         assert!(told.stderr.contains(part), "{arguments:?}: {}", told.stderr);
+    }
+    for arguments in [
+        &["status"][..],
+        &["status", "b"],
+        &["top", "--once"],
+        &["jobs"],
+        &["advise"],
+        &["advise", "b"],
+        &["events"],
+        &["logs"],
+        &["logs", "b"],
+        &["logs", "b", "--follow"],
+        &["crashes"],
+        &["crashes", "last"],
+        &["crashes", ID],
+        &["replay", ID],
+        &["drain", "--all"],
+        &["restart", "b", "--wait=1s"],
+        &["reload"],
+        &["is-ready"],
+    ] {
+        for format in [&[][..], &["--json"]] {
+            for body in ["[[]]", "[]", "null", "3", "\"x\""] {
+                let running = spawn(&mut plain(&[&["--host", &host], format, arguments].concat()));
+                respond(&listener, "200 OK", body);
+                let told = running.end().expect(1);
+                assert!(told.stderr.contains("failed to parse"), "{arguments:?}: {}", told.stderr);
+            }
+        }
     }
     for arguments in [
         &["drain", "b"][..],

@@ -1,11 +1,13 @@
 //! Sources from which `bulkhead submit` reads the payload if the command line names no file.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsFd;
 use std::process::{Command, Output, Stdio};
 use std::sync::mpsc::channel;
 
 use bulkhead_tests::{PATIENCE, Supervisor, programs, wait_for};
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::pty::openpty;
 
 use super::running::{output_of, read_all};
@@ -48,6 +50,51 @@ fn submit_reads_payload_from_standard_input() {
     let both = submit(&supervisor, &["-n", "--payload-file", "-"]).stdin(input()).spawn().unwrap();
     let both = output_of(both);
     assert_eq!(both.status.code(), Some(2), "{both:?}");
+}
+
+/// Other processes that share the streams, such as an asyncio program, can make them non-blocking.
+#[test]
+fn submit_waits_for_non_blocking_streams() {
+    let supervisor = supervisor();
+    let payload = "0123456789abcdef".repeat(1 << 16);
+    let (input, mut feeder) = std::io::pipe().unwrap();
+    let (mut reader, output) = std::io::pipe().unwrap();
+    let (mut messages, errors) = std::io::pipe().unwrap();
+    for descriptor in [input.as_fd(), output.as_fd(), errors.as_fd()] {
+        fcntl(descriptor, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).unwrap();
+    }
+    // Nothing fits into standard error until the test reads.
+    let mut filler = errors.try_clone().unwrap();
+    while filler.write(b".").is_ok() {}
+    drop(filler);
+    let mut command = submit(&supervisor, &[]);
+    let mut child = command.stdin(input).stdout(output).stderr(errors).spawn().unwrap();
+    // Closes this process's copies of the command's streams.
+    drop(command);
+    let (bytes, pid) = (payload.clone(), child.id());
+    let writer = std::thread::spawn(move || {
+        wait_for("the command waits for its input", || is_asleep(pid).then_some(()));
+        feeder.write_all(bytes.as_bytes())
+    });
+    wait_for("the job is done", || (supervisor.number("cat", "done") == 1).then_some(()));
+    wait_for("the command waits for its reader", || is_asleep(pid).then_some(()));
+    let stderr = std::thread::spawn(move || {
+        let mut text = String::new();
+        messages.read_to_string(&mut text).map(|_| text)
+    });
+    let mut result = String::new();
+    reader.read_to_string(&mut result).unwrap();
+    let message = stderr.join().unwrap().unwrap();
+    assert!(child.wait().unwrap().success(), "{message}");
+    assert!(result == payload, "{} bytes", result.len());
+    assert!(message.contains("ok: cat"), "{message}");
+    writer.join().unwrap().unwrap();
+}
+
+/// Returns true if the main thread of a process is asleep.
+fn is_asleep(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('S'))
 }
 
 #[test]

@@ -389,6 +389,47 @@ fn followed_events_continue_with_the_new_program() {
 }
 
 #[test]
+fn followed_logs_continue_with_the_new_program() {
+    let manager = start(&format!("{ONE}{}", ONE.replace("bulkhead.b", "bulkhead.c")));
+    let follow = |names: &[&str]| {
+        let mut command = manager.command();
+        command.args(["logs", "--follow", "-o", "cat", "--stream", "stderr"]).args(names);
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        (child, lines)
+    };
+    let mut all = [follow(&["b"]), follow(&[])];
+    let say = |text: &str| {
+        let mut command = manager.command();
+        command.args(["submit", "b", "say", "--payload-file", "-"]).stdout(Stdio::null());
+        let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+        assert!(child.wait().unwrap().success());
+    };
+    let stored = || {
+        let output = manager.command().args(["logs", "b", "-o", "cat", "--stream", "stderr"]).output();
+        String::from_utf8(output.unwrap().stdout).unwrap()
+    };
+    for round in 1..=3_u32 {
+        for text in [format!("first {round}"), format!("second {round}")] {
+            say(&text);
+            // The follower may not be connected yet, but prints each line once in any case.
+            wait_for("the line is stored", || stored().lines().any(|line| line == text).then_some(()));
+            for (_, lines) in &mut all {
+                assert_eq!(lines.next().expect("the command has ended").unwrap(), text);
+            }
+        }
+        upgraded(&manager);
+    }
+    assert!(matches!(manager.stop(), WaitStatus::Exited(_, 0)));
+    for (mut child, mut lines) in all {
+        let status = wait_for("the command exits", || child.try_wait().unwrap());
+        assert!(matches!(status.code(), Some(0 | 69)), "{status}");
+        assert!(lines.next().is_none());
+    }
+}
+
+#[test]
 fn impossible_upgrade_is_rejected_with_a_reason() {
     let supervisor = Supervisor::start(ONE);
     let refused = supervisor.command().arg("upgrade").output().unwrap();

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
 
+use bulkhead_linux::blocking::Blocking;
 use bulkhead_shared::text;
 use serde_json::{Map, Value};
 use tracing::Level;
@@ -143,7 +144,7 @@ fn filter(level: &str) -> Result<EnvFilter, String> {
 fn write_lines(receiver: &Receiver<Vec<u8>>, format: LogFormat) {
     while let Ok(line) = receiver.recv() {
         let dropped = DROPPED.swap(0, Ordering::Relaxed);
-        let mut out = io::stderr().lock();
+        let mut out = Blocking(io::stderr().lock());
         if dropped > 0 {
             let message =
                 format!("{dropped} log lines were dropped: standard error is not being read fast enough");
