@@ -457,6 +457,7 @@ impl DataPlane {
     /// [`DataPlane::is_running`] returns true.
     pub fn start(&mut self) {
         self.threads.mark_started();
+        self.read_clock();
         for index in self.compartments.indices() {
             self.apply(index, Event::Start, Incoming::None);
         }
@@ -508,9 +509,9 @@ impl DataPlane {
         let polled = self.poll.poll(&mut events, wait_time);
         self.in_process_waker.unpark();
         let heard = match polled {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
-            Err(error) => Err(error),
-            Ok(()) => {
+            Err(error) if error.kind() != io::ErrorKind::Interrupted => Err(error),
+            // There are no events if a signal has interrupted the call.
+            Ok(()) | Err(_) => {
                 self.has_more_events = events.iter().nth(EVENTS_PER_ITERATION_MAX - 1).is_some();
                 self.read_clock();
                 let was_paused = self.detect_pause();
@@ -664,9 +665,9 @@ impl DataPlane {
         if has_more || self.links.has_failed_spawns() || self.keeper.has_worker_orders() {
             return Some(Duration::ZERO);
         }
-        // epoll has a resolution of one millisecond. Rounds up, so that the loop does not wake just before the
-        // deadline.
-        let wait = due?.since(Time(u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)));
+        // Counts from the start of the iteration, because another clock reading would cost more than it gains. epoll has
+        // a resolution of one millisecond. Rounds up, so that the loop does not wake just before the deadline.
+        let wait = due?.since(self.now);
         Some(Duration::from_millis(u64::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)))
     }
 

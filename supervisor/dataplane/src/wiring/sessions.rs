@@ -47,11 +47,8 @@ impl DataPlane {
     /// Accepts waiting connections until the iteration's budget is used up.
     pub(crate) fn accept(&mut self) {
         self.acceptor.arrived();
-        let began = Instant::now();
+        let mut first = None;
         for _ in 0..ACCEPTS_PER_ITERATION_MAX {
-            if began.elapsed() > ACCEPT_TIME {
-                break;
-            }
             if !self.acceptor.can_accept(&self.poll, self.now) {
                 if let Some(what) = self.acceptor.delayed(self.now) {
                     self.reporter.supervisor_event(Severity::Warning, what);
@@ -59,6 +56,9 @@ impl DataPlane {
                 break;
             }
             let began = Instant::now();
+            if began.duration_since(*first.get_or_insert(began)) > ACCEPT_TIME {
+                break;
+            }
             match self.acceptor.accept(&self.poll) {
                 Ok(Some(socket)) => self.open_socket_session(socket),
                 Ok(None) => break,
@@ -276,11 +276,12 @@ impl DataPlane {
         }
         if self.sessions.has_input() {
             let (began, mut cost) = (Instant::now(), 0);
-            while cost < READ_COST_MAX
-                && (cost == 0 || began.elapsed() < READ_TIME)
-                && let Some(next) = self.sessions.begin_read(false)
-            {
+            while let Some(next) = self.sessions.begin_read(false) {
                 cost += self.read_client(next);
+                // Most iterations read from one client, and need not look at the clock again.
+                if !self.sessions.has_input() || cost >= READ_COST_MAX || began.elapsed() >= READ_TIME {
+                    break;
+                }
             }
         }
         if self.sessions.can_read_low_priority(self.now) {
