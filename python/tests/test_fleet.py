@@ -7,9 +7,12 @@ import copy
 import json
 import os
 import pickle
+import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +22,7 @@ from bulkhead import errors
 
 nats = pytest.importorskip("nats", reason="NOT RUN: nats-py is not installed")
 
+from bulkhead import _fleet_connection, fleet  # noqa: E402
 from bulkhead.fleet import AsyncFleet, _millis, escape, job_subject  # noqa: E402
 
 PATIENCE = 60.0
@@ -28,7 +32,30 @@ SERVER = PROGRAMS.parent / "nats-server" / "2.15.1" / "nats-server"
 AGENT = PROGRAMS / "bulkhead-fleet"
 
 # The server chooses a free port and writes its address to a `*.ports` file.
-NATS = 'listen: "127.0.0.1:-1"\nports_file_dir: "."\njetstream { store_dir: "nats" }\n'
+LISTEN = 'listen: "127.0.0.1:-1"\nports_file_dir: "."\n'
+NATS = LISTEN + 'jetstream { store_dir: "nats" }\n'
+
+# The tenant cannot ask for the names of streams.
+USERS = """
+authorization {
+  users: [
+    { user: agent, password: pw }
+    { user: acme, password: pw
+      permissions {
+        publish: ["bh.job.*.n.2.acme", "$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.*"]
+        subscribe: ["_INBOX_acme.>", "bh.told.acme.>"]
+      }
+    }
+  ]
+}
+"""
+
+TLS = 'tls { cert_file: "cert.pem", key_file: "key.pem" }\n'
+
+CLUSTER = """
+server_name: n{number}
+cluster {{ name: fleet, listen: "127.0.0.1:{port}", routes: [{routes}] }}
+"""
 
 WORKERS = """
 [supervisor]
@@ -97,6 +124,21 @@ def server_address(folder: Path) -> str:
         except ValueError:
             pass  # the server is still writing the file
     return ""
+
+
+@contextmanager
+def nats_server(folder: Path, settings: str) -> Iterator[str]:
+    """Runs a server in a new folder. Returns the server's address."""
+    if not SERVER.exists():
+        pytest.skip(f"NOT RUN: {SERVER} does not exist")
+    folder.mkdir(exist_ok=True)
+    (folder / "nats.conf").write_text(settings)
+    server = subprocess.Popen([str(SERVER), "-c", "nats.conf"], cwd=folder, stderr=subprocess.DEVNULL)
+    try:
+        yield wait_for(lambda: server_address(folder))
+    finally:
+        server.kill()
+        server.wait()
 
 
 def wait_for(condition: Callable[[], T]) -> T:
@@ -230,9 +272,224 @@ def test_failing_connection_does_not_block_the_event_loop() -> None:
     asyncio.run(run())
 
 
-def test_unreachable_server_is_reported() -> None:
+def test_unreachable_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fleet_connection, "CONNECT_TIMEOUT", 1.0)
+
     async def run() -> None:
-        with pytest.raises(errors.Disconnected, match="failed to connect"):
+        with pytest.raises(
+            errors.Disconnected, match="failed to connect to .*: no connection within 1 s: .*Connect call"
+        ):
             await AsyncFleet.connect("nats://127.0.0.1:1")
+        with pytest.raises(errors.Disconnected, match="failed to connect to .*: nats: invalid"):
+            await AsyncFleet.connect("nats://127.0.0.1:x")
+        with pytest.raises(errors.Disconnected, match="the list of servers is empty"):
+            await AsyncFleet.connect([])
 
     asyncio.run(run())
+
+
+def test_failed_connection_reports_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fleet_connection, "CONNECT_TIMEOUT", 1.0)
+    (tmp_path / "shared.nk").write_text("SU")
+    (tmp_path / "shared.nk").chmod(0o640)
+    (tmp_path / "ca.pem").write_text("no certificate")
+
+    async def run(address: str) -> None:
+        async def cause(**files: str) -> str:
+            with pytest.raises(errors.Disconnected) as failed:
+                await AsyncFleet.connect(address, **{name: tmp_path / file for name, file in files.items()})
+            assert failed.value.executed == "no"
+            return str(failed.value)
+
+        assert "Authorization Violation" in await cause()
+        for files in ({"nkey": "missing.nk"}, {"credentials": "missing.creds"}, {"ca": "missing.pem"}):
+            assert f"{tmp_path}/missing" in await cause(**files)
+            assert "No such file" in await cause(**files)
+        for files in ({"nkey": "shared.nk"}, {"credentials": "shared.nk"}):
+            assert "has mode 0640" in await cause(**files)
+        assert f"failed to read {tmp_path}/ca.pem: " in await cause(ca="ca.pem")
+
+    with nats_server(tmp_path / "server", LISTEN + USERS) as address:
+        asyncio.run(run(address))
+
+
+def test_invalid_secret_is_reported(tmp_path: Path) -> None:
+    pytest.importorskip("nkeys", reason="NOT RUN: nkeys is not installed")
+    jwt = "-----BEGIN NATS USER JWT-----\nx.y.z\n------END NATS USER JWT------\n"
+    seed = "-----BEGIN USER NKEY SEED-----\nSUX\n------END USER NKEY SEED------\n"
+    invalid = [("nkey", ""), ("nkey", "SUAB"), ("nkey", "\xff"), ("nkey", seed)]
+    invalid += [("credentials", text) for text in ("", "SUAB", jwt, seed, jwt + seed)]
+
+    async def run() -> None:
+        for name, text in invalid:
+            path = tmp_path / "secret"
+            path.write_bytes(text.encode("latin-1"))
+            path.chmod(0o600)
+            with pytest.raises(errors.Disconnected, match=f"{path} does not contain"):
+                await AsyncFleet.connect("nats://127.0.0.1:1", **{name: path})
+
+    asyncio.run(run())
+
+
+def test_user_with_nkey_connects(tmp_path: Path) -> None:
+    nkeys = pytest.importorskip("nkeys", reason="NOT RUN: nkeys is not installed")
+    seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
+    key = nkeys.from_seed(bytearray(seed)).public_key.decode()
+    (tmp_path / "user.nk").write_bytes(seed + b"\n")
+    (tmp_path / "user.nk").chmod(0o600)
+
+    async def run(address: str) -> None:
+        await (await AsyncFleet.connect(address, nkey=tmp_path / "user.nk")).close()
+
+    with nats_server(tmp_path / "server", LISTEN + f"authorization {{ users: [{{ nkey: {key} }}] }}\n") as address:
+        asyncio.run(run(address))
+
+
+def test_failed_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fleet_connection, "CONNECT_TIMEOUT", 0.5)
+
+    async def run() -> None:
+        received: list[bytes] = []
+        tasks = asyncio.all_tasks()
+
+        async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+            received.append(await reader.read())
+
+        async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(errors.Disconnected):
+                await AsyncFleet.connect(f"nats://127.0.0.1:{port}")
+            while not received:
+                await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == tasks
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def make_certificate(folder: Path) -> Path:
+    """Creates a self-signed certificate for 127.0.0.1 in a new folder."""
+    if shutil.which("openssl") is None:
+        pytest.skip("NOT RUN: openssl is not installed")
+    folder.mkdir()
+    options = "-x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=n1"
+    extension = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(["openssl", "req", *options.split(), *extension], cwd=folder, check=True, capture_output=True)
+    return folder / "cert.pem"
+
+
+def test_server_without_tls_receives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fleet_connection, "CONNECT_TIMEOUT", 1.0)
+    certificate = make_certificate(tmp_path / "tls")
+
+    async def run() -> None:
+        received = b""
+
+        async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal received
+            writer.write(b'INFO {"server_id":"n1","version":"2.12.8","max_payload":1048576,"headers":true}\r\n')
+            received += await reader.read()
+
+        async with await asyncio.start_server(plain, "127.0.0.1", 0) as server:
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            with pytest.raises(errors.Disconnected, match="does not offer TLS"):
+                await AsyncFleet.connect(f"tls://{address}")
+            with pytest.raises(errors.Disconnected, match="does not offer TLS"):
+                await AsyncFleet.connect(f"nats://{address}", ca=certificate)
+        assert received == b""
+
+    asyncio.run(run())
+
+
+def test_server_certificate_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fleet_connection, "CONNECT_TIMEOUT", 2.0)
+    certificate, other = make_certificate(tmp_path / "server"), make_certificate(tmp_path / "other")
+
+    async def run(address: str) -> None:
+        for scheme in ("tls", "nats"):
+            await (await AsyncFleet.connect(f"{scheme}://{address}", ca=certificate)).close()
+        for options in ({"ca": other}, {}):
+            with pytest.raises(errors.Disconnected, match="certificate verify failed"):
+                await AsyncFleet.connect(f"tls://{address}", **options)
+        # Like a version of nats-py that no longer calls this method.
+        monkeypatch.delattr(_fleet_connection.Connection, "_connect_command")
+        with pytest.raises(errors.Disconnected, match="this version of nats-py is not supported"):
+            await AsyncFleet.connect(f"tls://{address}", ca=certificate)
+
+    with nats_server(tmp_path / "server", LISTEN + TLS) as address:
+        asyncio.run(run(address.partition("://")[2]))
+
+
+def test_missing_permission_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(address: str) -> None:
+        acme = address.replace("://", "://acme:pw@")
+        async with await AsyncFleet.connect(acme, tenant="acme") as tenant:
+            with pytest.raises(errors.Rejected, match="permissions violation") as rejected:
+                await tenant.submit("upper", tenant="other")
+            assert (rejected.value.outcome.reason, rejected.value.executed) == ("forbidden", "no")
+            with pytest.raises(errors.Rejected, match="permissions violation") as rejected:
+                await tenant.result("some", tenant="other", wait=PATIENCE)
+            assert (rejected.value.outcome.reason, rejected.value.executed) == ("forbidden", "unknown")
+            # The tenant cannot find out whether the bulkhead exists.
+            monkeypatch.setattr(fleet, "SUBMIT_TIMEOUT", 0.5)
+            with pytest.raises(errors.Rejected, match="no such bulkhead, or the job stream has no leader") as rejected:
+                await tenant.submit("upper")
+            assert (rejected.value.outcome.reason, rejected.value.retryable) == ("unavailable", True)
+        async with await AsyncFleet.connect(address.replace("://", "://agent:pw@")) as agent:
+            with pytest.raises(errors.Rejected) as rejected:
+                await agent.submit("upper")
+            assert rejected.value.outcome.reason == "not_found"
+        with pytest.raises(errors.Disconnected, match="permissions violation .*set `tenant`"):
+            await AsyncFleet.connect(acme)
+
+    with nats_server(tmp_path, NATS + USERS) as address:
+        asyncio.run(run(address))
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def test_loss_of_the_majority_is_not_a_missing_bulkhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not AGENT.exists():
+        pytest.skip(f"NOT RUN: {AGENT} does not exist")
+    monkeypatch.setattr(fleet, "SUBMIT_TIMEOUT", 2.0)
+    monkeypatch.setattr(fleet, "REQUEST_TIMEOUT", 2.0)
+    ports = free_ports(3)
+    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
+
+    async def reason(connection: AsyncFleet, bulkhead: str) -> str:
+        try:
+            await connection.submit(bulkhead)
+        except errors.Rejected as rejected:
+            return rejected.outcome.reason
+        except errors.Disconnected as lost:
+            return lost.executed
+        return "accepted"
+
+    async def run(addresses: list[str], others: ExitStack) -> None:
+        async with await AsyncFleet.connect(addresses[0]) as connection:
+            assert await reason(connection, "nowhere") == "not_found"
+            while await reason(connection, "upper") != "accepted":
+                pass
+            others.close()
+            # Until the leader of the stream notices the loss, submissions are not answered.
+            while (found := await reason(connection, "upper")) == "unknown":
+                pass
+            assert found == "unavailable"
+            # The servers' leader still lists the streams until it notices the loss, too.
+            while await reason(connection, "nowhere") == "not_found":
+                assert await reason(connection, "upper") == "unavailable"
+            assert await reason(connection, "upper") == "unavailable"
+
+    with ExitStack() as first, ExitStack() as others:
+        stacks = [first, others, others]
+        settings = [NATS + CLUSTER.format(number=n, port=port, routes=routes) for n, port in enumerate(ports)]
+        servers = [nats_server(tmp_path / f"n{number}", text) for number, text in enumerate(settings)]
+        addresses = [stack.enter_context(server) for stack, server in zip(stacks, servers, strict=True)]
+        text = FLEET.format(address=addresses[0]).replace("[streams]", "[streams]\nreplicas = 3")
+        (tmp_path / "fleet.toml").write_text(text)
+        init = [str(AGENT), "--config", "fleet.toml", "init"]
+        wait_for(lambda: subprocess.run(init, cwd=tmp_path, capture_output=True, timeout=PATIENCE).returncode == 0)
+        asyncio.run(asyncio.wait_for(run(addresses, others), PATIENCE))

@@ -15,16 +15,15 @@ import asyncio
 import hashlib
 import json
 import secrets
-import ssl
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import nats
 import nats.errors
 
+from ._fleet_connection import Connection, Forbidden, connect
 from ._reply import Reply
 from ._wire import SECONDS_MAX
 from .errors import ERROR_OF_OUTCOME, Disconnected, JobError, Outcome, Rejected
@@ -35,8 +34,6 @@ __all__ = ["AsyncFleet", "Submitted"]
 DEADLINE_DEFAULT = 3600.0
 #: Time for which an unacknowledged submission is repeated, in seconds.
 SUBMIT_TIMEOUT = 15.0
-#: Time limit of the first connection, in seconds.
-CONNECT_TIMEOUT = 5.0
 #: Time limit of one request, in seconds.
 REQUEST_TIMEOUT = 5.0
 #: Pause after a failed request, in seconds.
@@ -45,6 +42,8 @@ PAUSE_AFTER_ERROR = 0.25
 READ_PAUSE_MAX = 15.0
 #: Number of bytes of each message that are reserved for headers.
 HEADER_BYTES_RESERVED = 32 * 1024
+#: Request for the names of the streams that accept a subject.
+STREAM_NAMES = "$JS.API.STREAM.NAMES"
 #: Server error code for a full stream or subject.
 STORE_FAILED = 10077
 #: Error codes of servers that cannot store messages: no memory or disk space, no majority.
@@ -70,7 +69,7 @@ def _millis(seconds: float) -> str:
 class AsyncFleet:
     """A connection to a fleet."""
 
-    def __init__(self, connection: Any, tenant: str, host_lost_after: float) -> None:
+    def __init__(self, connection: Connection, tenant: str, host_lost_after: float) -> None:
         self._nats = connection
         self._tenant = tenant
         self._host_lost_after = host_lost_after
@@ -86,23 +85,13 @@ class AsyncFleet:
         ca: str | Path | None = None,
         host_lost_after: float = 20.0,
     ) -> AsyncFleet:
-        """Connects to the servers. ``nkey`` and ``credentials`` are secret files; ``ca`` holds CA certificates."""
-        options: dict[str, Any] = {"servers": servers if isinstance(servers, str) else list(servers)}
-        if tenant:
-            options["inbox_prefix"] = f"_INBOX_{escape(tenant)}".encode()
-        if nkey is not None:
-            options["nkeys_seed"] = str(nkey)
-        if credentials is not None:
-            options["user_credentials"] = str(credentials)
-        if ca is not None:
-            options["tls"] = ssl.create_default_context(cafile=str(ca))
-        try:
-            # With `max_reconnect_attempts=-1`, the client would also retry the first connection indefinitely.
-            connecting = nats.connect(**options, max_reconnect_attempts=-1, ping_interval=5, error_cb=_ignore)
-            connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT)
-        except (OSError, nats.errors.Error, asyncio.TimeoutError) as error:
-            cause = str(error) or f"no connection within {CONNECT_TIMEOUT:g} s"
-            raise Disconnected(f"failed to connect to {servers}: {cause}", "no") from error
+        """Connects to the servers. Raises ``Disconnected`` if this fails.
+
+        ``nkey`` and ``credentials`` are secret files, which other users must not be able to read. ``ca`` holds CA
+        certificates. With ``ca`` or an address that begins with ``tls://``, servers without TLS are refused.
+        """
+        inbox_prefix = f"_INBOX_{escape(tenant)}" if tenant else "_INBOX"
+        connection = await connect(servers, inbox_prefix, nkey, credentials, ca)
         return cls(connection, tenant, host_lost_after)
 
     async def submit(
@@ -144,40 +133,58 @@ class AsyncFleet:
         return Submitted(self, id, tenant, began + deadline + self._host_lost_after)
 
     async def _publish(self, bulkhead: str, tenant: str, payload: bytes, headers: dict[str, str]) -> None:
-        began, may_be_stored, cause = time.monotonic(), False, ""
+        began, may_be_stored, reason, cause = time.monotonic(), False, None, ""
+        subject = job_subject(bulkhead, tenant)
         while time.monotonic() - began < SUBMIT_TIMEOUT:
             if self._nats.is_closed:
                 executed = "unknown" if may_be_stored else "no"
                 raise Disconnected("the fleet was closed before the servers acknowledged the job", executed)
+            is_final = True
             try:
-                answer = await self._nats.request(
-                    job_subject(bulkhead, tenant), payload, timeout=REQUEST_TIMEOUT, headers=headers
-                )
+                answer = await self._nats.request(subject, payload, timeout=REQUEST_TIMEOUT, headers=headers)
             except nats.errors.NoRespondersError:
-                cause = "not_found"
+                reason, cause = await self._missing_stream(subject)
+                is_final = reason == "not_found"
+            except Forbidden as error:
+                reason, cause = "forbidden", str(error)
             except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
-                may_be_stored, cause = True, str(error) or type(error).__name__
+                reason, cause = None, str(error) or type(error).__name__
             else:
                 refusal = json.loads(answer.data).get("error")
                 if refusal is None:
                     return
                 reason, cause = _reason(refusal), refusal.get("description", "")
-                if reason is not None and not may_be_stored:
-                    raise _rejected(bulkhead, reason, cause)
-                may_be_stored = True
-            if cause == "not_found" and not may_be_stored and not self._is_clustered():
-                break
+            may_be_stored = may_be_stored or reason is None
+            if reason is not None and is_final and not may_be_stored:
+                raise _rejected(bulkhead, reason, cause)
             await asyncio.sleep(PAUSE_AFTER_ERROR)
-        if may_be_stored:
-            raise Disconnected(
-                f"the servers are not responding: {cause}; the job may have been accepted; submit the job "
-                f"again with the same ID ({headers['Bulkhead-Id']}): it runs only once",
-                "unknown",
-            )
-        raise _rejected(bulkhead, "not_found", "the fleet has no such bulkhead")
+        if reason is not None and not may_be_stored:
+            raise _rejected(bulkhead, reason, cause)
+        raise Disconnected(
+            f"the servers are not responding: {cause}; the job may have been accepted; submit the job "
+            f"again with the same ID ({headers['Bulkhead-Id']}): it runs only once",
+            "unknown",
+        )
 
-    def _is_clustered(self) -> bool:
-        return bool(self._nats._server_info.get("cluster"))
+    async def _missing_stream(self, subject: str) -> tuple[str, str]:
+        """Returns the reject reason for a subject for which there are no responders, and the cause.
+
+        A stream without a leader has no responders either. The servers list the stream's name only with a majority.
+        """
+        try:
+            request = json.dumps({"subject": subject}).encode()
+            answer = await self._nats.request(STREAM_NAMES, request, timeout=REQUEST_TIMEOUT)
+            names = json.loads(answer.data)
+        except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+            return "unavailable", (
+                "the fleet has no such bulkhead, or the job stream has no leader; the servers did not say which: "
+                f"{str(error) or type(error).__name__}"
+            )
+        if "error" in names:
+            return "unavailable", f"the job stream has no leader: {names['error'].get('description', '')}"
+        if names.get("streams"):
+            return "unavailable", "the job stream has no leader"
+        return "not_found", "the fleet has no such bulkhead"
 
     async def result(self, id: str, *, tenant: str | None = None, wait: float = 0.0) -> Reply:
         """Returns the result of a job that was submitted earlier, possibly by another process.
@@ -221,7 +228,8 @@ class Submitted:
 
     async def result(self) -> Reply:
         """Waits for the outcome. If no outcome arrives within ``host_lost_after`` seconds after the deadline, raises
-        ``Disconnected``. Otherwise raises the same errors as a local job. Can be called repeatedly."""
+        ``Disconnected``. If the user has no permission to read the outcome, raises ``Rejected``. Otherwise raises the
+        same errors as a local job. Can be called repeatedly."""
         connection = self._fleet._nats
         if connection.is_closed:
             raise self._closed()
@@ -238,6 +246,9 @@ class Submitted:
         while True:
             try:
                 ending = await self._fleet._ending(self._tenant, self.id)
+            except Forbidden as error:
+                outcome = Outcome("rejected", "forbidden", str(error), executed="unknown")
+                raise Rejected(outcome) from error
             except (nats.errors.Error, asyncio.TimeoutError, OSError):
                 ending = None
             if ending is not None:
@@ -260,10 +271,6 @@ class Submitted:
     def _closed(self) -> Disconnected:
         sentence = f"the fleet was closed before the job {self.id} had an outcome; the job may have run"
         return Disconnected(sentence, "unknown")
-
-
-async def _ignore(_error: Exception) -> None:
-    """Ignores connection errors, because the connection is restored automatically."""
 
 
 def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[str, str]) -> None:

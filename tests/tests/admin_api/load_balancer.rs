@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use bulkhead_tests::http::Place;
+use bulkhead_tests::http::{Answer, Place};
 use bulkhead_tests::ports::free_port;
 use bulkhead_tests::{PATIENCE, Supervisor, not_run, tally, wait_for};
 use nix::sys::signal::Signal;
@@ -40,6 +40,11 @@ impl Drop for Proxy {
 impl Proxy {
     /// Starts HAProxy in front of the hosts. Prints a note and returns `None` if HAProxy is not installed.
     fn start(hosts: [SocketAddr; 2]) -> Option<Self> {
+        Self::start_with(hosts, "inter 250ms")
+    }
+
+    /// Starts HAProxy with another interval between health checks.
+    fn start_with(hosts: [SocketAddr; 2], interval: &str) -> Option<Self> {
         if Command::new("haproxy").arg("-v").output().is_err() {
             not_run!("haproxy is not installed: install Debian's package haproxy");
             return None;
@@ -54,6 +59,7 @@ impl Proxy {
             // On a busy machine, a healthy host can need longer to respond.
             ("timeout connect 1s", "timeout connect 30s".to_owned()),
             ("timeout check 1s", "timeout check 30s".to_owned()),
+            ("inter 250ms", interval.to_owned()),
         ];
         for (from, to) in places {
             assert!(text.contains(from), "the configuration names {from}");
@@ -263,12 +269,88 @@ fn stopping_hosts_under_load_does_not_reset_connections() {
     });
     let results = results(&seen);
     println!("{} jobs: {results:?}", seen.len());
-    // The proxy may not know yet that the other host is back.
-    let is_refusal = |told: &str| told.starts_with("503 ") && told.ends_with(" no");
-    assert!(results.keys().all(|told| *told == "200  yes" || is_refusal(told)), "{results:?}");
+    // The proxy may not know yet that the other host is back. A rejected retry of an idempotent job becomes 502.
+    let is_refusal = |Seen { idempotent, told, .. }: &Seen| match told.as_str() {
+        "502  unknown" => *idempotent,
+        told => told.starts_with("503 ") && told.ends_with(" no"),
+    };
+    assert!(seen.iter().all(|seen| seen.told == "200  yes" || is_refusal(seen)), "{results:?}");
     assert!(results["200  yes"] > seen.len() / 2, "{results:?}");
     let [first, second] = &hosts;
     check_runs(&seen, &runs(&[first, second]));
+}
+
+/// Sends an idempotent job that aborts its worker after recording itself in `runs`.
+fn send_crashing_job(proxy: &Proxy) -> Answer {
+    let headers = [TOKEN, "Bulkhead-Idempotent: true"];
+    proxy.place().job("b", "steps:trace runs;die", &headers, b"x")
+}
+
+/// Checks that the answer does not claim that the job did not run. The status 503 would claim the same.
+#[track_caller]
+fn check_may_have_run(answer: &Answer) {
+    let told = (answer.status, answer.header("bulkhead-executed"), answer.header("bulkhead-retryable"));
+    assert_eq!(told, (502, "unknown", "true"), "{}", answer.text());
+    assert_ne!(answer.json()["executed"], "no");
+}
+
+#[test]
+fn rejected_retry_does_not_hide_an_earlier_crash() {
+    let hosts = [Host::start(""), Host::start("")];
+    let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
+    let [first, second] = &hosts;
+    // The health check of a drained bulkhead's host still succeeds.
+    assert_eq!(second.supervisor.post("/v1/bulkheads/b/drain").0, 200);
+    // Each attempt is sent to the first host, to the second, or to both in either order.
+    wait_for("the second host rejects a retry", || {
+        let before = first.runs().lines().count();
+        let answer = send_crashing_job(&proxy);
+        check_may_have_run(&answer);
+        let has_run = first.runs().lines().count() > before;
+        (has_run && answer.header("bulkhead-reason").is_empty()).then_some(())
+    });
+}
+
+#[test]
+fn unreachable_host_does_not_hide_an_earlier_crash() {
+    let mut hosts = [Host::start(""), Host::start("")];
+    // The proxy notices the death of a host only when it connects to the host.
+    let Some(proxy) = Proxy::start_with([hosts[0].address, hosts[1].address], "inter 1h") else { return };
+    hosts[1].supervisor.signal(Signal::SIGKILL);
+    hosts[1].supervisor.wait();
+    check_may_have_run(&send_crashing_job(&proxy));
+    assert!(!hosts[0].runs().is_empty());
+}
+
+#[test]
+fn job_that_no_host_was_sent_is_reported_as_not_executed() {
+    let mut hosts = [Host::start(""), Host::start("")];
+    let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
+    for host in &mut hosts {
+        host.supervisor.signal(Signal::SIGKILL);
+        host.supervisor.wait();
+    }
+    wait_for("the proxy knows that both hosts are down", || {
+        let answer = send_crashing_job(&proxy);
+        (answer.status == 503 && answer.header("bulkhead-executed") == "no").then_some(())
+    });
+}
+
+#[test]
+fn disconnecting_from_the_proxy_cancels_the_job() {
+    let hosts = [Host::start(""), Host::start("")];
+    let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
+    let total = |field| hosts.iter().map(|host| host.supervisor.number("b", field)).sum::<u64>();
+    for (idempotent, cancelled) in [("false", 1), ("true", 2)] {
+        let mut connection = proxy.place().keep_alive();
+        let idempotent = format!("Bulkhead-Idempotent: {idempotent}");
+        let headers = [TOKEN, "Bulkhead-Operation: steps:wait never", idempotent.as_str()];
+        connection.send("POST", "/v1/bulkheads/b/jobs", &headers, b"x");
+        wait_for("the job runs", || (total("in_flight") == 1).then_some(()));
+        drop(connection);
+        wait_for("the job is cancelled", || (total("cancelled") == cancelled).then_some(()));
+        wait_for("the job has ended", || (total("in_flight") == 0).then_some(()));
+    }
 }
 
 /// Clients that connect to a host directly see no resets when the host stops. The clients use a new connection for each
