@@ -28,7 +28,31 @@ SERVER = PROGRAMS.parent / "nats-server" / "2.15.1" / "nats-server"
 AGENT = PROGRAMS / "bulkhead-fleet"
 
 # The server chooses a free port and writes its address to a `*.ports` file.
-NATS = 'listen: "127.0.0.1:-1"\nports_file_dir: "."\njetstream { store_dir: "nats" }\n'
+NATS = """
+listen: "127.0.0.1:-1"
+ports_file_dir: "."
+jetstream { store_dir: "nats" }
+no_auth_user: "fleet"
+accounts {
+  FLEET {
+    jetstream: enabled
+    users: [{ user: "fleet", password: "fleet" }]
+    exports: [
+      { service: "bh.job.*.n.2.acme", accounts: [ACME] }
+      { service: "$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.*", accounts: [ACME] }
+      { stream: "bh.told.acme.>", accounts: [ACME] }
+    ]
+  }
+  ACME {
+    users: [{ user: "acme", password: "acme" }]
+    imports: [
+      { service: { account: FLEET, subject: "bh.job.*.n.2.acme" } }
+      { service: { account: FLEET, subject: "$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.*" } }
+      { stream: { account: FLEET, subject: "bh.told.acme.>" } }
+    ]
+  }
+}
+"""
 
 WORKERS = """
 [supervisor]
@@ -115,6 +139,20 @@ def test_names_are_escaped_as_in_the_agent() -> None:
 def test_endless_time_limit_is_a_valid_header() -> None:
     assert [_millis(seconds) for seconds in (0.0, 1.5)] == ["1", "1500"]
     assert {_millis(seconds) for seconds in (1e300, float("inf"))} == {"31536000000"}
+
+
+def test_tenant_uses_the_fleet_from_its_own_account(servers: str) -> None:
+    async def submit_all() -> None:
+        address = servers.replace("nats://", "nats://acme:acme@")
+        async with await AsyncFleet.connect(address, tenant="acme") as fleet:
+            submitted = await fleet.submit("upper", b"hello", id="own-account")
+            assert (await submitted.result()).payload == b"HELLO"
+            assert (await fleet.result("own-account")).payload == b"HELLO"
+            with pytest.raises(errors.Rejected) as refused:
+                await fleet.submit("missing")
+            assert refused.value.outcome.reason == "not_found"
+
+    asyncio.run(submit_all())
 
 
 def test_job_returns_its_result_and_runs_once(servers: str) -> None:

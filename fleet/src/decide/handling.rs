@@ -228,8 +228,7 @@ impl Handling {
             }
             (State::Reading, Event::Read(Err(ReadError::Unreadable { sequence, is_decided, .. }))) => {
                 let record = (sequence, is_decided);
-                let next =
-                    delivery::decide_unreadable(&self.message, &self.terms, &self.rules, record, now);
+                let next = delivery::decide_unreadable(&self.message, &self.terms, &self.rules, record, now);
                 self.delivered(next, None)
             }
             (State::Reading, Event::Read(Err(ReadError::Failed(_)))) => {
