@@ -274,15 +274,6 @@ impl FleetJob {
             let has_time = began.elapsed() < SUBMIT_TIMEOUT;
             let (reason, message) = match published {
                 Published::Stored(_) => return Ok(()),
-                Published::SubjectFull => {
-                    (RejectReason::TenantQuota, "the tenant has too many waiting jobs".into())
-                }
-                Published::StreamFull => (RejectReason::QueueFull, "the job stream is full".into()),
-                Published::TooLarge => {
-                    (RejectReason::TooLarge, "the payload is larger than the server accepts".into())
-                }
-                Published::Refused(message) => (RejectReason::Forbidden, message),
-                Published::Unavailable(message) => (RejectReason::Unavailable, message),
                 Published::NoStream => match self.is_missing(has_time).await {
                     true => (RejectReason::NotFound, "the fleet has no such bulkhead".into()),
                     false if has_time => {
@@ -296,7 +287,10 @@ impl FleetJob {
                     tokio::time::sleep(REPEAT_DELAY).await;
                     continue;
                 }
-                other => return Err(self.unreachable(format!("{other:?}"))),
+                other => match other.rejection() {
+                    Some(rejection) => rejection,
+                    None => return Err(self.unreachable(format!("{other:?}"))),
+                },
             };
             return Err(match may_be_stored {
                 true => self.unreachable(message),

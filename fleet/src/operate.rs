@@ -32,20 +32,38 @@ pub struct Operator {
 
 /// A failed operator request.
 #[derive(Debug)]
-pub struct OperateError(String);
+pub struct OperateError {
+    message: String,
+    /// Reason if the request concerned a single job and was refused, or `None` if the server did not respond as
+    /// expected.
+    reason: Option<RejectReason>,
+}
 
 impl fmt::Display for OperateError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.message)
     }
 }
 
 impl std::error::Error for OperateError {}
 
 impl OperateError {
+    fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), reason: None }
+    }
+
+    fn rejected(reason: RejectReason, message: impl Into<String>) -> Self {
+        Self { message: message.into(), reason: Some(reason) }
+    }
+
+    /// Returns the reason if only this job was refused, so that requests for other jobs can succeed.
+    pub fn reason(&self) -> Option<RejectReason> {
+        self.reason
+    }
+
     fn api(object: &str, error: &ApiError) -> Self {
         let hint = if error.code == 404 { "; run: bulkhead fleet init" } else { "" };
-        Self(format!("failed to read {object}: {}{hint}", error.description))
+        Self::new(format!("failed to read {object}: {}{hint}", error.description))
     }
 }
 
@@ -108,20 +126,28 @@ pub struct DeadLetter {
 }
 
 impl DeadLetter {
+    fn requeue_error(&self, reason: RejectReason, cause: &str) -> OperateError {
+        let again = if reason.is_retryable() { "; try again later" } else { "" };
+        let id = &self.options.id;
+        OperateError::rejected(reason, format!("failed to requeue the dead letter {id}: {cause}{again}"))
+    }
+
     /// Returns an error if the letter does not contain the whole job, so that the job cannot be submitted again.
     pub fn check_requeue(&self) -> Result<(), OperateError> {
         let id = &self.options.id;
         if let Some(bytes) = self.dropped_payload_bytes {
-            return Err(OperateError(format!(
+            let message = format!(
                 "the dead letter {id} does not contain the job's payload of {bytes} bytes, which was too large for the \
                  server: submit the job again with its payload, and then drop the letter"
-            )));
+            );
+            return Err(OperateError::rejected(RejectReason::TooLarge, message));
         }
         if let Verdict::Rejected { reason: RejectReason::Invalid, message } = &self.outcome.verdict {
-            return Err(OperateError(format!(
+            let message = format!(
                 "the dead letter {id} belongs to an invalid job ({message}), and might not contain all options: \
                  submit the job again with valid options, and then drop the letter"
-            )));
+            );
+            return Err(OperateError::rejected(RejectReason::Invalid, message));
         }
         Ok(())
     }
@@ -239,8 +265,12 @@ impl Operator {
 
     /// Returns the dead letter with this subject, or `None` if the letter has been removed.
     pub async fn dead_letter(&self, subject: &str) -> Result<Option<DeadLetter>, OperateError> {
-        let message = read_last(&self.client, DEAD, subject).await.map_err(OperateError)?;
-        message.map(letter).transpose().map_err(OperateError)
+        let message = read_last(&self.client, DEAD, subject).await.map_err(OperateError::new)?;
+        let invalid = |error| {
+            let message = format!("the dead letter {subject} is invalid: {error}");
+            OperateError::rejected(RejectReason::Invalid, message)
+        };
+        message.map(letter).transpose().map_err(invalid)
     }
 
     /// Returns the newest matching dead letters, at most `limit`, newest first.
@@ -271,9 +301,19 @@ impl Operator {
         match published {
             Published::Stored(_) => {}
             Published::NoStream => {
-                return Err(OperateError(format!("the fleet has no bulkhead {}", options.bulkhead)));
+                // Fails if the stream has no leader.
+                self.info(JOBS, Value::Null).await?;
+                let cause = format!("the fleet has no bulkhead {}", options.bulkhead);
+                return Err(letter.requeue_error(RejectReason::NotFound, &cause));
             }
-            other => return Err(OperateError(format!("the job was not accepted: {other:?}; try again"))),
+            other => {
+                return Err(match other.rejection() {
+                    Some((reason, cause)) => letter.requeue_error(reason, &cause),
+                    None => {
+                        OperateError::new(format!("the server did not accept the job: {other:?}; try again"))
+                    }
+                });
+            }
         }
         self.drop_letter(letter).await?;
         Ok(options.id)
@@ -291,7 +331,7 @@ impl Operator {
                 Ok(())
             }
             Err(error) => {
-                Err(OperateError(format!("failed to remove the dead letter: {}", error.description)))
+                Err(OperateError::new(format!("failed to remove the dead letter: {}", error.description)))
             }
         }
     }

@@ -10,6 +10,7 @@ mod pages;
 mod status;
 mod submit;
 mod try_out;
+mod with_parent;
 
 use std::process::ExitCode;
 
@@ -36,6 +37,9 @@ fn run(args: &Args) -> Result<u8, Failure> {
     if let Command::Man { folder } = &args.command {
         return pages::write(folder);
     }
+    if let Command::WithParent(options) = &args.command {
+        return Err(with_parent::run(options));
+    }
     let fail = |error| Failure::new(exit::FAILED, format!("failed to start: {error}"));
     let mut runtime = match args.command {
         Command::Agent(_) => tokio::runtime::Builder::new_multi_thread(),
@@ -56,7 +60,7 @@ async fn run_command(args: &Args) -> Result<u8, Failure> {
         Command::Status => status::run(&settings(args)?, args.json).await,
         Command::Dead(dead) => dead::run(&settings(args)?, dead, args.json).await,
         Command::Try(options) => try_out::run(options).await,
-        Command::Man { .. } => Ok(exit::OK), // Handled before the runtime starts.
+        Command::Man { .. } | Command::WithParent(_) => Ok(exit::OK), // Handled before the runtime starts.
     }
 }
 

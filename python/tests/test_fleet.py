@@ -57,6 +57,29 @@ server_name: n{number}
 cluster {{ name: fleet, listen: "127.0.0.1:{port}", routes: [{routes}] }}
 """
 
+ACCOUNTS = """
+no_auth_user: "fleet"
+accounts {
+  FLEET {
+    jetstream: enabled
+    users: [{ user: "fleet", password: "fleet" }]
+    exports: [
+      { service: "bh.job.*.n.2.acme", accounts: [ACME] }
+      { service: "$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.*", accounts: [ACME] }
+      { stream: "bh.told.acme.>", accounts: [ACME] }
+    ]
+  }
+  ACME {
+    users: [{ user: "acme", password: "acme" }]
+    imports: [
+      { service: { account: FLEET, subject: "bh.job.*.n.2.acme" } }
+      { service: { account: FLEET, subject: "$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.*" } }
+      { stream: { account: FLEET, subject: "bh.told.acme.>" } }
+    ]
+  }
+}
+"""
+
 WORKERS = """
 [supervisor]
 socket = "jobs.sock"
@@ -96,7 +119,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         if not program.exists():
             pytest.skip(f"NOT RUN: {program} does not exist")
     folder = tmp_path_factory.mktemp("fleet")
-    (folder / "nats.conf").write_text(NATS)
+    (folder / "nats.conf").write_text(NATS + ACCOUNTS)
     (folder / "workers.toml").write_text(WORKERS)
     command = [str(AGENT), "--config", "fleet.toml"]
     processes = [
@@ -157,6 +180,17 @@ def test_names_are_escaped_as_in_the_agent() -> None:
 def test_endless_time_limit_is_a_valid_header() -> None:
     assert [_millis(seconds) for seconds in (0.0, 1.5)] == ["1", "1500"]
     assert {_millis(seconds) for seconds in (1e300, float("inf"))} == {"31536000000"}
+
+
+def test_tenant_uses_the_fleet_from_its_own_account(servers: str) -> None:
+    async def submit_all() -> None:
+        address = servers.replace("nats://", "nats://acme:acme@")
+        async with await AsyncFleet.connect(address, tenant="acme") as fleet:
+            submitted = await fleet.submit("upper", b"hello", id="own-account")
+            assert (await submitted.result()).payload == b"HELLO"
+            assert (await fleet.result("own-account")).payload == b"HELLO"
+
+    asyncio.run(submit_all())
 
 
 def test_job_returns_its_result_and_runs_once(servers: str) -> None:

@@ -1,6 +1,7 @@
 //! Declares the command line of `bulkhead-fleet`. `program` runs the commands, and `pages` generates man pages from the
 //! same declaration. Settings from `fleet.toml` are read elsewhere.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -53,6 +54,9 @@ pub(crate) enum Command {
     ///
     /// Submits a hundred jobs and kills one agent partway through. Shows that each job has exactly one outcome.
     Try(Try),
+    /// Run a program that is killed when its parent exits
+    #[command(hide = true)]
+    WithParent(WithParent),
     /// Write man pages
     Man {
         /// Target directory; created if missing
@@ -207,6 +211,19 @@ pub(crate) struct Try {
     /// NATS server executable [default: nats-server in PATH]
     #[arg(long, value_name = "PATH")]
     pub(crate) server: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct WithParent {
+    /// Process ID of the parent
+    pub(crate) parent: i32,
+
+    /// Program to run
+    pub(crate) program: PathBuf,
+
+    /// Arguments of the program
+    #[arg(last = true)]
+    pub(crate) arguments: Vec<OsString>,
 }
 
 fn any_duration(text: &str) -> Result<Duration, String> {

@@ -3,7 +3,7 @@
 
 use bulkhead_api::JobOutcome;
 use bulkhead_api::text::escape;
-use bulkhead_fleet::operate::{DeadFilter, DeadLetter, Operator};
+use bulkhead_fleet::operate::{DeadFilter, DeadLetter, OperateError, Operator};
 use bulkhead_fleet::settings::Settings;
 use serde_json::{Value, json};
 
@@ -34,25 +34,49 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
         }
         DeadCommand::Requeue(selection) => {
             for subject in select(&operator, selection).await? {
-                let Some(letter) = read(&operator, &subject).await? else { continue };
-                if let Err(error) = letter.check_requeue() {
-                    output::to_stderr(&format!("bulkhead-fleet: {}", escape(&error.to_string())));
-                    code = exit::INVALID;
-                    continue;
+                match requeue(&operator, &subject).await {
+                    Ok(Some((letter, id))) => report(is_json, "requeued", &letter, Some(&id))?,
+                    Ok(None) => {}
+                    Err(error) => set_code(&mut code, error)?,
                 }
-                let id = operator.requeue(&letter).await.map_err(Failure::unreachable)?;
-                report(is_json, "requeued", &letter, Some(&id))?;
             }
         }
         DeadCommand::Drop(selection) => {
             for subject in select(&operator, selection).await? {
-                let Some(letter) = read(&operator, &subject).await? else { continue };
-                operator.drop_letter(&letter).await.map_err(Failure::unreachable)?;
-                report(is_json, "dropped", &letter, None)?;
+                match remove(&operator, &subject).await {
+                    Ok(Some(letter)) => report(is_json, "dropped", &letter, None)?,
+                    Ok(None) => {}
+                    Err(error) => set_code(&mut code, error)?,
+                }
             }
         }
     }
     Ok(code)
+}
+
+/// Requeues a dead letter. Returns the letter and the new ID, or `None` if the letter has been removed.
+async fn requeue(operator: &Operator, subject: &str) -> Result<Option<(DeadLetter, String)>, OperateError> {
+    let Some(letter) = operator.dead_letter(subject).await? else { return Ok(None) };
+    let id = operator.requeue(&letter).await?;
+    Ok(Some((letter, id)))
+}
+
+/// Removes a dead letter. Returns the letter, or `None` if it has been removed already.
+async fn remove(operator: &Operator, subject: &str) -> Result<Option<DeadLetter>, OperateError> {
+    let Some(letter) = operator.dead_letter(subject).await? else { return Ok(None) };
+    operator.drop_letter(&letter).await?;
+    Ok(Some(letter))
+}
+
+/// Prints an error that concerns only one dead letter, and keeps the exit code of the first such error. Returns all
+/// other errors.
+fn set_code(code: &mut u8, error: OperateError) -> Result<(), Failure> {
+    let Some(reason) = error.reason() else { return Err(Failure::unreachable(error)) };
+    output::to_stderr(&format!("bulkhead-fleet: {}", escape(&error.to_string())));
+    if *code == exit::OK {
+        *code = reason.exit_code();
+    }
+    Ok(())
 }
 
 async fn one(operator: &Operator, id: &str, tenant: Option<&str>) -> Result<DeadLetter, Failure> {

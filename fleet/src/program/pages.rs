@@ -22,7 +22,7 @@ pub(crate) fn write(folder: &Path) -> Result<u8, Failure> {
     root.build();
     let mut commands = vec![root];
     while let Some(command) = commands.pop() {
-        commands.extend(command.get_subcommands().cloned());
+        commands.extend(command.get_subcommands().filter(|command| !command.is_hide_set()).cloned());
         let file = Man::new(command).section("8").generate_to(folder).map_err(fail)?;
         output::line(&file.display().to_string())?;
     }

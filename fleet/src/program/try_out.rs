@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 use bulkhead_fleet::operate::Operator;
 use bulkhead_fleet::settings::Settings;
 use bulkhead_fleet::{Fleet, FleetError};
+use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use tokio::process::{Child, Command};
+use tokio::signal::unix::{SignalKind, signal};
 
 use super::args::Try;
 use super::output::{self, Failure, exit};
@@ -21,6 +23,8 @@ const JOBS: usize = 100;
 const KILLED_AFTER: usize = 40;
 /// Time limit for each component of the demonstration to start.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
+/// Time limit for the supervisor to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Server version to recommend if the server executable cannot be run.
 const VERSION: &str = "2.12.8";
 
@@ -34,13 +38,32 @@ const WORKERS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.soc
 
 /// Runs the command.
 pub(crate) async fn run(options: &Try) -> Result<u8, Failure> {
+    let fail =
+        |error: std::io::Error| Failure::new(exit::FAILED, format!("failed to handle signals: {error}"));
+    let mut terminate = signal(SignalKind::terminate()).map_err(fail)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(fail)?;
     let server = server_program(options).await?;
     let folder = tempfile::Builder::new().prefix("bulkhead-fleet-try-").tempdir();
     let folder = folder.map_err(|error| {
         Failure::new(exit::FAILED, format!("failed to create a temporary directory: {error}"))
     })?;
-    let mut demo = Demo::start(&server, folder.path()).await?;
-    demo.submit_all().await
+    let mut processes = Processes::default();
+    let interrupted = || Failure::new(exit::CANCELLED, "interrupted; the fleet is being stopped");
+    let result = tokio::select! {
+        result = demonstrate(&server, folder.path(), &mut processes) => result,
+        _ = terminate.recv() => Err(interrupted()),
+        _ = interrupt.recv() => Err(interrupted()),
+    };
+    processes.stop().await;
+    folder.close().map_err(|error| {
+        Failure::new(exit::FAILED, format!("failed to remove the temporary directory: {error}"))
+    })?;
+    result
+}
+
+async fn demonstrate(server: &Path, folder: &Path, processes: &mut Processes) -> Result<u8, Failure> {
+    let settings = start(server, folder, processes).await?;
+    Demo { folder: folder.to_owned(), settings, processes }.submit_all().await
 }
 
 /// Returns the path of the server executable, after checking that it can be executed.
@@ -51,7 +74,9 @@ async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
         Ok(output) if output.status.success() => {
             let version = String::from_utf8_lossy(&output.stdout);
             output::line(&format!("server:     {} ({})", version.trim(), program.display()))?;
-            Ok(program)
+            // Programs start in the temporary folder. A name without a folder is looked up in PATH.
+            let is_name = program.components().count() == 1;
+            Ok(if is_name { program } else { std::path::absolute(&program).unwrap_or(program) })
         }
         other => {
             let cause = other.map_or_else(|error| error.to_string(), |output| output.status.to_string());
@@ -69,61 +94,86 @@ async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Processes of the demonstration. The processes are killed when this value is dropped.
-struct Demo {
-    folder: PathBuf,
-    settings: Settings,
+/// Processes of the demonstration. The kernel kills them if this process exits without stopping them.
+#[derive(Default)]
+struct Processes {
+    server: Option<Child>,
+    supervisor: Option<Child>,
     agents: Vec<Child>,
-    /// The server process and the supervisor process.
-    _others: Vec<Child>,
 }
 
-impl Demo {
-    async fn start(server: &Path, folder: &Path) -> Result<Self, Failure> {
-        let write = |name: &str, text: &str| {
-            std::fs::write(folder.join(name), text)
-                .map_err(|error| Failure::new(exit::FAILED, format!("failed to write {name}: {error}")))
-        };
-        write("nats.conf", NATS)?;
-        write("workers.toml", WORKERS)?;
-        let mut server = Command::new(server);
-        let mut supervisor = Command::new(sibling("bulkhead-supervisor")?);
-        let others = vec![
-            spawn(server.arg("-c").arg("nats.conf"), folder, "nats")?,
-            spawn(supervisor.arg("--config").arg("workers.toml"), folder, "supervisor")?,
-        ];
-        let address = server_address(folder).await?;
-        for name in ["host-a", "host-b"] {
-            write(&format!("{name}.toml"), &configuration(&address, name))?;
+impl Processes {
+    /// Stops all processes, so that the temporary folder can be removed.
+    async fn stop(self) {
+        // Each process may have exited already.
+        for mut agent in self.agents {
+            let _ = agent.kill().await;
         }
-        let settings = Settings::read(&folder.join("host-a.toml"));
-        let settings = settings.map_err(|error| Failure::new(exit::FAILED, error.to_string()))?;
-        prepare(&settings, folder).await?;
-        let mut agents = Vec::new();
-        for name in ["host-a", "host-b"] {
-            let mut agent = Command::new(sibling("bulkhead-fleet")?);
-            agents.push(spawn(agent.arg("--config").arg(format!("{name}.toml")).arg("agent"), folder, name)?);
-        }
-        let demo = Self { folder: folder.to_owned(), settings, agents, _others: others };
-        demo.wait_for_agents().await?;
-        output::line("agents:     host-a and host-b pull jobs for one supervisor")?;
-        Ok(demo)
-    }
-
-    async fn wait_for_agents(&self) -> Result<(), Failure> {
-        let operator = Operator::connect(&self.settings).await.map_err(Failure::unreachable)?;
-        let began = Instant::now();
-        while began.elapsed() < START_TIMEOUT {
-            if let Ok(status) = operator.status().await
-                && status.bulkheads.iter().all(|bulkhead| bulkhead.agents == 2)
-            {
-                return Ok(());
+        if let Some(mut supervisor) = self.supervisor {
+            if let Some(pid) = supervisor.id().and_then(|pid| Pid::from_raw(pid.cast_signed())) {
+                let _ = kill_process(pid, Signal::TERM);
             }
-            tokio::time::sleep(Duration::from_millis(100)).await;
+            // A killed supervisor would not wait for its workers, which write to the folder.
+            if tokio::time::timeout(STOP_TIMEOUT, supervisor.wait()).await.is_err() {
+                let _ = supervisor.kill().await;
+            }
         }
-        Err(Failure::new(exit::FAILED, format!("the agents pulled no jobs:\n{}", logs(&self.folder))))
+        if let Some(mut server) = self.server {
+            let _ = server.kill().await;
+        }
     }
+}
 
+/// Starts all processes, and returns the configuration of a client.
+async fn start(server: &Path, folder: &Path, processes: &mut Processes) -> Result<Settings, Failure> {
+    let write = |name: &str, text: &str| {
+        std::fs::write(folder.join(name), text)
+            .map_err(|error| Failure::new(exit::FAILED, format!("failed to write {name}: {error}")))
+    };
+    write("nats.conf", NATS)?;
+    write("workers.toml", WORKERS)?;
+    processes.server = Some(spawn(server, &["-c", "nats.conf"], folder, "nats")?);
+    let supervisor = sibling("bulkhead-supervisor")?;
+    processes.supervisor = Some(spawn(&supervisor, &["--config", "workers.toml"], folder, "supervisor")?);
+    let address = server_address(folder).await?;
+    for name in ["host-a", "host-b"] {
+        write(&format!("{name}.toml"), &configuration(&address, name))?;
+    }
+    let settings = Settings::read(&folder.join("host-a.toml"));
+    let settings = settings.map_err(|error| Failure::new(exit::FAILED, error.to_string()))?;
+    prepare(&settings, folder).await?;
+    let agent = sibling("bulkhead-fleet")?;
+    for name in ["host-a", "host-b"] {
+        let arguments = ["--config", &format!("{name}.toml"), "agent"];
+        processes.agents.push(spawn(&agent, &arguments, folder, name)?);
+    }
+    wait_for_agents(&settings, folder).await?;
+    output::line("agents:     host-a and host-b pull jobs for one supervisor")?;
+    Ok(settings)
+}
+
+async fn wait_for_agents(settings: &Settings, folder: &Path) -> Result<(), Failure> {
+    let operator = Operator::connect(settings).await.map_err(Failure::unreachable)?;
+    let began = Instant::now();
+    while began.elapsed() < START_TIMEOUT {
+        if let Ok(status) = operator.status().await
+            && status.bulkheads.iter().all(|bulkhead| bulkhead.agents == 2)
+        {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    Err(Failure::new(exit::FAILED, format!("the agents pulled no jobs:\n{}", logs(folder))))
+}
+
+/// A running demonstration.
+struct Demo<'a> {
+    folder: PathBuf,
+    settings: Settings,
+    processes: &'a mut Processes,
+}
+
+impl Demo<'_> {
     async fn submit_all(&mut self) -> Result<u8, Failure> {
         let fleet = Fleet::connect_with(&self.settings.nats, &self.settings.streams).await;
         let fleet = fleet.map_err(Failure::unreachable)?;
@@ -140,7 +190,7 @@ impl Demo {
         for (number, job) in submitted.into_iter().enumerate() {
             if number == KILLED_AFTER {
                 // The process may have exited already.
-                let _ = self.agents[0].kill().await;
+                let _ = self.processes.agents[0].kill().await;
                 output::line("killed:     host-a's agent, along with the jobs it held")?;
             }
             *outcomes.entry(outcome(&job.result().await)).or_default() += 1;
@@ -248,11 +298,13 @@ fn sibling(name: &str) -> Result<PathBuf, Failure> {
     ))
 }
 
-/// Starts a process whose output goes to a file. The process is killed when the handle is dropped.
-fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Child, Failure> {
+/// Starts a process whose output goes to a file. The process is killed when the handle is dropped or this process exits.
+fn spawn(program: &Path, arguments: &[&str], folder: &Path, name: &str) -> Result<Child, Failure> {
     let fail = |error: std::io::Error| Failure::new(exit::FAILED, format!("failed to start {name}: {error}"));
     let log = std::fs::File::create(folder.join(format!("{name}.log"))).map_err(fail)?;
     let errors = log.try_clone().map_err(fail)?;
+    let mut command = Command::new(sibling("bulkhead-fleet")?);
+    command.arg("with-parent").arg(std::process::id().to_string()).arg(program).arg("--").args(arguments);
     command.current_dir(folder).stdin(Stdio::null()).stdout(log).stderr(errors).kill_on_drop(true);
     command.spawn().map_err(fail)
 }

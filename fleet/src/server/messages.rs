@@ -5,6 +5,7 @@
 use std::time::Duration;
 
 use async_nats::{Client, HeaderMap, Message, RequestErrorKind};
+use bulkhead_shared::RejectReason;
 use bytes::Bytes;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -49,6 +50,22 @@ pub(crate) enum Published {
     Refused(String),
     /// The server did not respond, so the message may or may not have been stored.
     Unknown(String),
+}
+
+impl Published {
+    /// Returns the reason and a description if the server has refused the message, and `None` for all other results.
+    pub(crate) fn rejection(&self) -> Option<(RejectReason, String)> {
+        Some(match self {
+            Self::SubjectFull => (RejectReason::TenantQuota, "the tenant has too many waiting jobs".into()),
+            Self::StreamFull => (RejectReason::QueueFull, "the job stream is full".into()),
+            Self::TooLarge => {
+                (RejectReason::TooLarge, "the payload is larger than the server accepts".into())
+            }
+            Self::Refused(message) => (RejectReason::Forbidden, message.clone()),
+            Self::Unavailable(message) => (RejectReason::Unavailable, message.clone()),
+            _ => return None,
+        })
+    }
 }
 
 #[derive(Debug, Deserialize)]

@@ -1,15 +1,16 @@
 //! The fleet command: exit codes, messages, preparation of streams, and dead letters.
 
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use bulkhead_fleet::operate::{DeadFilter, Operator};
 use bulkhead_fleet::settings::Settings;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, server_program};
-use bulkhead_tests::{PATIENCE, heavy, programs, run, wait_for};
+use bulkhead_tests::{PATIENCE, heavy, kill_pid, programs, run, wait_for};
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use super::jobs::{BULKHEADS, settings, start};
@@ -185,10 +186,16 @@ fn dead_letter_can_be_shown_resubmitted_and_dropped() {
 
 /// Publishes a dead letter, as an agent would, for an earlier job.
 fn letter_message(tenant: &str, id: &str) -> Vec<u8> {
-    let outcome = "{\"outcome\":\"rejected\",\"reason\":\"invalid\",\"bulkhead\":\"b\",\"executed\":\"no\",\"attempts\":0,\
-                   \"queued_ms\":0,\"ran_ms\":0,\"retryable\":false,\"job\":null}";
+    rejected_letter("b", tenant, id, "invalid")
+}
+
+/// Returns a message that publishes the dead letter of a job that was rejected for the given reason.
+pub(crate) fn rejected_letter(bulkhead: &str, tenant: &str, id: &str, reason: &str) -> Vec<u8> {
+    let outcome = json!({"outcome": "rejected", "reason": reason, "bulkhead": bulkhead, "executed": "no", "attempts": 0,
+        "queued_ms": 0, "ran_ms": 0, "retryable": false, "job": null});
     let head = format!("NATS/1.0\r\nBulkhead-Id: {id}\r\nBulkhead-Outcome: {outcome}\r\n\r\n");
-    format!("HPUB bh.dead.b.{tenant}.{id} {} {}\r\n{head}old\r\n", head.len(), head.len() + 3).into_bytes()
+    format!("HPUB bh.dead.{bulkhead}.{tenant}.{id} {} {}\r\n{head}old\r\n", head.len(), head.len() + 3)
+        .into_bytes()
 }
 
 #[test]
@@ -281,6 +288,39 @@ fn fleet_try_command_runs_a_complete_fleet() {
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("pip download"), "{output:?}");
+}
+
+/// Returns the IDs of all processes whose working directory is in this folder.
+fn processes_in(folder: &Path) -> Vec<u32> {
+    let entries =
+        std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let is_in =
+        |pid: &u32| std::fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|cwd| cwd.starts_with(folder));
+    entries.filter_map(|name| name.parse().ok()).filter(is_in).collect()
+}
+
+#[test]
+fn interrupted_try_command_leaves_no_processes_behind() {
+    let Some(server) = server_program(VERSIONS[1]) else { return };
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGKILL] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Command::new(programs().join("bulkhead"));
+        command.args(["fleet", "try", "--server"]).arg(&server).env("TMPDIR", folder.path());
+        let mut demo = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(demo.stdout.take().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap().starts_with("submitted:")));
+        // A server, a supervisor, two agents, and workers.
+        wait_for("jobs run", || (processes_in(folder.path()).len() >= 5).then_some(()));
+        kill_pid(demo.id(), signal);
+        let status = demo.wait().unwrap();
+        if signal == Signal::SIGKILL {
+            wait_for("all processes end", || processes_in(folder.path()).is_empty().then_some(()));
+            continue;
+        }
+        assert_eq!(status.code(), Some(130));
+        assert_eq!(processes_in(folder.path()), [0; 0]);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
 }
 
 /// Sends a GET request to the agent, and returns the HTTP status and the body of the response.

@@ -11,6 +11,7 @@ use bulkhead_shared::Verdict;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of, streams};
 use bulkhead_tests::{PATIENCE, run, tally, wait_for};
 
+use super::commands::rejected_letter;
 use super::jobs::{BULKHEADS, settings, start};
 
 /// Submits jobs from 32 tasks to a fleet without agents. Returns the IDs of the accepted jobs, and the reason for each
@@ -114,6 +115,31 @@ fn size_of_a_result_is_checked_against_the_current_limit() {
         assert!(error.to_string().contains("result_too_large"), "{error}");
     });
     fleet.wait_drained("b");
+}
+
+#[test]
+fn full_backlog_does_not_stop_the_requeue_of_other_letters() {
+    let settings = settings().replace("[streams]\n", "[streams]\ntenant_backlog = 1\n");
+    for version in VERSIONS {
+        let Some(fleet) = TestFleet::start(version, 1, &settings) else { return };
+        assert_eq!(fleet.json(&["submit", "b", "-n", "--tenant", "full", "--detach"]).0, 0);
+        let letters = [("b", "full", "a"), ("b", "full", "b"), ("gone", "full", "c"), ("b", "quiet", "d")];
+        for (bulkhead, tenant, id) in letters {
+            fleet.send(&rejected_letter(bulkhead, tenant, id, "quarantined"));
+        }
+        wait_for("the letters are stored", || (fleet.json(&["dead", "list"]).1.len() == 4).then_some(()));
+        let output = fleet.command(&["dead", "requeue", "--all"]);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(75), "{errors}");
+        assert!(
+            errors.contains("dead letter a: the tenant has too many waiting jobs; try again"),
+            "{errors}"
+        );
+        assert!(errors.contains("dead letter c: the fleet has no bulkhead gone"), "{errors}");
+        let (_, kept) = fleet.json(&["dead", "list"]);
+        assert_eq!(kept.len(), 3, "{kept:?}");
+        assert!(kept.iter().all(|letter| letter["id"] != "d"), "{kept:?}");
+    }
 }
 
 #[test]

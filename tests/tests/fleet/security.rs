@@ -11,6 +11,7 @@ use bulkhead_fleet::{Fleet, FleetError};
 use bulkhead_tests::fleet::{NatsServer, TestFleet, VERSIONS, result_of, server_program, streams};
 use bulkhead_tests::ports::free_port;
 use bulkhead_tests::{PATIENCE, not_run, run};
+use futures_util::StreamExt;
 use nkeys::KeyPair;
 
 use super::jobs::BULKHEADS;
@@ -110,6 +111,13 @@ fn tenant_can_access_only_its_own_jobs() {
     }
 }
 
+/// Connects to a server as the tenant `acme`, without the fleet's client library.
+async fn connect_raw(fleet: &TestFleet, server: &str) -> async_nats::Client {
+    let seed = std::fs::read_to_string(fleet.folder.path().join("acme.nk")).unwrap();
+    let options = ConnectOptions::new().nkey(seed).require_tls(true);
+    options.add_root_certificates(fleet.folder.path().join("ca.pem")).connect(server).await.unwrap()
+}
+
 #[test]
 fn tenant_can_use_each_server() {
     for version in VERSIONS {
@@ -127,6 +135,12 @@ fn tenant_can_use_each_server() {
                 let job = client.job("b", vec![b'x'; 100_000]);
                 let reply = result_of(job.submit().await.unwrap()).await.unwrap();
                 assert_eq!(reply.payload(), [b'x'; 100_000]);
+                let raw = connect_raw(&fleet, &settings.nats.servers[index]).await;
+                let mut notices = raw.subscribe(format!("bh.told.acme.notice-{index}")).await.unwrap();
+                raw.flush().await.unwrap();
+                let noticed = client.job("b", "").id(format!("notice-{index}"));
+                result_of(noticed.submit().await.unwrap()).await.unwrap();
+                assert!(notices.next().await.is_some());
                 let missing = client.result("acme", "never-submitted", Duration::ZERO).await.unwrap_err();
                 assert!(matches!(missing, FleetError::Overdue { .. }), "{missing}");
             }
@@ -156,10 +170,7 @@ fn tenant_cannot_misuse_the_reply_subjects_of_requests() {
         run(async {
             let client = Fleet::connect_with(&settings.nats, &settings.streams).await.unwrap();
             result_of(client.job("b", "").id("mine").submit().await.unwrap()).await.unwrap();
-            let seed = std::fs::read_to_string(fleet.folder.path().join("acme.nk")).unwrap();
-            let options = ConnectOptions::new().nkey(seed).require_tls(true);
-            let options = options.add_root_certificates(fleet.folder.path().join("ca.pem"));
-            let raw = options.connect(&settings.nats.servers).await.unwrap();
+            let raw = connect_raw(&fleet, &settings.nats.servers[0]).await;
             let read = |id: &str| format!("$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.{id}");
             let job = |id: &str| {
                 let mut headers = HeaderMap::new();

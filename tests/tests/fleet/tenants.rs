@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use bulkhead_client::JobError;
+use bulkhead_client::{Executed, JobError};
+use bulkhead_fleet::FleetError;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of};
 use bulkhead_tests::{connect, run, wait_for};
 
@@ -43,6 +44,57 @@ fn job_with_a_long_traceparent_does_not_occupy_a_permit() {
     let (_, letters) = fleet.json(&["dead", "list"]);
     assert_eq!(letters.len(), 6, "{letters:?}");
     assert!(letters.iter().all(|letter| letter["reason"] == "invalid"), "{letters:?}");
+}
+
+#[test]
+fn unreadable_record_does_not_occupy_a_permit() {
+    for version in VERSIONS {
+        let Some(mut fleet) = TestFleet::start(version, 1, &settings()) else { return };
+        fleet.add_host("host-a", BULKHEADS);
+        let begun = fleet.hosts[0].supervisor.file("begun");
+        run(async {
+            let client = fleet.connect().await;
+            let head = "NATS/1.0\r\nBulkhead-Phase: claimed\r\nBulkhead-Agent: a\r\nBulkhead-Nonce: n\r\n\
+                        Bulkhead-Attempts: 1\r\nBulkhead-Stream-Sequence: 1\r\nBulkhead-Delivery: 1\r\n\r\n";
+            let bytes = head.len();
+            fleet.send(format!("HPUB bh.ledger.acme.claim {bytes} {bytes}\r\n{head}\r\n").as_bytes());
+            // The last records are copies of another job's claim. There are more jobs than permits.
+            let mut corrupt = Vec::new();
+            for number in 0..8 {
+                let id = format!("corrupt-{number}");
+                let message = match number {
+                    0..6 => format!("PUB bh.ledger.acme.{id} 2\r\n{{}}\r\n"),
+                    _ => {
+                        let read = "$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.claim";
+                        format!("PUB {read} bh.ledger.acme.{id} 0\r\n\r\n")
+                    }
+                };
+                fleet.send(message.as_bytes());
+                let subject = format!("$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.{id}");
+                wait_for("the record is stored", || {
+                    (!fleet.request(subject.as_bytes(), b"", b"").contains(" 404 ")).then_some(())
+                });
+                let job = client.job("b", "").tenant("acme").id(id).idempotent(true);
+                let operation = format!("steps:trace {}", begun.display());
+                let job = job.operation(operation).deadline(Duration::from_secs(5));
+                corrupt.push(job.submit().await.unwrap());
+            }
+            let sound = client.job("b", "").deadline(Duration::from_secs(30)).submit().await.unwrap();
+            result_of(sound).await.unwrap();
+            for job in corrupt {
+                let error = result_of(job).await.unwrap_err();
+                let FleetError::Job(JobError::Crashed(outcome)) = &error else { panic!("{error}") };
+                assert_eq!(outcome.verdict.reason(), Some("host_lost"));
+                assert_eq!(outcome.verdict.executed(), Executed::Unknown);
+            }
+        });
+        fleet.wait_drained("b");
+        assert!(!begun.exists());
+        let page = get(fleet.hosts[0].http, "/metrics").1;
+        let line =
+            page.lines().find(|line| line.starts_with("bulkhead_fleet_unreadable_total{bulkhead=\"b\"}"));
+        assert!(line.is_some_and(|line| !line.ends_with(" 0")), "{page}");
+    }
 }
 
 /// Message headers that `async-nats` cannot parse. The last two make this library panic.
