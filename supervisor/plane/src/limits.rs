@@ -5,6 +5,9 @@ use std::time::Duration;
 
 use bulkhead_config::SupervisorConfig;
 
+/// Memory in bytes that a job needs in addition to its payload, such as for its record, names and buffers.
+const JOB_RECORD_BYTES_MAX: u64 = 64 << 10;
+
 /// Limits of the data plane that are shared by all bulkheads.
 pub struct DataPlaneLimits {
     /// Maximum number of connected clients.
@@ -25,11 +28,13 @@ pub struct DataPlaneLimits {
 impl DataPlaneLimits {
     /// Creates the limits from the configuration.
     pub fn new(config: &SupervisorConfig) -> Self {
+        // A job of the maximum size must fit even if `max_buffered` is not above `max_payload`.
+        let largest_job = config.max_payload.saturating_add(JOB_RECORD_BYTES_MAX);
         Self {
             clients_max: config.max_clients,
             payload_bytes_max: config.max_payload,
             result_bytes_max: config.max_payload,
-            buffered_bytes_max: usize::try_from(config.max_buffered).unwrap_or(usize::MAX),
+            buffered_bytes_max: usize::try_from(config.max_buffered.max(largest_job)).unwrap_or(usize::MAX),
             pooled_bytes_max: config.max_pooled,
             drain_timeout: config.drain_timeout,
         }

@@ -266,6 +266,12 @@ fn output_still_open_after_output_grace_fails_the_job() {
             assert!(message.contains(word), "{word} is not in: {message}");
         }
         assert!(processes_with(&pause).is_empty());
+        // The code is that of the exit status, so only the message tells that output can be missing.
+        let operation = format!("sleep {pause} & {SLEEPS}; echo why >&2; exit 3");
+        let error = place.client().job("x", "").operation(operation).send().unwrap_err();
+        assert_eq!(code_of(&error), "exit_3");
+        let message = error.to_string();
+        assert!(message.contains("why") && message.contains("sleep (pid "), "{message}");
     });
 }
 

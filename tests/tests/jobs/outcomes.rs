@@ -268,6 +268,20 @@ fn rejections_and_failures_have_specific_reasons() {
 }
 
 #[test]
+fn largest_payload_fits_into_an_equal_max_buffered() {
+    for size in [100, 16 << 10, 2 << 20] {
+        let supervisor = Supervisor::start_with(
+            &format!("max_payload = {size}\nmax_buffered = {size}"),
+            "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 3",
+        );
+        let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
+        for _ in 0..3 {
+            client.job("b", vec![1; size]).send().unwrap();
+        }
+    }
+}
+
+#[test]
 fn queued_payloads_stay_within_max_buffered() {
     let _turn = heavy();
     let supervisor = Supervisor::start_with(

@@ -398,7 +398,12 @@ impl Host {
         let status = status.code().unwrap_or(0);
         let failed = |error, output| Reply::Exited { status, error: Some(error), output };
         if !self.plan.ok.contains(&status) {
-            let error = HandlerError::new(format!("exit_{status}"), tail);
+            let mut message = tail;
+            if let Ending::Incomplete(holders) = &run.end {
+                let note = incomplete(self.plan.output.as_deref(), holders, self.plan.output_grace).message;
+                message = if message.is_empty() { note } else { format!("{message}; {note}") };
+            }
+            let error = HandlerError::new(format!("exit_{status}"), message);
             let error = if self.plan.retryable.contains(&status) { error.retryable() } else { error };
             let error = if self.plan.caller.contains(&status) { error.caller() } else { error };
             return failed(error, run.output);

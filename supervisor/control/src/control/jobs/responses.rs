@@ -59,8 +59,10 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
     ];
     let value = |field: &str| match fields.get(field)? {
         Value::Null => None,
-        // A message from a handler can contain characters that are invalid in a header.
-        Value::String(text) => HeaderValue::from_str(text).ok(),
+        // A code from a handler can contain characters that are invalid in a header.
+        Value::String(text) => HeaderValue::from_str(text)
+            .or_else(|_| HeaderValue::from_str(&text.escape_default().to_string()))
+            .ok(),
         other => HeaderValue::from_str(&other.to_string()).ok(),
     };
     names
@@ -144,7 +146,7 @@ pub(super) fn outcome_problem(
     let mut response = problem_with(status, &detail, fields);
     response.headers_mut().extend(outcome_headers);
     if let Some(wait) = outcome.retry_after {
-        let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
+        let seconds = wait.as_nanos().div_ceil(1_000_000_000).max(1) as u64;
         response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
     }
     response
