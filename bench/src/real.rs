@@ -50,7 +50,7 @@ impl Chain {
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
         let chain = Self::start(programs, &config()?).await?;
         for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {
-            chain.client.job(bulkhead, "ready?").send().await?;
+            chain.client.job(bulkhead, "ready?").deadline(Duration::from_secs(10)).send().await?;
         }
         Ok(chain)
     }

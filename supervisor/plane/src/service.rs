@@ -8,6 +8,7 @@ use std::time::Duration;
 use bulkhead_api::Service;
 use bulkhead_policy::Time;
 use bulkhead_shared::limits::truncate;
+use bulkhead_shared::text::escape;
 use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
 
 /// Length of a time slice. The window over which outcomes are counted consists of several slices.
@@ -163,7 +164,7 @@ impl<'a> Totals<'a> {
     /// Returns a description of the most frequent outcome other than `ok`, with the reason and the number of
     /// jobs. Failed jobs with different error codes count as different outcomes.
     fn cause(&self) -> String {
-        let failed = self.codes.iter().map(|(code, count)| (format!("failed/{code}"), *count));
+        let failed = self.codes.iter().map(|(code, count)| (format!("failed/{}", escape(code)), *count));
         let uncounted = self.counts[FAILED].saturating_sub(self.codes.values().sum());
         let rest = (uncounted > 0).then(|| ("failed/other codes".to_owned(), uncounted));
         let others = self.counts.iter().enumerate().skip(FAILED + 1);

@@ -556,8 +556,16 @@ fn fallback_respects_tenant_and_priority() {
         // The tenant has reached its quota in the fallback, so the client gets the reject reason of `entry`.
         let over = steps(&client, "echo").tenant("one").priority(Priority::Critical).send().await;
         assert_eq!(end(&over), ended("rejected/circuit_open", "entry"));
-        let critical = steps(&client, "echo").tenant("two").priority(Priority::Critical).send().await;
-        assert_eq!(end(&critical), ended("ok", "safe"));
+        for attempt in 0.. {
+            let critical = steps(&client, "echo").tenant("two").priority(Priority::Critical).send().await;
+            // While a busy machine delays the free worker's heartbeats, the worker gets no jobs, and this tenant's jobs
+            // cannot wait.
+            if attempt == 100 || end(&critical) != ended("rejected/circuit_open", "entry") {
+                assert_eq!(end(&critical), ended("ok", "safe"));
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
         supervisor.touch("end");
         assert_eq!(end(&one.await.unwrap()), ended("ok", "safe"));
     });
