@@ -250,6 +250,9 @@ pub(super) struct Leases {
     /// Files that a worker might still read although the client has already received the job's outcome, because the
     /// worker has not replied. Each entry starts with the worker's spawn number.
     lingering: Vec<(u64, JobId, Arc<Files>)>,
+    /// Files of leases that ended during an upgrade because their clients' connections ended or were moved, with the
+    /// times at which the leases ended. The clients might still be reading results.
+    unreturned: VecDeque<(Time, Arc<Files>)>,
     /// Clients that are waiting to be offered a lease.
     to_offer: VecDeque<SessionId>,
     effects: VecDeque<Effect>,
@@ -274,6 +277,7 @@ impl Leases {
             borrowers: HashMap::default(),
             revoked: HashMap::default(),
             lingering: Vec::new(),
+            unreturned: VecDeque::new(),
             to_offer: VecDeque::new(),
             effects: VecDeque::new(),
             open_files_max,
@@ -296,7 +300,7 @@ impl Leases {
 
     /// Returns true if [`Leases::check_deadlines`] must be called regularly.
     pub(super) fn needs_checks(&self) -> bool {
-        !self.by_number.is_empty()
+        !self.by_number.is_empty() || self.has_unreturned()
     }
 
     // Upgrades.
@@ -332,6 +336,18 @@ impl Leases {
     /// Returns true if the client has a lease or is waiting for one.
     pub(super) fn has_any(&self, client: SessionId) -> bool {
         self.of_client(client).next().is_some()
+    }
+
+    /// Returns true if the client's connection can be moved to the successor. A client must return its leases first,
+    /// unless the returns cannot be read (`hides_returns`).
+    pub(super) fn allow_move(&self, client: SessionId, hides_returns: bool) -> bool {
+        let is_recalled = |lease: &Lease| matches!(lease.state, State::Recalled { .. });
+        self.of_client(client).all(|(_, lease)| hides_returns && is_recalled(lease))
+    }
+
+    /// Returns true if a client whose lease has ended might still be reading a result from the lease's files.
+    pub(super) fn has_unreturned(&self) -> bool {
+        !self.unreturned.is_empty()
     }
 
     /// Returns the most recent lease number.
@@ -439,10 +455,17 @@ impl Leases {
         lease
     }
 
-    /// Ends all leases of a client that has disconnected.
-    pub(super) fn client_gone(&mut self, client: SessionId) {
+    /// Ends all leases of a client whose connection has ended or was moved to the successor. During an upgrade, a client
+    /// can continue over another connection, so its files are kept for as long as it could take to return a lease.
+    pub(super) fn client_gone(&mut self, now: Time, client: SessionId) {
         self.revoked.remove(&client);
-        self.matching(|lease| lease.client == client).into_iter().for_each(|number| self.end(number));
+        for number in self.matching(|lease| lease.client == client) {
+            if !self.is_lending {
+                let files = self.by_number[&number].state.files().cloned();
+                self.unreturned.extend(files.map(|files| (now, files)));
+            }
+            self.end(number);
+        }
     }
 
     // Memory.
@@ -626,6 +649,12 @@ impl Leases {
     /// leases that were not returned in time.
     pub(super) fn check_deadlines(&mut self, now: Time) {
         let is_over = |since: Time, most: Duration| now.since(since) >= most;
+        while let Some((at, _)) = self.unreturned.front()
+            && is_over(*at, RESPONSE_TIMEOUT)
+            && let Some((_, files)) = self.unreturned.pop_front()
+        {
+            self.release(files);
+        }
         for number in self.matching(|lease| {
             matches!(lease.state, State::Offered(_)) && is_over(lease.used_at, RESPONSE_TIMEOUT)
         }) {

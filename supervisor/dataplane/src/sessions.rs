@@ -221,13 +221,20 @@ impl Session {
         self.phase != Phase::Closing && has_nothing && self.end.is_quiet()
     }
 
-    /// Returns true if GOAWAY must be sent. While a client has jobs, its connection cannot be moved to the successor,
-    /// so new jobs would have to wait.
-    pub(super) fn can_go_away(&self) -> bool {
-        let has_jobs = (1..=GOAWAY_JOBS_MAX).contains(&self.requests.len());
+    /// Returns true if GOAWAY must be sent. While a client has jobs or leases, its connection cannot be moved to the
+    /// successor, so new jobs would have to wait.
+    fn can_go_away(&self, has_leases: bool) -> bool {
+        let jobs = self.requests.len();
+        let is_kept = (jobs > 0 || has_leases) && jobs <= GOAWAY_JOBS_MAX;
         // A large frame is counted as soon as its beginning arrives, but becomes a request only when it is complete.
-        let is_complete = has_jobs && !self.inbox.is_within_large();
+        let is_complete = is_kept && !self.inbox.is_within_large();
         self.takes_goaway && !self.is_going_away && self.phase == Phase::Open && is_complete
+    }
+
+    /// Returns true if the client's lease returns cannot be read, because they arrive behind a request for the
+    /// successor. A client that supports GOAWAY sends this request over a new connection instead.
+    pub(super) fn hides_lease_returns(&self) -> bool {
+        self.is_held_back && !self.takes_goaway
     }
 
     pub(super) fn count_submit(&mut self) {
@@ -239,7 +246,9 @@ impl Session {
     /// supervisor from exiting. Must be called repeatedly after GOAWAY was sent, and once another supervisor has taken
     /// over.
     pub(super) fn is_left_over(&mut self, now: Time) -> bool {
-        if !self.requests.is_empty() || self.inbox.is_storing() {
+        // A large frame has its own time limit, which is suspended while reading from the client is paused.
+        let is_sending = self.inbox.is_storing() && self.paused_since.is_none();
+        if !self.requests.is_empty() || is_sending {
             self.left_over_since = None;
             return false;
         }
@@ -685,6 +694,15 @@ impl Sessions {
     /// Returns the next session that has output to write. The caller must then call [`Self::flushed`].
     pub(super) fn next_dirty(&mut self) -> Option<SessionIndex> {
         self.dirty.pop_front()
+    }
+
+    /// Returns true if GOAWAY must be sent to a client.
+    pub(super) fn can_go_away(
+        &self,
+        index: SessionIndex,
+        has_leases: impl FnOnce(SessionId) -> bool,
+    ) -> bool {
+        self.slab.get(index).is_some_and(|session| session.can_go_away(has_leases(self.id(index))))
     }
 
     /// Sends GOAWAY, which asks a client to open a new connection.

@@ -5,7 +5,8 @@ mod failures;
 mod load;
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Output, Stdio};
@@ -16,10 +17,10 @@ use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{
     Hello, OutcomeMessage, Refused, Submit, client_capability, outcome_code, role,
 };
-use bulkhead_shared::codec::{self, Message};
+use bulkhead_shared::codec::{self, Message, tag};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
-use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest};
+use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest, is_whole, receive_with_files};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_tests::http::{KeptAlive, Place};
 use bulkhead_tests::manager::Manager;
@@ -113,6 +114,15 @@ impl Raw {
     }
 
     fn submit_bytes(number: u64, operation: &str, payload: &[u8]) -> Vec<u8> {
+        Self::submit_bytes_with(number, operation, &[], payload)
+    }
+
+    fn submit_bytes_with(
+        number: u64,
+        operation: &str,
+        extensions: &[(u16, &[u8])],
+        payload: &[u8],
+    ) -> Vec<u8> {
         let submit = Submit {
             bulkhead: "b",
             operation,
@@ -123,7 +133,7 @@ impl Raw {
             cost: 1,
         };
         let mut bytes = vec![0; HEADER_BYTES];
-        codec::encode(&submit, &[], &mut bytes).unwrap();
+        codec::encode(&submit, extensions, &mut bytes).unwrap();
         let metadata_length = (bytes.len() - HEADER_BYTES) as u16;
         bytes.extend_from_slice(payload);
         let length = (bytes.len() - HEADER_BYTES) as u32;
@@ -134,6 +144,26 @@ impl Raw {
 
     fn submit(&mut self, number: u64, operation: &str, payload: &[u8]) {
         self.0.write_all(&Self::submit_bytes(number, operation, payload)).unwrap();
+    }
+
+    /// Submits a job whose payload of 100,000 bytes is in a memory file.
+    fn submit_leased(&mut self, number: u64, operation: &str, lease: LeaseRef) {
+        let named = LeaseRef { bytes: 100_000, ..lease }.to_bytes();
+        let bytes = Self::submit_bytes_with(number, operation, &[(tag::LEASE, &named)], b"");
+        self.0.write_all(&bytes).unwrap();
+    }
+
+    /// Requests a lease and accepts it. Returns the lease, the payload file and the result file.
+    fn lease(&mut self) -> (LeaseRef, std::fs::File, OwnedFd) {
+        self.send(kind::LEASE, 1, &LeaseRequest { bulkhead: "b", tenant: "", bytes: 1 << 20 });
+        let (mut bytes, mut files) = ([0; 1024], Vec::new());
+        let length =
+            wait_for("the lease arrives", || receive_with_files(&self.0, &mut bytes, &mut files).ok());
+        assert_eq!(Header::decode(bytes.first_chunk().unwrap()).kind, kind::LEASED);
+        let (lease, _) = codec::decode::<LeaseRef>(&bytes[HEADER_BYTES..length], &[]).unwrap();
+        self.send(kind::LEASE_TAKEN, lease.lease, &Empty);
+        let [payload, result] = <[OwnedFd; 2]>::try_from(files).unwrap();
+        (lease, payload.into(), result)
     }
 
     /// Sends a frame that has no payload.
@@ -248,6 +278,43 @@ fn old_program_serves_http_while_it_waits_for_leases() {
     let events = place.ask("GET", "/v1/events?follow=false", &[], b"").text();
     assert!(events.contains("upgrade_started") && !events.contains("upgrade_switched"), "{events}");
     upgrading.until("switched");
+}
+
+/// A waiting request hides the return of a lease from the old program.
+#[test]
+fn waiting_job_does_not_wait_for_return_of_lease() {
+    let manager = start(ONE);
+    let old = manager.main();
+    let gate = manager.folder.path().join("gate");
+    let mut clients = [(); 2].map(|()| Raw::connect(&manager.socket()));
+    let leases = clients.each_mut().map(|client| {
+        let (lease, payload, result) = client.lease();
+        payload.write_all_at(&[7; 100_000], 0).unwrap();
+        client.submit_leased(1, &format!("steps:wait {}", gate.display()), lease);
+        (lease, result)
+    });
+    wait_for("the jobs run", || (get(&manager, "/v1/bulkheads/b")["in_flight"] == 2).then_some(()));
+    let upgrading = Upgrading::start(&manager);
+    upgrading.until_switched(&manager, old);
+    let [plain, leased] = &mut clients;
+    plain.submit(2, "", b"");
+    leased.submit_leased(2, "", leases[1].0);
+    std::fs::write(&gate, "").unwrap();
+    assert_eq!(plain.outcome(), (1, (0, 0)));
+    assert_eq!(leased.outcome(), (1, (0, 0)));
+    // Leases do not move to the new program.
+    assert_eq!(leased.outcome(), (2, (outcome_code::REJECTED, RejectReason::Overloaded.code())));
+    assert_eq!(plain.outcome(), (2, (0, 0)));
+    // The old program would otherwise have revoked the leases before it moved the connections.
+    assert!(leases.iter().all(|(_, result)| is_whole(result)), "the results cannot be read any more");
+    for (client, (lease, _)) in clients.iter_mut().zip(&leases) {
+        client.send(kind::LEASE_RETURNED, lease.lease, &Empty);
+        client.submit(3, "", b"");
+        assert_eq!(client.outcome(), (3, (0, 0)));
+    }
+    wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
+    assert!(leases.iter().all(|(_, result)| !is_whole(result)), "the old program has freed the files");
+    assert_eq!((upgrading.end().0, manager.restarts()), (Some(0), 0));
 }
 
 #[test]

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use bulkhead_linux::packets::{self, Outbox, Received};
 use bulkhead_linux::wait::wait_until_readable;
+use bulkhead_plane::command::{Command, CommandSendError, CommandSender};
 use bulkhead_plane::handover::{
     BulkheadState, Frame, MESSAGE_BYTES_MAX, Nothing, TenantState, die_on_request, encode, kind,
 };
@@ -26,6 +27,15 @@ const END_TIMEOUT: Duration = Duration::from_secs(70);
 
 /// Maximum time to wait for space in the socket that links two supervisors during an upgrade.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Maximum time to wait for space in the queue of commands to the data plane.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Sends a command to the data plane. Waits if the queue is full, because the loss of a command would change the
+/// outcome of the upgrade. An error means that the data plane is stuck or has stopped.
+pub(super) async fn send_command(commands: &CommandSender, command: Command) -> Result<(), CommandSendError> {
+    commands.send_within(command, COMMAND_TIMEOUT).await
+}
 
 /// Options for upgrades, including the program to start as a successor, and the predecessor if this supervisor is
 /// itself a successor.
@@ -379,6 +389,8 @@ impl Link {
 
 #[cfg(test)]
 mod tests {
+    use bulkhead_plane::handover::HandoverCommand;
+
     use super::*;
 
     fn handover() -> Handover {
@@ -403,6 +415,21 @@ mod tests {
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[tokio::test]
+    async fn command_waits_for_space_in_the_queue() {
+        let poll = mio::Poll::new().unwrap();
+        let waker = Arc::new(mio::Waker::new(poll.registry(), mio::Token(0)).unwrap());
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        let commands = CommandSender::new(sender, waker);
+        commands.send(Command::Summarise).unwrap();
+        let command = Command::Handover(Box::new(HandoverCommand::PredecessorEnded));
+        // The sender runs first and finds a full queue.
+        let (sent, first) = tokio::join!(send_command(&commands, command), async { receiver.try_recv() });
+        assert!(matches!(first, Ok(Command::Summarise)));
+        sent.unwrap();
+        assert!(matches!(receiver.try_recv(), Ok(Command::Handover(_))));
     }
 
     #[tokio::test]

@@ -15,7 +15,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
 use super::Shared;
-use super::handover::{Link, Predecessor, register, wait_for_end};
+use super::handover::{Link, Predecessor, register, send_command, wait_for_end};
 
 /// Takes over from a predecessor. Stops this supervisor if the takeover fails.
 pub(super) async fn run(control: Shared, predecessor: Predecessor) {
@@ -30,7 +30,7 @@ pub(super) async fn run(control: Shared, predecessor: Predecessor) {
         bulkheads.iter().filter(|state| state.is_ready).map(|state| state.name.clone()).collect();
     let prepared = async {
         let (reply, receiver) = oneshot::channel();
-        send(&control, HandoverCommand::Restore { bulkheads, tenants, reply })?;
+        send(&control, HandoverCommand::Restore { bulkheads, tenants, reply }).await?;
         receiver.await.map_err(|_| "the data plane has stopped".to_owned())??;
         control.handover.started.notified().await;
         if is_forced { Ok(()) } else { check_states(&control, &was_ready).await }
@@ -50,7 +50,7 @@ pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     // From here on, this supervisor keeps serving even if the predecessor fails. ACTIVE is sent before the first
     // connection is accepted, so a predecessor that has not received it knows that there are no jobs here.
     let _ = link.send(kind::ACTIVE, &Nothing {}, None).await;
-    if let Err(error) = control.commands.send(Command::Listen(jobs)) {
+    if let Err(error) = send_command(&control.commands, Command::Listen(jobs)).await {
         return give_up(&control, &error.to_string());
     }
     control.sockets.set_owner(true);
@@ -59,10 +59,12 @@ pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     report(&control, |pid, version| EventKind::UpgradeSwitched { pid, version });
     serve_beside(&control, &link, &lifeline).await;
     // All of the predecessor's workers have exited.
-    let _ = send(&control, HandoverCommand::PredecessorEnded);
+    if let Err(error) = send(&control, HandoverCommand::PredecessorEnded).await {
+        tracing::error!("the permits of the previous supervisor stay reserved: {error}");
+    }
     control.unrelated.set_other_root(None);
     control.reloads.lock_inherited_ids().await;
-    control.crashes.take_over();
+    control.crashes.take_over().await;
     control.handover.set_other(None);
     control.handover.end.wait_for(None);
     // The predecessor may have exited before it could send MAIN, although the service manager already knows the new
@@ -78,8 +80,9 @@ fn report(control: &Shared, what: impl FnOnce(u32, String) -> EventKind) {
     control.events.add(Event::new(Severity::Info, None, what));
 }
 
-fn send(control: &Shared, command: HandoverCommand) -> Result<(), String> {
-    control.commands.send(Command::Handover(Box::new(command))).map_err(|error| error.to_string())
+async fn send(control: &Shared, command: HandoverCommand) -> Result<(), String> {
+    let command = Command::Handover(Box::new(command));
+    send_command(&control.commands, command).await.map_err(|error| error.to_string())
 }
 
 /// Stops this supervisor after a failed takeover, and makes the process exit with an error.
@@ -141,7 +144,7 @@ async fn take_over(control: &Shared, link: &Link, transfer: OwnedFd) -> io::Resu
     let (reply, receiver) = oneshot::channel();
     let tokens = control.tokens.all();
     let command = HandoverCommand::TakeOver { held, quarantined, switch, transfer, tokens, reply };
-    send(control, command).map_err(io::Error::other)?;
+    send(control, command).await.map_err(io::Error::other)?;
     receiver.await.map_err(|_| io::Error::other("the data plane has stopped"))
 }
 

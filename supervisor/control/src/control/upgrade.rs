@@ -42,7 +42,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 use super::connections::Admission;
-use super::handover::{Incoming, Link, register, wait_for_end};
+use super::handover::{Incoming, Link, register, send_command, wait_for_end};
 use super::responses::{parse_bool, problem};
 use super::{Control, Shared};
 
@@ -75,9 +75,6 @@ const WORKERS_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Maximum time to wait until the service manager confirms that all messages from this process have been processed.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Maximum time to wait for space in the queue of commands to the data plane.
-const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time to wait until clients have read the last responses to jobs over HTTP. Begins when the longest deadline
 /// that a job can have has passed.
@@ -236,7 +233,7 @@ impl Upgrade {
         control.sockets.set_owner(true);
         control.handover.set_listening(true);
         control.unrelated.set_other_root(None);
-        control.crashes.take_over();
+        control.crashes.take_over().await;
         control.handover.end_upgrade();
     }
 
@@ -260,8 +257,8 @@ impl Upgrade {
 
     async fn send(&self, command: HandoverCommand) {
         let command = Command::Handover(Box::new(command));
-        // An error means that the data plane is stuck or has stopped, in which case the supervisor shuts down.
-        if let Err(error) = self.control.commands.send_within(command, COMMAND_TIMEOUT).await {
+        // The supervisor shuts down if the data plane is stuck or has stopped.
+        if let Err(error) = send_command(&self.control.commands, command).await {
             tracing::error!("an upgrade step had no effect: {error}");
         }
     }

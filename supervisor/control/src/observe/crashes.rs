@@ -656,9 +656,9 @@ impl Crashes {
     }
 
     /// Loads the reports that a predecessor or failed successor wrote before it exited at the end of an upgrade.
-    pub fn take_over(&self) {
-        // If the thread is too busy, the supervisor loads the reports at its next start.
-        let _ = self.0.try_send(StoreRequest::TakeOver);
+    pub async fn take_over(&self) {
+        // If the thread does not respond in time, the supervisor loads the reports at its next start.
+        let _ = tokio::time::timeout(REPLY_TIMEOUT, self.0.send(StoreRequest::TakeOver)).await;
     }
 
     async fn request<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> StoreRequest) -> Option<T> {

@@ -142,12 +142,31 @@ fn keeps_files_until_late_worker_replies() {
 fn ends_leases_when_client_disconnects() {
     let mut leases = Fixture::held(at(0));
     assert_eq!(leases.request(at(1), client(2), 41, MIB), ["create 2"]);
-    leases.0.client_gone(client(2));
+    leases.0.client_gone(at(1), client(2));
     leases.created(2);
     assert_eq!(leases.effects(), ["free"]);
-    leases.0.client_gone(client(1));
+    leases.0.client_gone(at(1), client(1));
     assert_eq!(leases.effects(), ["free"]);
     assert_eq!(leases.0.bytes(), 0);
+}
+
+#[test]
+fn files_can_still_be_read_after_connection_is_moved() {
+    let mut leases = Fixture::held(at(0));
+    let payload = leases.begin_job(at(1));
+    leases.0.stop_lending(at(2));
+    assert!(leases.effects().is_empty() && !leases.0.allow_move(client(1), true));
+    leases.0.end_job(at(3), payload, None, true, |_| true);
+    leases.0.recall_all_idle(at(3));
+    assert_eq!(leases.effects(), ["recall 1"]);
+    assert!(leases.0.allow_move(client(1), true) && !leases.0.allow_move(client(1), false));
+    leases.0.client_gone(at(4), client(1));
+    assert!(leases.0.allow_move(client(1), false) && leases.0.has_unreturned() && leases.0.needs_checks());
+    leases.0.check_deadlines(at(8));
+    assert!(leases.effects().is_empty());
+    leases.0.check_deadlines(at(9));
+    assert_eq!(leases.effects(), ["free"]);
+    assert!(!leases.0.has_unreturned() && !leases.0.any_live());
 }
 
 #[test]

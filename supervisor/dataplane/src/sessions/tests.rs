@@ -1,3 +1,4 @@
+use bulkhead_shared::connection::{BufferPool, Item, Scratch};
 use bulkhead_shared::in_process;
 
 use super::*;
@@ -178,4 +179,56 @@ fn replaced_supervisor_disconnects_client_that_never_reads() {
     assert!(!sessions[index].is_left_over(at(10)) && !sessions[index].is_left_over(at(609)));
     receive_beginning(&mut sessions, index, at(609));
     assert!(sessions[index].is_left_over(at(610)));
+}
+
+/// Simulates the arrival of the first part of a large job.
+fn receive_part_of_large_job(session: &mut Session) {
+    let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
+    let mut outbox = Outbox::default();
+    outbox.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![0; UNREAD_BYTES_PAUSE])).unwrap();
+    here.set_nonblocking(true).unwrap();
+    outbox.flush(&here, &mut BufferPool::default()).unwrap();
+    let mut scratch = Scratch::default();
+    let (_, mut batch) = session.inbox.receive(&there, &mut scratch).unwrap();
+    assert!(matches!(batch.next(), Ok(Some(Item::Announced { .. }))));
+    batch.accept(Vec::new());
+    assert!(matches!(batch.next(), Ok(None)));
+    assert!(session.inbox.is_storing());
+}
+
+#[test]
+fn replaced_supervisor_disconnects_slow_reader_in_the_middle_of_a_large_job() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    let session = &mut sessions[index];
+    session.phase = Phase::Open;
+    receive_part_of_large_job(session);
+    assert!(
+        !session.is_left_over(at(2)) && !session.is_left_over(at(700)),
+        "the job is still being received"
+    );
+    // The time limit for the frame does not apply while reading is paused.
+    let result = Payload::Owned(vec![0; UNREAD_BYTES_PAUSE + 1]);
+    session.outbox.push(kind::OUTCOME, 7, &Empty, &[], result).unwrap();
+    assert!(session.pause_if_behind(at(701)));
+    assert!(!session.is_left_over(at(701)) && !session.is_left_over(at(1300)));
+    assert!(session.is_left_over(at(1301)));
+}
+
+#[test]
+fn goaway_is_also_sent_to_client_with_leases_only() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    let session = &mut sessions[index];
+    session.phase = Phase::Open;
+    session.is_held_back = true;
+    assert!(
+        session.hides_lease_returns() && !session.can_go_away(true),
+        "the client does not support GOAWAY"
+    );
+    session.takes_goaway = true;
+    assert!(!session.hides_lease_returns() && session.can_go_away(true));
+    assert!(!session.can_go_away(false), "the connection can be moved");
+    sessions.send_goaway(index);
+    assert!(!sessions[index].can_go_away(true));
 }

@@ -3,7 +3,8 @@
 //!
 //! The predecessor finishes the jobs that it has accepted. A connection moves to the successor when it has no jobs,
 //! leases or unsent bytes. Until then, only frames about existing jobs are handled. A new request is held back, and
-//! moves with the connection.
+//! moves with the connection. The return of a lease behind such a request cannot be read, so the connection then moves
+//! once all leases have been recalled.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -211,7 +212,7 @@ impl DataPlane {
                 passed_on += 1;
             } else if self.sessions.get_mut(index).is_some_and(|session| session.is_left_over(self.now)) {
                 self.close_session(index);
-            } else if self.sessions.get(index).is_some_and(|session| session.can_go_away()) {
+            } else if self.sessions.can_go_away(index, |client| self.leases.has_any(client)) {
                 self.sessions.send_goaway(index);
             }
         }
@@ -232,13 +233,13 @@ impl DataPlane {
                 && session.requests.is_empty()
                 && session.outbox.is_empty()
                 && !session.inbox.is_within_large()
-                && !self.leases.has_any(self.sessions.id(index))
+                && self.leases.allow_move(self.sessions.id(index), session.hides_lease_returns())
         })
     }
 
     fn pass_on(&mut self, index: SessionIndex) {
         let id = self.sessions.id(index);
-        self.update_leases(|leases, _| leases.client_gone(id));
+        self.update_leases(|leases, now| leases.client_gone(now, id));
         let Some((mut session, counted)) = self.sessions.close(index) else { return };
         self.unread_loans.forget(&mut session.unread);
         self.memory.close(session.holder, counted);
@@ -256,7 +257,7 @@ impl DataPlane {
     }
 
     /// Stops the workers of compartments that have no jobs and await no payload. Stops the data plane once no jobs or
-    /// connections are left.
+    /// connections are left, and the memory files of the last clients have been freed.
     fn end_idle_workers(&mut self) {
         let (incoming, mut has_jobs) = (self.incoming_jobs(), false);
         for index in self.compartments.indices() {
@@ -268,7 +269,7 @@ impl DataPlane {
             }
         }
         let is_sent = self.handover.transfer.as_ref().is_none_or(|transfer| transfer.outbox.is_empty());
-        if !has_jobs && is_sent && self.sessions.iter().next().is_none() {
+        if !has_jobs && is_sent && self.sessions.iter().next().is_none() && !self.leases.has_unreturned() {
             self.stop();
         }
     }

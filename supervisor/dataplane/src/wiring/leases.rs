@@ -141,7 +141,7 @@ impl DataPlane {
         if let Some(session) = self.sessions.of_mut(client) {
             session.end.release_files(&mut self.unread_loans, &mut session.unread);
         }
-        self.update_leases(|leases, _| leases.client_gone(client));
+        self.update_leases(|leases, now| leases.client_gone(now, client));
     }
 
     pub(crate) fn check_leases(&mut self) {
