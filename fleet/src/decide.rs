@@ -74,6 +74,8 @@ pub struct Faults {
     pub mistakes_pending_write_for_refusal: bool,
     /// Runs a job whose record cannot be decoded.
     pub claims_despite_unreadable_record: bool,
+    /// Stores the dead letter again for each message with the same ID.
+    pub restores_dead_letters: bool,
 }
 
 /// Minimum delay before a returned job is delivered again.

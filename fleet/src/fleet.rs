@@ -9,16 +9,20 @@ use bulkhead_client::{Executed, JobError, Priority, RejectReason, Reply};
 use bulkhead_shared::Verdict;
 use bytes::Bytes;
 use futures_util::StreamExt;
+use serde::Deserialize;
+use serde_json::json;
 use tokio::time::Instant;
 
 use crate::decide::Terms;
 use crate::decide::delivery::outcome;
 use crate::job::{DEADLINE_DEFAULT, HEADER_BYTES_RESERVED, JobOptions};
 use crate::names::{LEDGER, job_subject, ledger_subject, notice_subject};
-use crate::record::{Phase, ReadError};
+use crate::record::Phase;
 use crate::server::connection::{ConnectError, connect_with_refusals};
 use crate::server::ledger;
-use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
+use crate::server::messages::{
+    ApiError, Published, REPEAT_DELAY, fleet_api, publish, read_subject, subscribe,
+};
 use crate::server::refusals::Refusals;
 use crate::settings::{Nats, Streams};
 
@@ -140,11 +144,9 @@ impl Fleet {
     /// [`FleetError::Overdue`] if there is no outcome after `wait`.
     pub async fn result(&self, tenant: &str, id: &str, wait: Duration) -> Result<Reply, FleetError> {
         let subject = notice_subject(tenant, id);
-        let notices = self
-            .client
-            .subscribe(subject)
+        let notices = subscribe(&self.client, subject)
             .await
-            .map_err(|error| FleetError::Unreachable { id: id.to_owned(), message: error.to_string() })?;
+            .map_err(|message| FleetError::Unreachable { id: id.to_owned(), message })?;
         let (id, ledger) = (id.to_owned(), ledger_subject(tenant, id));
         Submitted { fleet: self.clone(), id, ledger, notices, began: Instant::now(), wait }.result().await
     }
@@ -153,7 +155,7 @@ impl Fleet {
     async fn ending(&self, ledger: &str) -> Result<Option<Result<Reply, JobError>>, String> {
         let read = ledger::read(&self.client, ledger).await;
         let Some(stored) = read.map_err(|error| error.to_string())? else { return Ok(None) };
-        let Phase::Decided(ending) = stored.record.phase else { return Ok(None) };
+        let Phase::Decided { ending, .. } = stored.record.phase else { return Ok(None) };
         Ok(Some(JobError::from_outcome(Box::new(ending.outcome), ending.payload.to_vec())))
     }
 }
@@ -252,8 +254,8 @@ impl FleetJob {
             return Err(self.rejected(RejectReason::TooLarge, message).into());
         }
         // Subscribes before submitting the job, so that no notice is missed.
-        let notices = fleet.client.subscribe(notice_subject(&options.tenant, &options.id)).await;
-        let notices = notices.map_err(|error| self.unreachable(error.to_string()))?;
+        let notices = subscribe(&fleet.client, notice_subject(&options.tenant, &options.id)).await;
+        let notices = notices.map_err(|message| self.unreachable(message))?;
         let began = Instant::now();
         self.publish(began).await?;
         let wait = options.deadline.unwrap_or(DEADLINE_DEFAULT).saturating_add(fleet.host_lost_after);
@@ -274,14 +276,21 @@ impl FleetJob {
             let has_time = began.elapsed() < SUBMIT_TIMEOUT;
             let (reason, message) = match published {
                 Published::Stored(_) => return Ok(()),
-                Published::NoStream => match self.is_missing(has_time).await {
-                    true => (RejectReason::NotFound, "the fleet has no such bulkhead".into()),
-                    false if has_time => {
-                        tokio::time::sleep(REPEAT_DELAY).await;
-                        continue;
+                Published::NoStream => {
+                    // In a cluster, a stream can be without a leader for some time.
+                    let may_elect = has_time && self.fleet.client.server_info().cluster.is_some();
+                    let reason = match may_elect {
+                        true => None,
+                        false => Some(self.why_no_stream(&subject).await),
+                    };
+                    match reason {
+                        Some(reason) if !has_time || reason.0 == RejectReason::NotFound => reason,
+                        _ => {
+                            tokio::time::sleep(REPEAT_DELAY).await;
+                            continue;
+                        }
                     }
-                    false => (RejectReason::Unavailable, "the job stream has no leader".into()),
-                },
+                }
                 Published::Unknown(_) | Published::Conflict(_) | Published::Pending if has_time => {
                     may_be_stored = true;
                     tokio::time::sleep(REPEAT_DELAY).await;
@@ -299,16 +308,29 @@ impl FleetJob {
         }
     }
 
-    /// Returns true if no stream accepts the subject because the bulkhead does not exist. In a cluster, returns false
-    /// until `SUBMIT_TIMEOUT` has passed, because a stream can also be without a leader for some time. Reads the
-    /// ledger to check that JetStream works, because tenants do not have permission to query the stream.
-    async fn is_missing(&self, has_time: bool) -> bool {
-        let client = &self.fleet.client;
-        if has_time && client.server_info().cluster.is_some() {
-            return false;
+    /// Returns the reason why no stream accepts the subject. The bulkhead does not exist only if the servers confirm that
+    /// no stream has the subject, because a stream without a leader or quorum does not respond either.
+    async fn why_no_stream(&self, subject: &str) -> (RejectReason, String) {
+        const CALL: &str = "STREAM.NAMES";
+        let (call_subject, request) = (format!("$JS.API.{CALL}"), json!({"subject": subject}));
+        let names: Result<StreamNames, ApiError> = tokio::select! {
+            names = fleet_api(&self.fleet.client, CALL, request) => names,
+            description = self.fleet.refusals.of(&call_subject) => {
+                Err(ApiError { description, ..ApiError::default() })
+            }
+        };
+        match names {
+            Ok(StreamNames { total: 0 }) => (RejectReason::NotFound, "the fleet has no such bulkhead".into()),
+            Ok(_) => (RejectReason::Unavailable, "the job stream has no leader".into()),
+            Err(error) => {
+                let message = format!(
+                    "the job stream does not respond, or the fleet has no such bulkhead; the servers did not say \
+                     which: {}",
+                    error.description
+                );
+                (RejectReason::Unavailable, message)
+            }
         }
-        let ledger = ledger_subject(&self.options.tenant, &self.options.id);
-        !matches!(ledger::read(client, &ledger).await, Err(ReadError::Failed(_)))
     }
 
     fn rejected(&self, reason: RejectReason, message: String) -> JobError {
@@ -322,6 +344,12 @@ impl FleetJob {
     fn unreachable(&self, message: String) -> FleetError {
         FleetError::Unreachable { id: self.options.id.clone(), message }
     }
+}
+
+/// The server's response to the question which streams have a subject.
+#[derive(Deserialize)]
+struct StreamNames {
+    total: u64,
 }
 
 /// Handle to a submitted job. Dropping the handle does not cancel the job.

@@ -11,7 +11,7 @@ use bulkhead_shared::{
 use bytes::Bytes;
 use std::time::Duration;
 
-use crate::record::{Ending, Phase, Record};
+use crate::record::{Delivery, Ending, Phase, Record};
 
 const PHASE: &str = "Bulkhead-Phase";
 const AGENT: &str = "Bulkhead-Agent";
@@ -46,8 +46,19 @@ pub(crate) fn encode(record: &Record) -> (HeaderMap, Bytes) {
             headers.insert(DELIVERY, delivery.to_string());
             ("claimed", previous.as_ref(), Bytes::new())
         }
-        Phase::Returned { previous } => ("returned", Some(previous), Bytes::new()),
-        Phase::Decided(ending) => ("decided", Some(&ending.outcome), ending.payload.clone()),
+        Phase::Returned { previous, delivery } => {
+            if let Some(Delivery { stream_sequence, number }) = delivery {
+                headers.insert(STREAM_SEQUENCE, stream_sequence.to_string());
+                headers.insert(DELIVERY, number.to_string());
+            }
+            ("returned", Some(previous), Bytes::new())
+        }
+        Phase::Decided { ending, stream_sequence } => {
+            if let Some(sequence) = stream_sequence {
+                headers.insert(STREAM_SEQUENCE, sequence.to_string());
+            }
+            ("decided", Some(&ending.outcome), ending.payload.clone())
+        }
     };
     headers.insert(PHASE, phase);
     if let Some(outcome) = outcome {
@@ -69,8 +80,19 @@ pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String>
             delivery: number(DELIVERY)?,
             previous: if headers.get(OUTCOME).is_some() { Some(outcome()?) } else { None },
         },
-        "returned" => Phase::Returned { previous: outcome()? },
-        "decided" => Phase::Decided(Ending { outcome: outcome()?, payload: body }),
+        "returned" => Phase::Returned {
+            previous: outcome()?,
+            delivery: match headers.get(STREAM_SEQUENCE) {
+                Some(_) => {
+                    Some(Delivery { stream_sequence: number(STREAM_SEQUENCE)?, number: number(DELIVERY)? })
+                }
+                None => None,
+            },
+        },
+        "decided" => Phase::Decided {
+            ending: Ending { outcome: outcome()?, payload: body },
+            stream_sequence: headers.get(STREAM_SEQUENCE).map(|_| number(STREAM_SEQUENCE)).transpose()?,
+        },
         other => return Err(format!("the phase {other} is unknown: update this program")),
     };
     let attempts = u32::try_from(number(ATTEMPTS)?).map_err(|_| format!("{ATTEMPTS} is too large"))?;
@@ -207,10 +229,14 @@ mod tests {
         for verdict in verdicts() {
             let mut outcome = outcome(verdict);
             outcome.retryable = matches!(outcome.verdict, Verdict::Failed(_));
-            let phase = Phase::Decided(Ending { outcome, payload: Bytes::from_static(b"result\0") });
-            let record = Record { nonce: "n".into(), agent: "host-a".into(), attempts: 2, phase };
-            let (headers, body) = encode(&record);
-            assert_eq!(decode(&headers, body), Ok(record));
+            let ending = Ending { outcome, payload: Bytes::from_static(b"result\0") };
+            // Earlier versions wrote no stream sequence number.
+            for stream_sequence in [None, Some(7)] {
+                let phase = Phase::Decided { ending: ending.clone(), stream_sequence };
+                let record = Record { nonce: "n".into(), agent: "host-a".into(), attempts: 2, phase };
+                let (headers, body) = encode(&record);
+                assert_eq!(decode(&headers, body), Ok(record));
+            }
         }
     }
 
@@ -218,6 +244,16 @@ mod tests {
     fn claims_survive_a_ledger_round_trip() {
         for previous in [None, Some(outcome(Verdict::DeadlineRunning))] {
             let phase = Phase::Claimed { stream_sequence: 7, delivery: 2, previous };
+            let record = Record { nonce: "n".into(), agent: "a".into(), attempts: 1, phase };
+            let (headers, body) = encode(&record);
+            assert_eq!(decode(&headers, body), Ok(record));
+        }
+    }
+
+    #[test]
+    fn returns_survive_a_ledger_round_trip() {
+        for delivery in [None, Some(Delivery { stream_sequence: 7, number: 2 })] {
+            let phase = Phase::Returned { previous: outcome(Verdict::DeadlineRunning), delivery };
             let record = Record { nonce: "n".into(), agent: "a".into(), attempts: 1, phase };
             let (headers, body) = encode(&record);
             assert_eq!(decode(&headers, body), Ok(record));

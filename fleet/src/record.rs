@@ -35,9 +35,26 @@ pub enum Phase {
     Returned {
         /// Outcome of the previous attempt.
         previous: Outcome,
+        /// The delivery after which the job was returned. `None` if an earlier version of this program wrote the record.
+        delivery: Option<Delivery>,
     },
     /// The job has a final outcome, which never changes.
-    Decided(Ending),
+    Decided {
+        /// Outcome of the job.
+        ending: Ending,
+        /// Stream sequence number of the message whose handling led to the outcome. `None` if an earlier version of this
+        /// program wrote the record.
+        stream_sequence: Option<u64>,
+    },
+}
+
+/// Identifies a delivery of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Delivery {
+    /// Stream sequence number of the message.
+    pub stream_sequence: u64,
+    /// Number of times the message had been delivered, including this delivery.
+    pub number: u64,
 }
 
 /// Final outcome of a job, with the result or the error payload.

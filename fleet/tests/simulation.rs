@@ -77,6 +77,12 @@ fn simulation_finds_claim_despite_unreadable_record() {
     assert!(violation.contains("foreign"), "{violation}");
 }
 
+#[test]
+fn simulation_finds_restored_dead_letter() {
+    let violation = find(Faults { restores_dead_letters: true, ..Faults::default() });
+    assert!(violation.contains("dead letter"), "{violation}");
+}
+
 fn variable(name: &str) -> Option<u64> {
     Some(std::env::var(name).ok()?.parse().expect("a number"))
 }

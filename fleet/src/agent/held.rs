@@ -10,6 +10,7 @@ use bytes::Bytes;
 use tokio::sync::Notify;
 
 use super::Shared;
+use crate::server::messages::send;
 
 /// JetStream acknowledgement for a message that is still being processed.
 const IN_PROGRESS: &[u8] = b"+WPI";
@@ -99,5 +100,5 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
 /// Sends one heartbeat.
 pub(crate) async fn in_progress(shared: &Shared, reply: Subject) {
     // A lost heartbeat does no harm, because another heartbeat follows.
-    let _ = shared.client.publish(reply, Bytes::from_static(IN_PROGRESS)).await;
+    send(&shared.client, reply, Bytes::from_static(IN_PROGRESS)).await;
 }

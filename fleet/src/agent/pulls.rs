@@ -2,16 +2,19 @@
 //! allows one job to run. The agent starts [`run`] for each lane, and [`runner`] processes the jobs that get a permit.
 //!
 //! Each pull requests one message more than the lane's share of the free permits. A message that gets no permit within
-//! a second is returned to the server, because another host might run the job sooner. Pulls expire after five seconds,
-//! because pulls that never expire can stall after a leader change. A pull is abandoned if its heartbeats fail to
-//! arrive.
+//! a second is returned to the server, because another host might run the job sooner. While no permit is returned or
+//! acquired, the lane still pulls a message every two seconds. The outcome of a job whose deadline has passed is
+//! recorded without a permit.
+//!
+//! Pulls expire after five seconds, because pulls that never expire can stall after a leader change. A pull is abandoned
+//! if its heartbeats fail to arrive.
 //!
 //! Each lane has its own connection, because a message with unreadable headers breaks the connection that receives it.
 //! Running jobs and other lanes use other connections. If only the lane's connection is lost, the lane searches for
 //! unreadable messages and deletes them.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_nats::connection::State;
@@ -44,6 +47,9 @@ const SILENCE_MAX: Duration = Duration::from_millis(2500);
 const PAUSE: Duration = Duration::from_millis(250);
 /// Maximum time that a lane without free permits waits for a change before it checks again.
 const FULL_PAUSE: Duration = Duration::from_millis(25);
+/// Maximum time that a lane without free permits pulls no messages. Limits the delay until the outcome of a job whose
+/// deadline has passed.
+const RECHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// Maximum time that a pulled message waits for a permit.
 const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum time that a lane waits before it returns the job of a tenant that already has enough waiting jobs.
@@ -77,9 +83,22 @@ struct Waiting {
     /// Number of messages that were returned because their tenants were at their limits, and whose redelivery is still
     /// pending.
     returned: Arc<AtomicUsize>,
-    /// Value of [`Permits::moves`](super::permits::Permits::moves) when a message was last given back, or `u64::MAX` if
-    /// a message has received a permit since then.
-    moves_at_return: AtomicU64,
+    /// Value of [`Permits::moves`] when a message was last given back, and the time. `None` if a message has received a
+    /// permit since then.
+    last_return: Mutex<Option<(u64, Instant)>>,
+}
+
+impl Waiting {
+    fn last_return(&self) -> MutexGuard<'_, Option<(u64, Instant)>> {
+        self.last_return.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns true if a lane without free permits must not pull another message yet. Otherwise, the message that the
+    /// lane has given back could arrive again at once.
+    fn is_blocked(&self, moves: u64) -> bool {
+        self.last_return()
+            .is_some_and(|(at_return, time)| at_return == moves && time.elapsed() < RECHECK_INTERVAL)
+    }
 }
 
 /// Pulls the jobs of one lane until the agent stops.
@@ -87,7 +106,7 @@ pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, index: u8) {
     let waiting = Arc::new(Waiting {
         count: AtomicUsize::new(0),
         returned: Arc::default(),
-        moves_at_return: AtomicU64::new(u64::MAX),
+        last_return: Mutex::default(),
     });
     let (dispatch, received) = mpsc::channel(2 * BATCH_MAX);
     let dispatcher = dispatch_all(shared.clone(), served.clone(), waiting.clone(), received);
@@ -147,7 +166,7 @@ impl Lane {
             let batch = self.batch();
             if batch == 0 {
                 let _ = tokio::time::timeout(FULL_PAUSE, self.served.permits.until_moved()).await;
-                let has_returned = self.waiting.moves_at_return.load(Ordering::Relaxed) != u64::MAX;
+                let has_returned = self.waiting.last_return().is_some();
                 if has_returned && self.served.settings.lanes > 1 {
                     // Lanes that have given a message back compete for the next permit. A random delay ensures that no
                     // lane is always first.
@@ -170,11 +189,10 @@ impl Lane {
 
     /// Returns the number of messages to request: the lane's share of the free permits plus one, minus the messages
     /// that are already waiting. After the lane has given a message back, it requests no message until a permit is
-    /// returned or acquired. Otherwise, the same message could arrive again.
+    /// returned or acquired, or until [`RECHECK_INTERVAL`] has passed.
     fn batch(&self) -> usize {
         let free = self.served.permits.free();
-        let moves_at_return = self.waiting.moves_at_return.load(Ordering::Relaxed);
-        if free == 0 && moves_at_return == self.served.permits.moves() {
+        if free == 0 && self.waiting.is_blocked(self.served.permits.moves()) {
             return 0;
         }
         let part = free / usize::from(self.served.settings.lanes);
@@ -256,7 +274,8 @@ impl Lane {
 }
 
 /// Runs each received job as soon as a permit is free, or gives it back at its time limit. Lanes receive permits in the
-/// order in which they requested them, as long as permits become free within [`WAIT_MAX`].
+/// order in which they requested them, as long as permits become free within [`WAIT_MAX`]. If there is no free permit, a
+/// job whose deadline has passed does not wait for one.
 async fn dispatch_all(
     shared: Arc<Shared>,
     served: Arc<Served>,
@@ -270,22 +289,32 @@ async fn dispatch_all(
             wait_beside_lane(&shared, &served, &waiting.returned, permits, delivered, limit).await;
             continue;
         }
+        if served.permits.free() == 0 && runner::is_late(&shared, &served, &delivered) {
+            let (shared, served, waiting) = (shared.clone(), served.clone(), waiting.clone());
+            tokio::spawn(async move {
+                runner::run_without_permit(&shared, &served, delivered, RETURN_DELAY_MIN).await;
+                // Until now, the lane pulls no further message, so that the number of these tasks is limited.
+                waiting.count.fetch_sub(1, Ordering::Relaxed);
+            });
+            continue;
+        }
         let permits = tokio::select! {
             biased;
-            () = served.gate.until_closed() => None,
-            permits = served.acquire(of_tenant.as_deref()) => Some(permits),
+            () = served.gate.until_closed() => Err(RETURN_DELAY_MIN),
+            permits = served.acquire(of_tenant.as_deref()) => Ok(permits),
             () = tokio::time::sleep_until(limit) => {
-                waiting.moves_at_return.store(served.permits.moves(), Ordering::Relaxed);
-                None
+                *waiting.last_return() = Some((served.permits.moves(), Instant::now()));
+                // The delay grows so that the lane also receives other messages.
+                Err(tenant_full_delay(delivered.message.delivery, random::fraction()))
             }
         };
         waiting.count.fetch_sub(1, Ordering::Relaxed);
         match permits {
-            Some(permits) => {
-                waiting.moves_at_return.store(u64::MAX, Ordering::Relaxed);
+            Ok(permits) => {
+                *waiting.last_return() = None;
                 runner::spawn(&shared, &served, delivered, permits);
             }
-            None => runner::give_back(&shared, &served, delivered, RETURN_DELAY_MIN).await,
+            Err(delay) => runner::give_back(&shared, &served, delivered, delay).await,
         }
     }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use async_nats::Message;
 use async_nats::subject::Subject;
+use async_nats::{HeaderMap, Message};
 use bulkhead_client::{JobError, Reply};
 use bulkhead_shared::{Executed, RejectReason, Verdict};
 use bytes::Bytes;
@@ -24,7 +24,7 @@ use crate::names::{DEAD, dead_subject, ledger_subject, notice_subject};
 use crate::random;
 use crate::record::{Ending, ReadError, Stored};
 use crate::server::ledger;
-use crate::server::messages::{Published, publish, read_last};
+use crate::server::messages::{Published, publish, read_last, request, send};
 
 /// A delivered message and its properties.
 pub(crate) struct Delivered {
@@ -100,6 +100,24 @@ pub(crate) fn spawn(shared: &Arc<Shared>, served: &Arc<Served>, delivered: Deliv
     tokio::spawn(run(shared.clone(), served.clone(), delivered, Ok(permits)));
 }
 
+/// Returns true if the job's deadline has passed.
+pub(crate) fn is_late(shared: &Shared, served: &Served, delivered: &Delivered) -> bool {
+    let Delivered { message, names, content, .. } = delivered;
+    let (options, _) = JobOptions::parse(names.clone(), content.headers.as_ref(), message.stream_sequence);
+    terms(served, &options).time_left(message, shared.clock.now()).is_zero()
+}
+
+/// Processes a message whose job this agent cannot run. If the job's deadline has passed, records the outcome.
+/// Otherwise, the message is delivered again after the given delay.
+pub(crate) async fn run_without_permit(
+    shared: &Arc<Shared>,
+    served: &Arc<Served>,
+    delivered: Delivered,
+    delay: Duration,
+) {
+    run(shared.clone(), served.clone(), delivered, Err(delay)).await;
+}
+
 /// Returns a message whose job this agent cannot run. After the delay, the server redelivers the message to any agent.
 pub(crate) async fn give_back(
     shared: &Arc<Shared>,
@@ -110,7 +128,8 @@ pub(crate) async fn give_back(
     let sequence = delivered.message.stream_sequence;
     if delivered.message.delivery > 1 {
         // Another agent might hold the job, so the ledger must be checked.
-        tokio::spawn(run(shared.clone(), served.clone(), delivered, Err(delay)));
+        let (shared, served) = (shared.clone(), served.clone());
+        tokio::spawn(async move { run_without_permit(&shared, &served, delivered, delay).await });
         return;
     }
     negative(shared, sequence, delay).await;
@@ -122,7 +141,7 @@ async fn negative(shared: &Shared, sequence: u64, delay: Duration) {
     let nanos = u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX);
     let body = format!("-NAK {}", json!({"delay": nanos}));
     // If this request is lost, the server redelivers the message after `ack_wait`.
-    let _ = shared.client.publish(reply, body.into()).await;
+    send(&shared.client, reply, body.into()).await;
 }
 
 impl Run {
@@ -208,7 +227,7 @@ impl Run {
         }
         // If the notice is lost, the submitter finds the outcome the next time it reads the ledger.
         let subject = notice_subject(&self.options.tenant, &self.options.id);
-        let _ = self.shared.client.publish(subject, Bytes::new()).await;
+        send(&self.shared.client, subject, Bytes::new()).await;
         true
     }
 
@@ -276,7 +295,8 @@ impl Run {
 
     async fn acknowledge(&self) {
         let Some(reply) = self.shared.held.reply(self.sequence) else { return };
-        if let Err(error) = self.shared.client.request(reply, Bytes::from_static(b"+ACK")).await {
+        let body = Bytes::from_static(b"+ACK");
+        if let Err(error) = request(&self.shared.client, reply, HeaderMap::new(), body).await {
             tracing::debug!(
                 "an acknowledgement was not confirmed: {error}; the message may be delivered again"
             );

@@ -7,7 +7,7 @@ use bulkhead_shared::{CrashReason, Executed, Outcome, Verdict};
 use bytes::Bytes;
 
 use super::{Message, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
-use crate::record::{Ending, Phase, Stored};
+use crate::record::{Delivery, Ending, Phase, Stored};
 
 /// The next step for a delivered message.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,8 +32,17 @@ pub enum Next {
     },
     /// Leave the job to the agent that holds it, and request redelivery of the message after this delay.
     Leave(Duration),
+    /// Do nothing, because a later delivery of the message has been returned. A claim with the outdated number of
+    /// deliveries would look lost as soon as the message is delivered again.
+    Ignore,
     /// Repeat the steps that follow the recording of an outcome: notice, dead letter and acknowledgement.
-    Finish(Ending),
+    Finish {
+        /// Outcome of the job.
+        ending: Ending,
+        /// True if another message with the same ID led to the outcome. The handling of that message stores the dead
+        /// letter. An operator might have removed the letter since then.
+        is_copy: bool,
+    },
 }
 
 /// Returns the next step for a delivered message.
@@ -48,8 +57,13 @@ pub fn decide(
         return first_run(message, terms, now, 0, 0, None);
     };
     match &record.phase {
-        Phase::Decided(ending) => Next::Finish(ending.clone()),
-        Phase::Returned { previous } => {
+        Phase::Decided { ending, stream_sequence } => {
+            let is_copy = stream_sequence.is_some_and(|sequence| sequence != message.stream_sequence);
+            let is_copy = is_copy && !rules.faults.restores_dead_letters;
+            Next::Finish { ending: ending.clone(), is_copy }
+        }
+        Phase::Returned { delivery: Some(returned), .. } if is_outdated(message, *returned) => Next::Ignore,
+        Phase::Returned { previous, .. } => {
             first_run(message, terms, now, *sequence, record.attempts, Some(previous))
         }
         Phase::Claimed { stream_sequence, .. } if *stream_sequence != message.stream_sequence => {
@@ -94,6 +108,11 @@ pub fn decide_unreadable(
     let message = "the job's record could not be read".to_owned();
     let verdict = Verdict::Crashed { reason: CrashReason::HostLost, status: None, message };
     decided(sequence, 0, outcome(terms, verdict, 0))
+}
+
+/// Returns true if the job was returned after a later delivery of the message.
+fn is_outdated(message: &Message, returned: Delivery) -> bool {
+    returned.stream_sequence == message.stream_sequence && returned.number > message.delivery
 }
 
 /// Returns true if the agent that holds the claim is considered lost. The first redelivery of the message is ignored,

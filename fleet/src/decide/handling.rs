@@ -4,12 +4,12 @@
 
 use std::time::Duration;
 
-use bulkhead_shared::{Executed, Verdict};
+use bulkhead_shared::{Executed, Outcome, Verdict};
 
 use super::delivery::{self, Next};
 use super::outcome::{self, AttemptEnd, Claim, Consequence, Pause};
 use super::{Message, Rules, Terms, Timestamp};
-use crate::record::{Ending, Phase, ReadError, Record, Stored};
+use crate::record::{Delivery, Ending, Phase, ReadError, Record, Stored};
 
 /// Delay before the first retry of a failed request to the server.
 const REPEAT_DELAY_MIN: Duration = Duration::from_millis(100);
@@ -78,8 +78,8 @@ pub enum Conclusion {
         /// Pause before the agent takes another job in place of this one.
         pause: Pause,
     },
-    /// Another agent holds the job. If a delay is given, the server has been asked to redeliver the message after this
-    /// delay.
+    /// Another agent holds the job or has returned it. If a delay is given, the server has been asked to redeliver the
+    /// message after this delay.
     Left(Option<Duration>),
     /// Another agent took over the job during the attempt, so the outcome of the attempt was discarded.
     Fenced,
@@ -145,6 +145,7 @@ enum State {
     },
     Announcing {
         ending: Ending,
+        is_dead: bool,
         record: u64,
         conclusion: Conclusion,
     },
@@ -248,9 +249,9 @@ impl Handling {
                 self.state = State::Acknowledging(conclusion);
                 Step::Do(Action::Acknowledge, Duration::ZERO)
             }
-            (State::Announcing { ending, record, conclusion }, Event::Announced(false)) => {
+            (State::Announcing { ending, is_dead, record, conclusion }, Event::Announced(false)) => {
                 let delay = self.repeat_delay();
-                self.announce(ending, record, conclusion, delay)
+                self.announce((ending, is_dead), record, conclusion, delay)
             }
             (State::Acknowledging(conclusion), Event::Acknowledged) => Step::Done(conclusion),
             (State::AcknowledgingEarly { ending, attempts, sequence }, Event::Acknowledged) => {
@@ -267,13 +268,7 @@ impl Handling {
                 if let Some(delay) = self.return_delay {
                     let previous = previous.unwrap_or_else(|| delivery::too_late(&self.terms));
                     let purpose = Purpose::Return { delay, pause: Pause::None };
-                    return self.write(
-                        Some(expects),
-                        attempts - 1,
-                        Phase::Returned { previous },
-                        purpose,
-                        false,
-                    );
+                    return self.write(Some(expects), attempts - 1, self.returned(previous), purpose, false);
                 }
                 let phase = Phase::Claimed {
                     stream_sequence: self.message.stream_sequence,
@@ -284,13 +279,15 @@ impl Handling {
                 self.write(expects, attempts, phase, Purpose::Claim(Claim { attempts, previous }), false)
             }
             Next::Decide { expects, attempts, ending } => {
-                let phase = Phase::Decided(ending.clone());
+                let phase = self.decided(ending.clone());
                 self.write(Some(expects), attempts, phase, Purpose::Decide(ending), false)
             }
             Next::Leave(delay) => Step::Done(Conclusion::Left(Some(delay))),
-            Next::Finish(ending) => {
+            Next::Ignore => Step::Done(Conclusion::Left(None)),
+            Next::Finish { ending, is_copy } => {
                 let record = stored.map_or(0, |stored| stored.sequence);
-                self.announce(ending, record, Conclusion::Repeated, Duration::ZERO)
+                let is_dead = is_dead(&ending) && !is_copy;
+                self.announce((ending, is_dead), record, Conclusion::Repeated, Duration::ZERO)
             }
         }
     }
@@ -338,7 +335,7 @@ impl Handling {
         match purpose {
             Purpose::Decide(ending) if !ending.payload.is_empty() => {
                 let ending = outcome::too_large(&self.terms, &self.rules, ending);
-                let phase = Phase::Decided(ending.clone());
+                let phase = self.decided(ending.clone());
                 self.write(write.expects, write.record.attempts, phase, Purpose::Decide(ending), is_own)
             }
             purpose => self.repeat(write, purpose, is_own),
@@ -370,10 +367,10 @@ impl Handling {
                 // An earlier write of this agent stored the result, although the server reported that the result was
                 // too large.
                 if is_own
-                    && let Phase::Decided(ending) = stored.record.phase
+                    && let Phase::Decided { ending, .. } = stored.record.phase
                     && stored.record.nonce.starts_with(&format!("{}.", self.nonce))
                 {
-                    return self.announce(ending, stored.sequence, Conclusion::Decided, Duration::ZERO);
+                    return self.announce_own(ending, stored.sequence);
                 }
                 Step::Done(refused(is_own))
             }
@@ -403,7 +400,7 @@ impl Handling {
                 self.state = State::Running { claim, sequence };
                 Step::Do(Action::Submit(left), Duration::ZERO)
             }
-            Purpose::Decide(ending) => self.announce(ending, sequence, Conclusion::Decided, Duration::ZERO),
+            Purpose::Decide(ending) => self.announce_own(ending, sequence),
             Purpose::Return { delay, pause } => Step::Done(Conclusion::Returned { delay, pause }),
         }
     }
@@ -418,7 +415,7 @@ impl Handling {
             }
             Consequence::Decide(ending) => self.record_ending(ending, claim.attempts, sequence),
             Consequence::Return { attempts, previous, delay, pause } => {
-                let phase = Phase::Returned { previous };
+                let phase = self.returned(previous);
                 self.write(Some(sequence), attempts, phase, Purpose::Return { delay, pause }, true)
             }
         }
@@ -426,13 +423,34 @@ impl Handling {
 
     /// Replaces this agent's claim on the job with the outcome of the attempt.
     fn record_ending(&mut self, ending: Ending, attempts: u32, sequence: u64) -> Step {
-        let phase = Phase::Decided(ending.clone());
+        let phase = self.decided(ending.clone());
         self.write(Some(sequence), attempts, phase, Purpose::Decide(ending), true)
     }
 
-    fn announce(&mut self, ending: Ending, record: u64, conclusion: Conclusion, delay: Duration) -> Step {
-        let action = Action::Announce { is_dead: is_dead(&ending), ending: ending.clone(), record };
-        self.state = State::Announcing { ending, record, conclusion };
+    fn returned(&self, previous: Outcome) -> Phase {
+        let (stream_sequence, number) = (self.message.stream_sequence, self.message.delivery);
+        Phase::Returned { previous, delivery: Some(Delivery { stream_sequence, number }) }
+    }
+
+    fn decided(&self, ending: Ending) -> Phase {
+        Phase::Decided { ending, stream_sequence: Some(self.message.stream_sequence) }
+    }
+
+    /// Announces an outcome that this message has led to.
+    fn announce_own(&mut self, ending: Ending, record: u64) -> Step {
+        let is_dead = is_dead(&ending);
+        self.announce((ending, is_dead), record, Conclusion::Decided, Duration::ZERO)
+    }
+
+    fn announce(
+        &mut self,
+        (ending, is_dead): (Ending, bool),
+        record: u64,
+        conclusion: Conclusion,
+        delay: Duration,
+    ) -> Step {
+        let action = Action::Announce { is_dead, ending: ending.clone(), record };
+        self.state = State::Announcing { ending, is_dead, record, conclusion };
         Step::Do(action, delay)
     }
 

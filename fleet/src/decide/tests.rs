@@ -8,7 +8,7 @@ use bytes::Bytes;
 use super::delivery::{self, Next, host_lost, too_late};
 use super::outcome::{self, AttemptEnd, Claim, Consequence, Pause};
 use super::*;
-use crate::record::{Ending, Phase, ReadError, Record, Stored};
+use crate::record::{Delivery, Ending, Phase, ReadError, Record, Stored};
 
 const ACK_WAIT: Duration = Duration::from_secs(10);
 const HOST_LOST_AFTER: Duration = Duration::from_secs(20);
@@ -69,6 +69,11 @@ fn claimed(stream_sequence: u64, delivery: u64) -> Stored {
     stored(Phase::Claimed { stream_sequence, delivery, previous: None })
 }
 
+/// Returns the phase of a job that has crashed and was returned after the given delivery.
+fn returned(number: u64) -> Phase {
+    Phase::Returned { previous: crashed(), delivery: Some(Delivery { stream_sequence: 7, number }) }
+}
+
 fn read_failed() -> Result<Option<Stored>, ReadError> {
     Err(ReadError::Failed(String::new()))
 }
@@ -90,9 +95,20 @@ fn new_job_is_claimed() {
 
 #[test]
 fn returned_job_is_claimed_with_its_history() {
-    let record = stored(Phase::Returned { previous: crashed() });
+    let record = stored(returned(2));
     let next = on(3, false, Some(&record), IN_TIME);
     assert_eq!(next, Next::Claim { expects: 42, attempts: 2, previous: Some(crashed()) });
+}
+
+#[test]
+fn outdated_delivery_of_a_returned_job_is_ignored() {
+    for now in [IN_TIME, LATE] {
+        assert_eq!(on(2, false, Some(&stored(returned(3))), now), Next::Ignore);
+    }
+    let mut copy = message(2);
+    copy.stream_sequence = 8;
+    let next = delivery::decide(&copy, &terms(false), &rules(), Some(&stored(returned(3))), IN_TIME);
+    assert!(matches!(next, Next::Claim { .. }), "{next:?}");
 }
 
 #[test]
@@ -103,7 +119,7 @@ fn expired_job_ends_as_deadline_exceeded() {
 
 #[test]
 fn expired_returned_job_keeps_its_last_outcome() {
-    let record = stored(Phase::Returned { previous: crashed() });
+    let record = stored(returned(2));
     let next = on(2, true, Some(&record), LATE);
     assert_eq!(next, Next::Decide { expects: 42, attempts: 1, ending: ending(crashed()) });
 }
@@ -143,9 +159,12 @@ fn duplicate_message_waits_for_the_original() {
 
 #[test]
 fn decided_job_is_announced_again_but_not_run() {
-    let record = stored(Phase::Decided(ending(crashed())));
-    for now in [IN_TIME, LATE] {
-        assert_eq!(on(2, true, Some(&record), now), Next::Finish(ending(crashed())));
+    // The message has the sequence number 7. Records of earlier versions contain no sequence number.
+    for (stream_sequence, is_copy) in [(None, false), (Some(7), false), (Some(6), true)] {
+        let record = stored(Phase::Decided { ending: ending(crashed()), stream_sequence });
+        for now in [IN_TIME, LATE] {
+            assert_eq!(on(2, true, Some(&record), now), Next::Finish { ending: ending(crashed()), is_copy });
+        }
     }
 }
 
@@ -404,7 +423,7 @@ fn result_write() -> (Handling, Write) {
 
 /// Returns the reason of the outcome in a write. Panics if the outcome has a payload.
 fn reason_without_payload(write: &Write) -> Option<&str> {
-    let Phase::Decided(ending) = &write.record.phase else { panic!("{write:?}") };
+    let Phase::Decided { ending, .. } = &write.record.phase else { panic!("{write:?}") };
     assert!(ending.payload.is_empty());
     ending.outcome.verdict.reason()
 }
@@ -514,7 +533,8 @@ fn job_without_a_permit_is_returned_unless_claimed() {
     let step = handling.apply(Event::Read(Ok(None)), IN_TIME);
     let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
     assert_eq!((write.expects, write.record.attempts), (Some(0), 0));
-    assert_eq!(write.record.phase, Phase::Returned { previous: too_late(&terms(false)) });
+    let delivery = Some(Delivery { stream_sequence: 7, number: 2 });
+    assert_eq!(write.record.phase, Phase::Returned { previous: too_late(&terms(false)), delivery });
     let refused = {
         let mut handling = handling.clone();
         handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);
@@ -544,11 +564,25 @@ fn dead_letter_is_stored_before_the_acknowledgement() {
 
 #[test]
 fn repeated_dead_letter_names_the_same_record() {
+    let step = announced_again(7);
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, record: 42, .. }, _)), "{step:?}");
+}
+
+#[test]
+fn copy_of_a_decided_job_stores_no_dead_letter() {
+    let step = announced_again(6);
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: false, .. }, _)), "{step:?}");
+}
+
+/// Returns the step for a job that has crashed, after two attempts to announce the outcome have failed. The outcome was
+/// recorded for the message with the given sequence number.
+fn announced_again(stream_sequence: u64) -> Step {
     let (mut handling, _) =
         Handling::begin(message(2), terms(false), rules(), "a".into(), "nonce".into(), 0.0);
-    let decided = stored(Phase::Decided(ending(crashed())));
-    let step = handling.apply(Event::Read(Ok(Some(decided))), IN_TIME);
-    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, record: 42, .. }, _)), "{step:?}");
+    let phase = Phase::Decided { ending: ending(crashed()), stream_sequence: Some(stream_sequence) };
+    handling.apply(Event::Read(Ok(Some(stored(phase)))), IN_TIME);
+    handling.apply(Event::Announced(false), IN_TIME);
+    handling.apply(Event::Announced(false), IN_TIME)
 }
 
 #[test]
@@ -558,7 +592,6 @@ fn job_whose_deadline_passes_during_the_claim_does_not_run() {
     handling.apply(Event::Read(Ok(None)), IN_TIME);
     let step = handling.apply(Event::Written(WriteResult::Stored(1)), LATE);
     let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
-    assert!(
-        matches!(write.record.phase, Phase::Decided(end) if end.outcome.verdict == Verdict::DeadlineQueued)
-    );
+    assert!(matches!(write.record.phase, Phase::Decided { ending, stream_sequence: Some(7) }
+            if ending.outcome.verdict == Verdict::DeadlineQueued));
 }

@@ -4,12 +4,19 @@
 
 use std::time::Duration;
 
-use async_nats::{Client, HeaderMap, Message, RequestErrorKind};
+use async_nats::subject::ToSubject;
+use async_nats::{
+    Client, HeaderMap, Message, Request, RequestError, RequestErrorKind, StatusCode, Subscriber,
+};
 use bulkhead_shared::RejectReason;
 use bytes::Bytes;
+use futures_util::StreamExt;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use tokio::time::timeout;
+
+use super::connection::REQUEST_TIMEOUT;
 
 /// Error code for a write that expected a different last sequence number. The error message contains the actual number.
 const WRONG_LAST_SEQUENCE: u64 = 10071;
@@ -23,6 +30,8 @@ const MESSAGE_TOO_LARGE: u64 = 10054;
 const NO_RESOURCES: u64 = 10023;
 /// Error code for a cluster without quorum.
 const NO_QUORUM: u64 = 10008;
+/// Error code for an account without JetStream.
+const NOT_ENABLED_FOR_ACCOUNT: u64 = 10039;
 /// Error code for a full stream or subject.
 const STORE_FAILED: u64 = 10077;
 
@@ -84,6 +93,32 @@ pub(crate) struct ApiError {
     pub(crate) description: String,
 }
 
+/// Sends a request and waits for the response. The time limit also covers the time until the request is in the client's
+/// send queue. The queue is full after a long outage, and the library would wait for room without a time limit.
+pub(crate) async fn request(
+    client: &Client,
+    subject: impl ToSubject,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Result<Message, RequestError> {
+    let request = Request::new().headers(headers).payload(body);
+    let response = timeout(REQUEST_TIMEOUT, client.send_request(subject, request)).await;
+    response.unwrap_or_else(|_| Err(RequestError::new(RequestErrorKind::TimedOut)))
+}
+
+/// Sends a message that needs no response. The message is dropped if the client's send queue stays full.
+pub(crate) async fn send(client: &Client, subject: impl ToSubject, body: Bytes) {
+    let _ = timeout(REQUEST_TIMEOUT, client.publish(subject, body)).await;
+}
+
+/// Subscribes to a subject. Fails if the client's send queue stays full.
+pub(crate) async fn subscribe(client: &Client, subject: impl ToSubject) -> Result<Subscriber, String> {
+    match timeout(REQUEST_TIMEOUT, client.subscribe(subject)).await {
+        Ok(subscribed) => subscribed.map_err(|error| error.to_string()),
+        Err(_) => Err("the subscription was not sent in time".to_owned()),
+    }
+}
+
 /// Publishes a message to a stream and waits for the acknowledgement.
 pub(crate) async fn publish(
     client: &Client,
@@ -95,7 +130,7 @@ pub(crate) async fn publish(
     if let Some(expected) = expects {
         headers.insert("Nats-Expected-Last-Subject-Sequence", expected.to_string());
     }
-    match client.request_with_headers(subject, headers, body).await {
+    match request(client, subject, headers, body).await {
         Ok(answer) => classify(&answer.payload),
         Err(error) => match error.kind() {
             RequestErrorKind::NoResponders => Published::NoStream,
@@ -153,8 +188,8 @@ pub(crate) async fn read_last(
     stream: &str,
     subject: &str,
 ) -> Result<Option<StoredMessage>, String> {
-    let request = read_subject(stream, subject);
-    let answer = client.request(request, Bytes::new()).await.map_err(|error| error.to_string())?;
+    let answer = request(client, read_subject(stream, subject), HeaderMap::new(), Bytes::new()).await;
+    let answer = answer.map_err(|error| error.to_string())?;
     match answer.status.map(|status| status.as_u16()) {
         Some(404) => Ok(None),
         Some(status) => Err(format!("status {status}")),
@@ -189,16 +224,49 @@ pub(crate) async fn api<T: DeserializeOwned>(
     call: &str,
     body: Value,
 ) -> Result<T, ApiError> {
-    let local = |description: String| ApiError { description, ..ApiError::default() };
     let body = if body.is_null() { Bytes::new() } else { body.to_string().into() };
-    let answer =
-        client.request(format!("$JS.API.{call}"), body).await.map_err(|error| local(error.to_string()))?;
-    let value: Value = serde_json::from_slice(&answer.payload)
-        .map_err(|error| local(format!("the response is not JSON: {error}")))?;
+    let answer = request(client, format!("$JS.API.{call}"), HeaderMap::new(), body).await;
+    parse_api(&answer.map_err(local_error)?.payload)
+}
+
+/// Calls the JetStream API of the fleet's account, which can differ from the client's account. If the client's account
+/// imports the call, the server sends two responses. Ignores the response for the client's own account.
+pub(crate) async fn fleet_api<T: DeserializeOwned>(
+    client: &Client,
+    call: &str,
+    body: Value,
+) -> Result<T, ApiError> {
+    let inbox = client.new_inbox();
+    let mut responses = subscribe(client, inbox.clone()).await.map_err(local_error)?;
+    let sent = client.publish_with_reply(format!("$JS.API.{call}"), inbox, body.to_string().into());
+    let response = async {
+        sent.await.map_err(local_error)?;
+        while let Some(message) = responses.next().await {
+            if message.status == Some(StatusCode::NO_RESPONDERS) {
+                break;
+            }
+            match parse_api(&message.payload) {
+                Err(error) if error.err_code == NOT_ENABLED_FOR_ACCOUNT => {}
+                parsed => return parsed,
+            }
+        }
+        Err(local_error("no responders"))
+    };
+    timeout(REQUEST_TIMEOUT, response).await.unwrap_or_else(|_| Err(local_error("the request timed out")))
+}
+
+fn parse_api<T: DeserializeOwned>(payload: &[u8]) -> Result<T, ApiError> {
+    let value: Value = serde_json::from_slice(payload)
+        .map_err(|error| local_error(format!("the response is not JSON: {error}")))?;
     if let Some(error) = value.get("error") {
         return Err(serde_json::from_value(error.clone()).unwrap_or_default());
     }
-    serde_json::from_value(value).map_err(|error| local(format!("the response is unknown: {error}")))
+    serde_json::from_value(value).map_err(|error| local_error(format!("the response is unknown: {error}")))
+}
+
+/// Returns an error that the server has not sent.
+fn local_error(description: impl ToString) -> ApiError {
+    ApiError { description: description.to_string(), ..ApiError::default() }
 }
 
 /// Time to wait before publishing a message again after a failure.

@@ -71,7 +71,8 @@ impl World {
     ) {
         const TIMEOUT: Ms = 5000;
         // The server's size limit may have been lowered since the agent connected.
-        let has_result = matches!(&write.record.phase, Phase::Decided(ending) if !ending.payload.is_empty());
+        let has_result =
+            matches!(&write.record.phase, Phase::Decided { ending, .. } if !ending.payload.is_empty());
         if has_result && self.random.chance(20) {
             coverage.count("result too large");
             return self.reply(to, sequence, Event::Written(WriteResult::TooLarge));
@@ -125,12 +126,12 @@ impl World {
     ) {
         let history = &self.server.ledgers[job].history;
         let record = history.last().expect("just stored").record.clone();
-        if replaced.is_some_and(|old| matches!(old.record.phase, Phase::Decided(_))) {
+        if replaced.is_some_and(|old| matches!(old.record.phase, Phase::Decided { .. })) {
             self.violate(format!("job {job}: a decided record was replaced with {record:?}"));
         }
         if replaced.is_some_and(|old| is_foreign(&old.record)) {
             coverage.count("foreign record replaced");
-            if !matches!(record.phase, Phase::Decided(_)) {
+            if !matches!(record.phase, Phase::Decided { .. }) {
                 self.violate(format!("job {job}: a foreign record was replaced with {record:?}"));
             }
         }
@@ -139,7 +140,7 @@ impl World {
                 coverage.count("lost claim taken over");
                 self.check_holder(job, writer, replaced);
             }
-            Phase::Decided(ending) => match &ending.outcome.verdict {
+            Phase::Decided { ending, .. } => match &ending.outcome.verdict {
                 Verdict::Crashed { reason: CrashReason::HostLost, .. } => {
                     coverage.count("host_lost decided");
                     self.check_holder(job, writer, replaced);

@@ -7,9 +7,9 @@ use std::time::Duration;
 use bulkhead_fleet::decide::delivery::host_lost;
 use bulkhead_fleet::decide::outcome::{AttemptEnd, Pause};
 use bulkhead_fleet::decide::{
-    Action, Conclusion, Event, Faults, Handling, Message, RETURN_DELAY_MIN, Rules, Step, Terms, Write,
+    Action, Conclusion, Event, Faults, Handling, Message, Rules, Step, Terms, Write,
 };
-use bulkhead_fleet::record::{Ending, Phase, Record};
+use bulkhead_fleet::record::{Ending, Phase, Record, Stored};
 use bulkhead_shared::{CrashReason, Outcome, RejectReason, Verdict};
 use bytes::Bytes;
 
@@ -37,6 +37,8 @@ const DRAINED_WITHIN: Ms = DECIDED_WITHIN + 3 * HOST_LOST_AFTER;
 const CLOCK_ERROR: Ms = 300;
 /// Delay before the server redelivers a message that an agent has returned unhandled.
 const GIVEN_BACK_DELAY: Ms = 250;
+/// Maximum delay before the server redelivers a message that several agents have returned unhandled.
+const GIVEN_BACK_DELAY_MAX: Ms = 5000;
 /// Start of the simulated time. Large enough that subtracting a duration does not underflow.
 const EPOCH: Ms = 1_000_000;
 /// Maximum number of events in one history.
@@ -47,7 +49,7 @@ const EVENTS_MAX: u64 = 2_000_000;
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
 /// Situations that must occur in at least one of the histories.
-const REQUIRED: [&str; 25] = [
+const REQUIRED: [&str; 28] = [
     "agent killed",
     "agent frozen beyond host_lost_after",
     "outage beyond ack_wait",
@@ -68,7 +70,10 @@ const REQUIRED: [&str; 25] = [
     "late decided",
     "given back",
     "given back again",
+    "late without a permit",
     "permit kept",
+    "dead letter stored",
+    "removed dead letter's job repeated",
     "result too large",
     "record overwritten",
     "foreign record read",
@@ -108,6 +113,7 @@ pub(crate) enum Happening {
     OutageEnds,
     ChangeLeader,
     Overwrite { job: usize },
+    RemoveLetter { job: usize },
 }
 
 /// An agent's request to the server, which concerns a single message.
@@ -154,6 +160,16 @@ pub(crate) struct Job {
     is_accepted: bool,
     begun: u32,
     pub(crate) completed: u32,
+    letter: Letter,
+}
+
+/// State of a job's dead letter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Letter {
+    None,
+    Stored,
+    /// An operator removed the letter at this time.
+    Removed(Ms),
 }
 
 /// State of a simulated history.
@@ -232,14 +248,20 @@ impl World {
         let job = self.jobs.len();
         let deadline = if self.random.chance(15) { self.random.between(500, 8000) } else { DEADLINE_MAX };
         let (is_idempotent, run) = (self.random.chance(50), self.random.below(RUN_MAX));
-        self.jobs.push(Job { is_idempotent, deadline, run, is_accepted: false, begun: 0, completed: 0 });
+        let (is_accepted, begun, completed, letter) = (false, 0, 0, Letter::None);
+        self.jobs.push(Job { is_idempotent, deadline, run, is_accepted, begun, completed, letter });
         let at = self.random.below(FAULTS_UNTIL * 3 / 4);
         // The job must have a short deadline, because it has no outcome before its deadline.
-        if deadline < DEADLINE_MAX && self.random.chance(30) {
+        let is_overwritten = deadline < DEADLINE_MAX && self.random.chance(30);
+        if is_overwritten {
             let moment = (at + self.random.below(12_000)).saturating_sub(2000);
             self.after(moment, Happening::Overwrite { job });
         }
         self.after(at, Happening::Publish { job, tries: 0 });
+        // The outcome that replaces an overwritten record leads to another dead letter.
+        if !is_overwritten && self.random.chance(30) {
+            self.after(at, Happening::RemoveLetter { job });
+        }
         if self.random.chance(10) {
             let again = at + self.random.below(20_000);
             self.after(again, Happening::Publish { job, tries: 0 });
@@ -289,7 +311,7 @@ impl World {
             // The record might have been overwritten after the job had an outcome.
             let is_over = |record: &Record| match is_foreign(record) {
                 true => !self.server.queue.values().any(|message| message.job == number),
-                false => matches!(record.phase, Phase::Decided(_)),
+                false => matches!(record.phase, Phase::Decided { .. }),
             };
             if !last.is_some_and(|stored| is_over(&stored.record)) {
                 self.trace.iter().flatten().for_each(|line| println!("{line}"));
@@ -302,8 +324,21 @@ impl World {
     fn check_drained(&self) -> Result<(), String> {
         match self.server.queue.iter().next() {
             Some(message) => Err(format!("a message was never acknowledged: {message:?}")),
-            None => Ok(()),
+            None => self.check_letters(),
         }
+    }
+
+    fn check_letters(&self) -> Result<(), String> {
+        for (number, job) in self.jobs.iter().enumerate() {
+            let Some(Stored { record, .. }) = self.server.ledgers[number].history.last() else { continue };
+            if let Phase::Decided { ending, .. } = &record.phase
+                && ending.outcome.verdict != Verdict::Ok
+                && job.letter == Letter::None
+            {
+                return Err(format!("the dead letter of job {number} is lost: {job:?}, {ending:?}"));
+            }
+        }
+        Ok(())
     }
 
     fn happen(&mut self, happening: Happening, coverage: &mut Coverage) {
@@ -314,7 +349,7 @@ impl World {
             Happening::Delivered { to, sequence, job, delivery, published } => {
                 self.delivered(to, sequence, (job, delivery, published), coverage);
             }
-            Happening::Perform { to, sequence, action } => self.perform(to, sequence, action),
+            Happening::Perform { to, sequence, action } => self.perform(to, sequence, action, coverage),
             Happening::Arrive { to, sequence, request } => self.arrive(to, sequence, request, coverage),
             Happening::Stored { job, writer, sequence, is_answered } => {
                 self.stored(job, writer, sequence, is_answered, coverage);
@@ -325,6 +360,7 @@ impl World {
             Happening::Heartbeat { agent } => self.heartbeat(agent),
             Happening::Kill { agent } => self.kill(agent, coverage),
             Happening::Overwrite { job } => self.overwrite(job, coverage),
+            Happening::RemoveLetter { job } => self.remove_letter(job, coverage),
             Happening::Freeze { agent, time } => self.freeze(agent, time, coverage),
             Happening::LoseSupervisor { agent } => self.lose_supervisor(agent, coverage),
             Happening::Outage { time } => self.outage(time, coverage),
@@ -366,10 +402,37 @@ impl World {
     fn overwrite(&mut self, job: usize, coverage: &mut Coverage) {
         let previous = host_lost(&self.terms(job), 1);
         let (nonce, agent) = (String::new(), String::new());
-        let record = Record { nonce, agent, attempts: 0, phase: Phase::Returned { previous } };
+        let record =
+            Record { nonce, agent, attempts: 0, phase: Phase::Returned { previous, delivery: None } };
         match self.server.is_up && self.server.overwrite(job, record) {
             true => coverage.count("record overwritten"),
             false => self.after(20, Happening::Overwrite { job }),
+        }
+    }
+
+    /// Simulates an operator who removes a dead letter, and a submitter who repeats the submission later.
+    fn remove_letter(&mut self, job: usize, coverage: &mut Coverage) {
+        const PAUSE: Ms = 50;
+        if self.jobs[job].letter == Letter::Stored {
+            coverage.count("removed dead letter's job repeated");
+            self.jobs[job].letter = Letter::Removed(self.now);
+            self.after(PAUSE, Happening::Publish { job, tries: 0 });
+        } else if self.now < EPOCH + FAULTS_UNTIL {
+            self.after(PAUSE, Happening::RemoveLetter { job });
+        }
+    }
+
+    /// Stores the dead letter of the job whose message has this sequence number.
+    fn store_letter(&mut self, job: usize, sequence: u64, coverage: &mut Coverage) {
+        coverage.count("dead letter stored");
+        let published = self.server.queue.get(&sequence).map(|message| message.published);
+        match self.jobs[job].letter {
+            Letter::Removed(at) if published.is_some_and(|published| published > at) => {
+                self.violate(format!("the dead letter of job {job} was removed and has been stored again"));
+            }
+            // The first letter was acknowledged too late to prevent a second one.
+            Letter::Removed(_) => {}
+            Letter::None | Letter::Stored => self.jobs[job].letter = Letter::Stored,
         }
     }
 
@@ -417,7 +480,9 @@ impl World {
         let Agent { held, permits, kept_until, .. } = &mut self.agents[agent];
         kept_until.retain(|until| *until > now);
         let has_permit = held.len() + kept_until.len() < *permits;
-        if !self.can_act(agent) || !self.server.is_up || !has_permit {
+        // Without a permit, an agent pulls a message from time to time, because the job's deadline may have passed.
+        let pulls = has_permit || self.random.chance(5);
+        if !self.can_act(agent) || !self.server.is_up || !pulls {
             return;
         }
         if let Some((sequence, queued)) = self.server.pull(self.now, &mut self.random) {
@@ -441,17 +506,25 @@ impl World {
         if self.agents[to.agent].held.contains_key(&sequence) {
             return self.request(to, sequence, Request::InProgress);
         }
-        // In a few cases, simulates that a message arrives while the agent has no free permit.
-        let has_permit = !self.random.chance(5);
-        if !has_permit && delivery == 1 {
+        // In a few cases, all permits are acquired between the pull and the delivery.
+        let Agent { held, permits, kept_until, clock_error, .. } = &self.agents[to.agent];
+        let is_full = held.len() + kept_until.len() >= *permits;
+        let now = Duration::from_millis(self.now.saturating_add_signed(*clock_error));
+        let has_permit = !is_full && !self.random.chance(5);
+        let message =
+            Message { stream_sequence: sequence, delivery, published: Duration::from_millis(published) };
+        let is_late = self.terms(job).time_left(&message, now).is_zero();
+        let delay = self.random.between(GIVEN_BACK_DELAY, GIVEN_BACK_DELAY_MAX);
+        if !has_permit && delivery == 1 && !is_late {
             coverage.count("given back");
-            return self.request(to, sequence, Request::Negative(GIVEN_BACK_DELAY));
+            return self.request(to, sequence, Request::Negative(delay));
+        }
+        if !has_permit && is_late {
+            coverage.count("late without a permit");
         }
         if delivery > 1 {
             coverage.count("delivered again");
         }
-        let message =
-            Message { stream_sequence: sequence, delivery, published: Duration::from_millis(published) };
         let nonce = format!("{}.{}.{}", to.agent, to.life, self.random.next());
         let agent = format!("agent-{}-{}", to.agent, to.life);
         let (terms, rules) = (self.terms(job), rules(self.faults));
@@ -459,7 +532,8 @@ impl World {
             Handling::begin(message, terms, rules, agent, nonce, 0.5)
         } else {
             coverage.count("given back again");
-            Handling::begin_without_permit(message, terms, rules, agent, nonce, RETURN_DELAY_MIN)
+            let delay = Duration::from_millis(delay);
+            Handling::begin_without_permit(message, terms, rules, agent, nonce, delay)
         };
         self.agents[to.agent].held.insert(sequence, Held { job, handling, run: None });
         self.step(to, sequence, step, coverage);
@@ -502,7 +576,7 @@ impl World {
         }
     }
 
-    fn perform(&mut self, to: Holder, sequence: u64, action: Action) {
+    fn perform(&mut self, to: Holder, sequence: u64, action: Action, coverage: &mut Coverage) {
         let same = Happening::Perform { to, sequence, action: action.clone() };
         if self.is_over(to) || self.is_postponed(to, &same) {
             return;
@@ -515,8 +589,14 @@ impl World {
                 let delay = self.latency();
                 self.after(delay, Happening::Begin { to, sequence });
             }
-            Action::Announce { .. } => {
+            Action::Announce { is_dead, .. } => {
                 let is_stored = self.server.is_up && !self.is_lost();
+                if is_stored
+                    && is_dead
+                    && let Some(held) = self.agents[to.agent].held.get(&sequence)
+                {
+                    self.store_letter(held.job, sequence, coverage);
+                }
                 self.after(5, Happening::Answer { to, sequence, event: Event::Announced(is_stored) });
             }
         }

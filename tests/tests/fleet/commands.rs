@@ -223,6 +223,31 @@ fn dead_letter_replaces_only_that_of_an_earlier_job() {
 }
 
 #[test]
+fn repeated_job_does_not_restore_its_removed_dead_letter() {
+    let Some(fleet) = start() else { return };
+    let submit = |id: &str| {
+        assert_eq!(fleet.json(&["submit", "b", "fail", "-n", "--id", id]).0, 1);
+        fleet.wait_drained("b");
+    };
+    let letters = || -> Vec<_> {
+        let (_, letters) = fleet.json(&["dead", "list"]);
+        letters.iter().map(|letter| letter["id"].as_str().unwrap().to_owned()).collect()
+    };
+    for id in ["dropped", "requeued"] {
+        submit(id);
+    }
+    assert_eq!(fleet.json(&["dead", "drop", "dropped"]).0, 0);
+    assert_eq!(fleet.json(&["dead", "requeue", "requeued"]).0, 0);
+    fleet.wait_drained("b");
+    let after_requeue = letters();
+    assert!(after_requeue.len() == 1 && after_requeue[0].starts_with("requeued."), "{after_requeue:?}");
+    for id in ["dropped", "requeued"] {
+        submit(id);
+    }
+    assert_eq!(letters(), after_requeue);
+}
+
+#[test]
 fn dead_letters_are_listed_and_dropped_whatever_their_number() {
     const LETTERS: usize = 2_010;
     let _turn = heavy();

@@ -1,16 +1,17 @@
 //! Failures of agents, supervisors and servers, which are killed, frozen or stopped.
 
+use std::net::{Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use bulkhead_fleet::{Fleet, FleetError};
 use bulkhead_tests::fleet::{
-    HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, result_of, server_program, streams_with,
+    HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, result_of, server_program, streams, streams_with,
 };
 use bulkhead_tests::machine::is_root;
 use bulkhead_tests::ports::free_port;
-use bulkhead_tests::{PATIENCE, SAME_NUMBERS, Supervisor, run, wait_for};
+use bulkhead_tests::{PATIENCE, SAME_NUMBERS, Supervisor, programs, run, wait_for};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 
@@ -104,6 +105,33 @@ fn job_does_not_wait_behind_a_long_job_while_a_host_is_idle() {
 }
 
 #[test]
+fn deadline_ends_waiting_jobs_behind_a_long_job() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let bulkheads = BULKHEADS
+        .replace("max_in_flight = 4", "max_in_flight = 1")
+        .replace("deadline = \"30s\"", "deadline = \"1h\"");
+    fleet.add_host("host-a", &format!("{bulkheads}{SAME_NUMBERS}"));
+    run(async {
+        let client = fleet.connect().await;
+        begin(&fleet, &client, "long", false).await;
+        client.job("b", "").id("patient").submit().await.unwrap();
+        let ids: Vec<_> = (0..5).map(|number| format!("late-{number}")).collect();
+        for id in &ids {
+            client.job("b", "").id(id).deadline(Duration::from_secs(3)).submit().await.unwrap();
+        }
+        for id in &ids {
+            assert_eq!(outcome(&client, id).await, "queued");
+        }
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        for id in ["long", "patient"] {
+            assert_eq!(outcome(&client, id).await, "ok");
+        }
+    });
+    fleet.wait_drained("b");
+    assert_eq!(begun(&fleet), 1);
+}
+
+#[test]
 fn outcome_from_a_frozen_agent_is_discarded() {
     let Some(fleet) = two_hosts() else { return };
     run(async {
@@ -173,6 +201,51 @@ fn frozen_leader_does_not_end_running_jobs() {
 }
 
 #[test]
+fn calls_end_while_the_send_queue_is_full() {
+    // Each submission queues a subscription and a message. The client's queue has room for 2,048.
+    const SUBMISSIONS: usize = 1_200;
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    run(async {
+        let client = fleet.connect().await;
+        fleet.servers[0].kill();
+        let mut calls = tokio::task::JoinSet::new();
+        for _ in 0..SUBMISSIONS {
+            let client = client.clone();
+            calls.spawn(async move { client.job("b", "").submit().await.map(drop) });
+        }
+        let results = tokio::time::timeout(PATIENCE, calls.join_all()).await.expect("all submissions end");
+        for result in results {
+            assert!(matches!(result, Err(FleetError::Unreachable { .. })), "{result:?}");
+        }
+        let read = tokio::time::timeout(PATIENCE, client.result("", "never", Duration::ZERO)).await;
+        let error = read.expect("the call ends").unwrap_err();
+        assert!(matches!(error, FleetError::Unreachable { .. }), "{error}");
+    });
+}
+
+#[test]
+fn submission_without_a_quorum_is_unavailable() {
+    for version in VERSIONS {
+        let settings = format!("{}[bulkhead.b]\n", streams(3));
+        let Some(mut fleet) = TestFleet::start(version, 3, &settings) else { return };
+        // Without its leader, the stream of jobs has no responders.
+        let leader = fleet.leader("BH_JOBS");
+        for index in [leader, (leader + 1) % 3] {
+            fleet.servers[index].kill();
+        }
+        let (code, lines) = fleet.json(&["submit", "b", "-n"]);
+        assert!(code == 69 || code == 75, "{version}: {code}, {lines:?}");
+        fleet.servers.iter_mut().for_each(|server| {
+            server.kill();
+            server.restart();
+        });
+        fleet.add_host("host-a", BULKHEADS);
+        assert_eq!(fleet.json(&["submit", "b", "-n"]).0, 0);
+        assert_eq!(fleet.json(&["submit", "nowhere", "-n"]).0, 66);
+    }
+}
+
+#[test]
 fn job_waits_until_the_supervisor_is_back() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     fleet.add_host("host-a", BULKHEADS);
@@ -184,6 +257,33 @@ fn job_waits_until_the_supervisor_is_back() {
         fleet.hosts[0].restart_supervisor();
         assert_eq!(result_of(submitted).await.unwrap().payload(), b"x");
     });
+}
+
+#[test]
+fn idle_http_connections_do_not_stop_the_agent() {
+    use std::os::unix::fs::PermissionsExt;
+    const DESCRIPTORS: usize = 128;
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let program = fleet.folder.path().join("limited-agent");
+    let agent = programs().join("bulkhead-fleet");
+    let script = format!("#!/bin/sh\nulimit -n {DESCRIPTORS}\nexec {} \"$@\"\n", agent.display());
+    std::fs::write(&program, script).unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let host = fleet.prepare_host("host-a", Supervisor::start(BULKHEADS));
+    fleet.hosts[host].start_agent_with(&program, &[]);
+    fleet.wait_agent("host-a");
+    let port = fleet.hosts[host].http;
+    let idle: Vec<_> =
+        (0..2 * DESCRIPTORS).map(|_| TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap()).collect();
+    assert_eq!(get(port, "/healthz").0, 200);
+    // The agent needs descriptors to connect to the new supervisor.
+    fleet.hosts[host].kill_supervisor();
+    fleet.hosts[host].restart_supervisor();
+    run(async {
+        let client = fleet.connect().await;
+        result_of(client.job("b", "").submit().await.unwrap()).await.unwrap();
+    });
+    drop(idle);
 }
 
 #[test]
