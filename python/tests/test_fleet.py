@@ -67,6 +67,7 @@ accounts {
       { service: "bh.job.*.n.2.acme", accounts: [ACME] }
       { service: "$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.*", accounts: [ACME] }
       { stream: "bh.told.acme.>", accounts: [ACME] }
+      { service: "$JS.API.STREAM.NAMES", accounts: [ACME] }
     ]
   }
   ACME {
@@ -75,6 +76,7 @@ accounts {
       { service: { account: FLEET, subject: "bh.job.*.n.2.acme" } }
       { service: { account: FLEET, subject: "$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.acme.*" } }
       { stream: { account: FLEET, subject: "bh.told.acme.>" } }
+      { service: { account: FLEET, subject: "$JS.API.STREAM.NAMES" } }
     ]
   }
 }
@@ -189,6 +191,9 @@ def test_tenant_uses_the_fleet_from_its_own_account(servers: str) -> None:
             submitted = await fleet.submit("upper", b"hello", id="own-account")
             assert (await submitted.result()).payload == b"HELLO"
             assert (await fleet.result("own-account")).payload == b"HELLO"
+            with pytest.raises(errors.Rejected) as refused:
+                await fleet.submit("missing")
+            assert refused.value.outcome.reason == "not_found"
 
     asyncio.run(submit_all())
 

@@ -7,6 +7,7 @@ connections.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import ssl
@@ -23,6 +24,8 @@ from .errors import Disconnected
 
 #: Time limit of the first connection, in seconds.
 CONNECT_TIMEOUT = 5.0
+#: Error code of a server for an account without JetStream.
+NOT_ENABLED_FOR_ACCOUNT = 10039
 #: Contents of a credentials file. The group is the seed.
 CREDENTIALS = re.compile(rb"-BEGIN NATS USER JWT-+\s+\S+\s.*-BEGIN USER NKEY SEED-+\s+(\S+)", re.DOTALL)
 
@@ -91,6 +94,33 @@ class Connection(Client):
                 return request.result()
             finally:
                 request.cancel()
+
+    async def request_fleet_account(self, subject: str, payload: bytes, timeout: float) -> dict[str, Any]:
+        """Calls the JetStream API of the fleet's account, which can differ from the user's account.
+
+        If the user's account imports the call, there are two responses. Ignores the one for the user's own account.
+        """
+        inbox = self.new_inbox()
+        responses = await self.subscribe(inbox)
+        try:
+            with self.refusal_of(subject) as refusal:
+                await self.publish(subject, payload, reply=inbox)
+                while True:
+                    response = asyncio.ensure_future(responses.next_msg(timeout=timeout))
+                    try:
+                        await asyncio.wait((response, refusal), return_when=asyncio.FIRST_COMPLETED)
+                        if not response.done():
+                            raise Forbidden(refusal.result())
+                        message = response.result()
+                    finally:
+                        response.cancel()
+                    if not message.data:
+                        raise nats.errors.NoRespondersError
+                    answer: dict[str, Any] = json.loads(message.data)
+                    if answer.get("error", {}).get("err_code") != NOT_ENABLED_FOR_ACCOUNT:
+                        return answer
+        finally:
+            await responses.unsubscribe()
 
     async def check_inbox(self) -> None:
         """Raises ``Forbidden`` if the user cannot receive responses."""

@@ -173,8 +173,7 @@ class AsyncFleet:
         """
         try:
             request = json.dumps({"subject": subject}).encode()
-            answer = await self._nats.request(STREAM_NAMES, request, timeout=REQUEST_TIMEOUT)
-            names = json.loads(answer.data)
+            names = await self._nats.request_fleet_account(STREAM_NAMES, request, REQUEST_TIMEOUT)
         except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
             return "unavailable", (
                 "the fleet has no such bulkhead, or the job stream has no leader; the servers did not say which: "
