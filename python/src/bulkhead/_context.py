@@ -29,8 +29,8 @@ class HandlerError(Exception):
 
     ``code`` is a short, machine-readable name, and ``message`` is a human-readable sentence. ``retryable`` is true if
     the same job may succeed later. ``fault`` is ``"dependency"``, or ``"caller"`` if the job itself was wrong. Failures
-    with ``fault`` set to ``"caller"`` do not count against the bulkhead. The client receives ``payload``, at most
-    64 KiB, as ``JobError.payload``.
+    with ``fault`` set to ``"caller"`` do not count against the bulkhead. The client receives ``payload`` as
+    ``JobError.payload``. At most 128 bytes of the code, 8 KiB of the message and 64 KiB of the payload are sent.
     """
 
     def __init__(

@@ -21,6 +21,9 @@ fn row(resource: Resource) -> Key {
         default: match resource {
             Resource::Core => DefaultValue::Count(0),
             Resource::Fsize => DefaultValue::Described("4GiB; without a sandbox, the supervisor's own limit"),
+            Resource::Nofile => DefaultValue::Described(
+                "three quarters of the supervisor's own limit; without a sandbox, that limit",
+            ),
             Resource::Nproc => DefaultValue::Described(
                 "1024 if the limit applies per worker (separate user ID or user namespace); otherwise the \
                  supervisor's own limit",
