@@ -13,8 +13,8 @@ use crate::follow::{Line, follow_across_upgrades};
 use crate::output::{self, Failure, exit};
 use crate::requests::{get, get_lines, percent_encoded, request};
 
-/// Maximum number of bulkheads to follow. Each one needs a stream, and the supervisor permits 128 streams for all
-/// clients together.
+/// Maximum number of bulkheads to follow. Each one needs a stream, as do the events, and the supervisor permits 128
+/// streams for all clients together.
 const FOLLOWED_MAX: usize = 64;
 
 /// A stored log line, as text and in parsed form.

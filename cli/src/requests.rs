@@ -244,16 +244,29 @@ pub(crate) fn percent_encoded(name: &str) -> String {
 // Endless responses.
 
 /// Passes each line of the responses to `handle` as it arrives, with the index of the response. Returns when all
-/// responses have ended or when the user presses ^C.
+/// responses have ended, a second after all but the first of several have ended, or when the user presses ^C. In the
+/// second case, the first response is the event stream, which does not end when the followed bulkheads are removed.
 pub(crate) async fn follow(
     responses: Vec<Response<Incoming>>,
     mut handle: impl FnMut(usize, &str) -> Result<(), Failure>,
 ) -> Result<u8, Failure> {
     let (sender, mut lines) = mpsc::channel(LINES_WAITING_MAX);
+    let (alive, mut others) = mpsc::channel::<()>(1);
+    let has_others = responses.len() > 1;
     for (index, response) in responses.into_iter().enumerate() {
-        tokio::spawn(send_lines(index, response, sender.clone()));
+        let alive = (index > 0).then(|| alive.clone());
+        let sending = send_lines(index, response, sender.clone());
+        tokio::spawn(async move {
+            sending.await;
+            drop(alive);
+        });
     }
-    drop(sender);
+    drop((sender, alive));
+    let mut others_ended = pin!(async {
+        others.recv().await;
+        // An event about an upgrade can arrive later than the ends of the other streams.
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    });
     // Waits for ^C with a single future in all iterations, because a signal that arrives between two futures would be
     // missed.
     let mut interrupt = pin!(tokio::signal::ctrl_c());
@@ -262,6 +275,7 @@ pub(crate) async fn follow(
             biased;
             _ = &mut interrupt => return Ok(exit::CANCELLED),
             line = lines.recv() => line,
+            () = &mut others_ended, if has_others => return Ok(exit::OK),
         };
         match line {
             Some((index, line)) => handle(index, &line?)?,

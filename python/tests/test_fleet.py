@@ -391,8 +391,9 @@ def test_failed_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         received: list[bytes] = []
         tasks = asyncio.all_tasks()
 
-        async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             received.append(await reader.read())
+            writer.close()
 
         async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
@@ -401,6 +402,21 @@ def test_failed_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
             while not received:
                 await asyncio.sleep(0.01)
         assert asyncio.all_tasks() == tasks
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_connecting_ends_although_the_tls_handshake_hangs() -> None:
+    async def run() -> None:
+        async def frozen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b'INFO {"server_id":"n1","version":"2.12.8","max_payload":1048576,"tls_required":true}\r\n')
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(frozen, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(AsyncFleet.connect(f"tls://127.0.0.1:{port}"), 0.5)
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
@@ -427,6 +443,7 @@ def test_server_without_tls_receives_nothing(tmp_path: Path, monkeypatch: pytest
             nonlocal received
             writer.write(b'INFO {"server_id":"n1","version":"2.12.8","max_payload":1048576,"headers":true}\r\n')
             received += await reader.read()
+            writer.close()
 
         async with await asyncio.start_server(plain, "127.0.0.1", 0) as server:
             address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

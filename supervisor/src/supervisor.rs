@@ -1,6 +1,6 @@
 //! Starts the parts of a supervisor in the right order: keeper, sockets, control plane. Then runs the data plane, and
 //! waits for the other threads when it has ended. `main` calls [`run`] for a standalone supervisor, and `embedded` uses
-//! [`Ready`]. The control plane decides when the supervisor stops, except with `--while-open`.
+//! `Ready`. The control plane decides when the supervisor stops, except with `--while-open`.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;

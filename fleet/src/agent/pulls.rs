@@ -50,6 +50,9 @@ const FULL_PAUSE: Duration = Duration::from_millis(25);
 /// Maximum time that a lane without free permits pulls no messages. Limits the delay until the outcome of a job whose
 /// deadline has passed.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(2);
+/// Number of messages that a lane without free permits pulls when it checks again. The server delivers returned messages
+/// before others, so with a small number, a few jobs with a long deadline would hide all jobs behind them.
+const RECHECK_BATCH: usize = 16;
 /// Maximum time that a pulled message waits for a permit.
 const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum time that a lane waits before it returns the job of a tenant that already has enough waiting jobs.
@@ -80,6 +83,9 @@ struct Lane {
 #[derive(Debug)]
 struct Waiting {
     count: AtomicUsize,
+    /// Number of jobs whose deadline has passed and that are being decided without a permit. The lane pulls no messages
+    /// meanwhile unless a permit is free.
+    late: AtomicUsize,
     /// Number of messages that were returned because their tenants were at their limits, and whose redelivery is still
     /// pending.
     returned: Arc<AtomicUsize>,
@@ -101,10 +107,27 @@ impl Waiting {
     }
 }
 
+/// Counts a job that is decided without a permit until the guard is dropped.
+struct LateGuard(Arc<Waiting>);
+
+impl LateGuard {
+    fn new(waiting: Arc<Waiting>) -> Self {
+        waiting.late.fetch_add(1, Ordering::Relaxed);
+        Self(waiting)
+    }
+}
+
+impl Drop for LateGuard {
+    fn drop(&mut self) {
+        self.0.late.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Pulls the jobs of one lane until the agent stops.
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, index: u8) {
     let waiting = Arc::new(Waiting {
         count: AtomicUsize::new(0),
+        late: AtomicUsize::new(0),
         returned: Arc::default(),
         last_return: Mutex::default(),
     });
@@ -191,12 +214,16 @@ impl Lane {
     /// that are already waiting. After the lane has given a message back, it requests no message until a permit is
     /// returned or acquired, or until [`RECHECK_INTERVAL`] has passed.
     fn batch(&self) -> usize {
-        let free = self.served.permits.free();
-        if free == 0 && self.waiting.is_blocked(self.served.permits.moves()) {
+        let (free, moves) = (self.served.permits.free(), self.served.permits.moves());
+        let is_late_pending = self.waiting.late.load(Ordering::Relaxed) > 0;
+        if free == 0 && (is_late_pending || self.waiting.is_blocked(moves)) {
             return 0;
         }
+        let is_recheck =
+            free == 0 && self.waiting.last_return().is_some_and(|(at_return, _)| at_return == moves);
         let part = free / usize::from(self.served.settings.lanes);
-        (part + 1).saturating_sub(self.waiting.count.load(Ordering::Relaxed)).min(BATCH_MAX)
+        let wanted = if is_recheck { RECHECK_BATCH } else { part + 1 };
+        wanted.saturating_sub(self.waiting.count.load(Ordering::Relaxed)).min(BATCH_MAX)
     }
 
     /// Receives the messages of one pull. Returns false if the subscription must be renewed.
@@ -290,11 +317,12 @@ async fn dispatch_all(
             continue;
         }
         if served.permits.free() == 0 && runner::is_late(&shared, &served, &delivered) {
-            let (shared, served, waiting) = (shared.clone(), served.clone(), waiting.clone());
+            let (shared, served) = (shared.clone(), served.clone());
+            let guard = LateGuard::new(waiting.clone());
+            waiting.count.fetch_sub(1, Ordering::Relaxed);
             tokio::spawn(async move {
                 runner::run_without_permit(&shared, &served, delivered, RETURN_DELAY_MIN).await;
-                // Until now, the lane pulls no further message, so that the number of these tasks is limited.
-                waiting.count.fetch_sub(1, Ordering::Relaxed);
+                drop(guard);
             });
             continue;
         }
@@ -304,8 +332,7 @@ async fn dispatch_all(
             permits = served.acquire(of_tenant.as_deref()) => Ok(permits),
             () = tokio::time::sleep_until(limit) => {
                 *waiting.last_return() = Some((served.permits.moves(), Instant::now()));
-                // The delay grows so that the lane also receives other messages.
-                Err(tenant_full_delay(delivered.message.delivery, random::fraction()))
+                Err(RETURN_DELAY_MIN)
             }
         };
         waiting.count.fetch_sub(1, Ordering::Relaxed);

@@ -110,9 +110,14 @@ pub fn decide_unreadable(
     decided(sequence, 0, outcome(terms, verdict, 0))
 }
 
+/// Maximum distance between an outdated delivery and the delivery that was returned. The numbers of deliveries begin at
+/// 1 again if the consumer is created again, and such deliveries must not be ignored for long.
+const OUTDATED_MAX: u64 = 4;
+
 /// Returns true if the job was returned after a later delivery of the message.
 fn is_outdated(message: &Message, returned: Delivery) -> bool {
-    returned.stream_sequence == message.stream_sequence && returned.number > message.delivery
+    let behind = returned.number.saturating_sub(message.delivery);
+    returned.stream_sequence == message.stream_sequence && (1..=OUTDATED_MAX).contains(&behind)
 }
 
 /// Returns true if the agent that holds the claim is considered lost. The first redelivery of the message is ignored,

@@ -105,6 +105,8 @@ fn outdated_delivery_of_a_returned_job_is_ignored() {
     for now in [IN_TIME, LATE] {
         assert_eq!(on(2, false, Some(&stored(returned(3))), now), Next::Ignore);
     }
+    let next = on(2, false, Some(&stored(returned(120))), IN_TIME);
+    assert!(matches!(next, Next::Claim { .. }), "deliveries of a new consumer begin at 1: {next:?}");
     let mut copy = message(2);
     copy.stream_sequence = 8;
     let next = delivery::decide(&copy, &terms(false), &rules(), Some(&stored(returned(3))), IN_TIME);

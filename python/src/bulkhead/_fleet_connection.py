@@ -24,6 +24,8 @@ from .errors import Disconnected
 
 #: Time limit of the first connection, in seconds.
 CONNECT_TIMEOUT = 5.0
+#: Time limit for closing a connection, in seconds.
+CLOSE_TIMEOUT = 2.0
 #: Error code of a server for an account without JetStream.
 NOT_ENABLED_FOR_ACCOUNT = 10039
 #: Contents of a credentials file. The group is the seed.
@@ -54,6 +56,17 @@ class Connection(Client):
         if self.requires_tls and (writer is None or writer.get_extra_info("ssl_object") is None):
             raise nats.errors.Error("the server does not offer TLS, which `ca` and `tls://` require")
         return super()._connect_command()
+
+    async def close(self) -> None:
+        # During a TLS handshake, `nats-py` waits for a stream whose end is never reported. It also ignores a
+        # cancellation, so `wait_for` would not end the wait.
+        closing = asyncio.ensure_future(super().close())
+        try:
+            await asyncio.wait((closing,), timeout=CLOSE_TIMEOUT)
+            if closing.done():
+                closing.result()
+        finally:
+            closing.cancel()
 
     async def report(self, error: Exception) -> None:
         """Passes a permission error to the requests for its subject. Drops all other errors of an open connection,

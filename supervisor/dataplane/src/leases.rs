@@ -460,7 +460,8 @@ impl Leases {
     pub(super) fn client_gone(&mut self, now: Time, client: SessionId) {
         self.revoked.remove(&client);
         for number in self.matching(|lease| lease.client == client) {
-            if !self.is_lending {
+            // A client that has not accepted a lease cannot have a result in it.
+            if !self.is_lending && !matches!(self.by_number[&number].state, State::Offered(_)) {
                 let files = self.by_number[&number].state.files().cloned();
                 self.unreturned.extend(files.map(|files| (now, files)));
             }

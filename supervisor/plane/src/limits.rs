@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use bulkhead_config::SupervisorConfig;
 
-/// Memory in bytes that a job needs in addition to its payload, such as for its record, names and buffers.
-const JOB_RECORD_BYTES_MAX: u64 = 64 << 10;
+/// Memory in bytes that a job needs in addition to its payload, such as for its record, names and buffers, and for the
+/// unused part of the last segment of a payload that arrives in chunks (256 KiB).
+const JOB_RECORD_BYTES_MAX: u64 = (64 + 256) << 10;
 
 /// Limits of the data plane that are shared by all bulkheads.
 pub struct DataPlaneLimits {

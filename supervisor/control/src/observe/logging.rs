@@ -144,7 +144,8 @@ fn filter(level: &str) -> Result<EnvFilter, String> {
 fn write_lines(receiver: &Receiver<Vec<u8>>, format: LogFormat) {
     while let Ok(line) = receiver.recv() {
         let dropped = DROPPED.swap(0, Ordering::Relaxed);
-        let mut out = Blocking(io::stderr().lock());
+        // Not locked while it waits, because the lock would hold up panic messages and the last error message.
+        let mut out = Blocking(io::stderr());
         if dropped > 0 {
             let message =
                 format!("{dropped} log lines were dropped: standard error is not being read fast enough");

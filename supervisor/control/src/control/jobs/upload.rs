@@ -9,6 +9,7 @@ use axum::body::{Body, BodyDataStream, Bytes};
 use axum::http::{HeaderMap, header};
 use bulkhead_config::Config;
 use bulkhead_plane::counters::{SharedCounters, SpoolCounters};
+use bulkhead_plane::limits::DataPlaneLimits;
 use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_CEILING};
 use futures_util::stream::StreamExt;
 use tokio::io::AsyncWriteExt;
@@ -64,7 +65,7 @@ impl Upload {
             _ if headers.contains_key(header::TRANSFER_ENCODING) => Length::Unknown,
             _ => Length::Known(0),
         };
-        let capacity = usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX);
+        let capacity = DataPlaneLimits::new(&config.supervisor).buffered_bytes_max;
         Self {
             body: body.into_data_stream(),
             length,
@@ -120,12 +121,15 @@ impl Upload {
                 frame.extend_from_slice(&self.next_chunk(&mut left).await?);
             }
         }
+        // Counted by the data plane as soon as it has read the frame, and must not count twice.
+        let is_spooled = matches!(announced, Announced::Spooled(_));
+        let segments = is_spooled.then(|| self.spool.take_segments());
         // If the write fails, the data plane's reply contains the reason.
         socket.write_all(&frame).await.map_err(|_| Failure::Dropped)?;
         match *announced {
             Announced::TooLarge(_) => std::future::pending().await,
             Announced::Spooled(_) => {
-                for segment in self.spool.take_segments() {
+                for segment in segments.into_iter().flatten() {
                     socket.write_all(&segment).await.map_err(|_| Failure::Dropped)?;
                 }
             }

@@ -241,6 +241,8 @@ impl DataPlane {
             return Ok(false);
         }
         self.check_request_number(index, header.number).map_err(Some)?;
+        // The control plane has just stopped counting a payload that it received in chunks.
+        self.memory.recount_spools();
         let checked = match self.check_submission(index, header, metadata) {
             // Rejects the job before its payload is received, because a complete job would be rejected as well.
             Ok(_) if self.is_stopping => {
@@ -250,9 +252,7 @@ impl DataPlane {
         };
         match checked {
             Ok((bulkhead, ..)) => {
-                if let Some(session) = self.sessions.get_mut(index) {
-                    session.frame_for = Some(bulkhead);
-                }
+                self.sessions[index].frame_for = Some(bulkhead);
                 Ok(true)
             }
             Err((reason, message)) => {
