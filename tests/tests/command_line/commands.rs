@@ -790,6 +790,23 @@ fn following_commands_end_when_the_supervisor_exits() {
 }
 
 #[test]
+fn followed_logs_end_when_the_bulkhead_is_removed() {
+    let other = "[bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n";
+    let supervisor = Supervisor::start(&format!(
+        "{other}[bulkhead.x]\nexec = [\"sh\", \"-c\", \"echo line >&2\"]\n{SHELL}"
+    ));
+    let mut following = follow(supervisor.command().args(["logs", "x", "--follow"]));
+    wait_for("the follower has printed a line", || {
+        bulkhead(&supervisor, &["submit", "-n", "x"]).expect(0);
+        following.lines.try_recv().ok()
+    });
+    supervisor.configure("", other);
+    assert_eq!(supervisor.post("/v1/reload").0, 200);
+    let status = wait_for("the command exits", || following.child.try_wait().unwrap());
+    assert_eq!(status.code(), Some(0));
+}
+
+#[test]
 fn logs_command_escapes_control_characters() {
     let script = r"printf 'a\\033[31mb\\007c\\302\\233d\\177e\\377f\\n' >&2; echo out; cat";
     let supervisor =
