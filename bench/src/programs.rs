@@ -1,5 +1,6 @@
-//! Measures how many `true` processes an `exec` bulkhead runs per second, compared with threads that spawn `true`
-//! directly and wait for it.
+//! Measures how many `true` processes an `exec` bulkhead runs per second under each profile, compared with threads that
+//! spawn `true` directly and wait for it. `measures` calls `all`. `pairs` compares the rates, and `report` judges them
+//! against the target that is set here.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;

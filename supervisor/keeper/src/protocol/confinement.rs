@@ -1,7 +1,6 @@
-//! Defines the requested confinement of a worker, and the actual confinement as read back from the kernel.
-//!
-//! The supervisor decides which layers a worker gets and which are allowed to be missing. The keeper applies all
-//! requested layers, or does not start the worker.
+//! Defines the confinement of a worker that the supervisor requests, and the actual confinement that the keeper reads
+//! back from the kernel. The keeper applies all requested layers or does not start the worker. It also calls
+//! [`Observed::mismatch`], before and after the program is executed; the supervisor only displays the observed values.
 
 use bincode::{BorrowDecode, Encode};
 
