@@ -1,5 +1,5 @@
-//! Measures jobs per second over HTTP (`jobs_http`), with persistent connections and with a new connection for each
-//! job.
+//! Measures jobs per second over HTTP (`jobs_http`), with persistent connections and with a new connection for each job,
+//! and reports the ratio of the two rates. `measures` calls `all`. Latencies are not measured.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};

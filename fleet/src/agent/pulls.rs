@@ -53,6 +53,9 @@ const RECHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// Number of messages that a lane without free permits pulls when it checks again. The server delivers returned messages
 /// before others, so with a small number, a few jobs with a long deadline would hide all jobs behind them.
 const RECHECK_BATCH: usize = 16;
+/// Duration of a pull that only checks for jobs whose deadline has passed. Short, so that other hosts with free permits
+/// get new jobs.
+const RECHECK_PULL_TIME: Duration = Duration::from_millis(250);
 /// Maximum time that a pulled message waits for a permit.
 const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum time that a lane waits before it returns the job of a tenant that already has enough waiting jobs.
@@ -97,6 +100,13 @@ struct Waiting {
 impl Waiting {
     fn last_return(&self) -> MutexGuard<'_, Option<(u64, Instant)>> {
         self.last_return.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records that the lane checks for jobs whose deadline has passed.
+    fn checked(&self) {
+        if let Some((_, time)) = &mut *self.last_return() {
+            *time = Instant::now();
+        }
     }
 
     /// Returns true if a lane without free permits must not pull another message yet. Otherwise, the message that the
@@ -186,7 +196,7 @@ impl Lane {
             if loss.has_happened() {
                 return;
             }
-            let batch = self.batch();
+            let (batch, is_recheck) = self.batch();
             if batch == 0 {
                 let _ = tokio::time::timeout(FULL_PAUSE, self.served.permits.until_moved()).await;
                 let has_returned = self.waiting.last_return().is_some();
@@ -197,11 +207,16 @@ impl Lane {
                 }
                 continue;
             }
-            let request = json!({
+            let mut request = json!({
                 "batch": batch,
                 "expires": PULL_TIME.as_nanos() as u64,
                 "idle_heartbeat": HEARTBEAT.as_nanos() as u64,
             });
+            if is_recheck {
+                // The next check follows after RECHECK_INTERVAL, even if no message is waiting now.
+                self.waiting.checked();
+                request = json!({ "batch": batch, "expires": RECHECK_PULL_TIME.as_nanos() as u64 });
+            }
             let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{JOBS}.{}", self.consumer);
             let sent = client.publish_with_reply(subject, inbox.to_owned(), request.to_string().into());
             if sent.await.is_err() || !self.receive(subscriber, loss, batch).await {
@@ -213,17 +228,19 @@ impl Lane {
     /// Returns the number of messages to request: the lane's share of the free permits plus one, minus the messages
     /// that are already waiting. After the lane has given a message back, it requests no message until a permit is
     /// returned or acquired, or until [`RECHECK_INTERVAL`] has passed.
-    fn batch(&self) -> usize {
+    ///
+    /// Also returns true if the lane only checks for jobs whose deadline has passed.
+    fn batch(&self) -> (usize, bool) {
         let (free, moves) = (self.served.permits.free(), self.served.permits.moves());
         let is_late_pending = self.waiting.late.load(Ordering::Relaxed) > 0;
         if free == 0 && (is_late_pending || self.waiting.is_blocked(moves)) {
-            return 0;
+            return (0, false);
         }
         let is_recheck =
             free == 0 && self.waiting.last_return().is_some_and(|(at_return, _)| at_return == moves);
         let part = free / usize::from(self.served.settings.lanes);
         let wanted = if is_recheck { RECHECK_BATCH } else { part + 1 };
-        wanted.saturating_sub(self.waiting.count.load(Ordering::Relaxed)).min(BATCH_MAX)
+        (wanted.saturating_sub(self.waiting.count.load(Ordering::Relaxed)).min(BATCH_MAX), is_recheck)
     }
 
     /// Receives the messages of one pull. Returns false if the subscription must be renewed.
@@ -332,7 +349,11 @@ async fn dispatch_all(
             permits = served.acquire(of_tenant.as_deref()) => Ok(permits),
             () = tokio::time::sleep_until(limit) => {
                 *waiting.last_return() = Some((served.permits.moves(), Instant::now()));
-                Err(RETURN_DELAY_MIN)
+                // If many messages wait, a longer delay for some of them lets the lane receive the messages behind them.
+                // The others can take a permit that becomes free meanwhile.
+                let is_crowded = waiting.count.load(Ordering::Relaxed) > RECHECK_BATCH / 2;
+                let delay = tenant_full_delay(delivered.message.delivery, random::fraction());
+                Err(if is_crowded { delay } else { RETURN_DELAY_MIN })
             }
         };
         waiting.count.fetch_sub(1, Ordering::Relaxed);

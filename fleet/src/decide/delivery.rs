@@ -112,7 +112,7 @@ pub fn decide_unreadable(
 
 /// Maximum distance between an outdated delivery and the delivery that was returned. The numbers of deliveries begin at
 /// 1 again if the consumer is created again, and such deliveries must not be ignored for long.
-const OUTDATED_MAX: u64 = 4;
+const OUTDATED_MAX: u64 = 16;
 
 /// Returns true if the job was returned after a later delivery of the message.
 fn is_outdated(message: &Message, returned: Delivery) -> bool {

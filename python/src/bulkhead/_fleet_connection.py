@@ -66,7 +66,11 @@ class Connection(Client):
             if closing.done():
                 closing.result()
         finally:
-            closing.cancel()
+            if not closing.done():
+                closing.cancel()
+                writer = getattr(self._transport, "_io_writer", None)
+                if writer is not None:
+                    writer.transport.abort()
 
     async def report(self, error: Exception) -> None:
         """Passes a permission error to the requests for its subject. Drops all other errors of an open connection,
