@@ -197,7 +197,7 @@ fn receive_part_of_large_job(session: &mut Session) {
 }
 
 #[test]
-fn replaced_supervisor_disconnects_slow_reader_in_the_middle_of_a_large_job() {
+fn slow_reader_in_the_middle_of_a_large_job_is_disconnected() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     let session = &mut sessions[index];
