@@ -793,13 +793,16 @@ fn following_commands_end_when_the_supervisor_exits() {
 fn followed_logs_end_when_the_bulkhead_is_removed() {
     let other = "[bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n";
     let supervisor = Supervisor::start(&format!(
-        "{other}[bulkhead.x]\nexec = [\"sh\", \"-c\", \"echo line >&2\"]\n{SHELL}"
+        "{other}[bulkhead.x]\nexec = [\"sh\", \"-c\", \"echo $BULKHEAD_OPERATION >&2\"]\n{SHELL}"
     ));
     let mut following = follow(supervisor.command().args(["logs", "x", "--follow"]));
-    wait_for("the follower has printed a line", || {
-        bulkhead(&supervisor, &["submit", "-n", "x"]).expect(0);
-        following.lines.try_recv().ok()
-    });
+    // The first line can be a stored one. The second shows that the follower is connected to the stream.
+    for operation in ["first", "second"] {
+        wait_for("the follower has printed the line", || {
+            bulkhead(&supervisor, &["submit", "-n", "x", operation]).expect(0);
+            following.lines.try_iter().find(|line| line.contains(operation))
+        });
+    }
     supervisor.configure("", other);
     assert_eq!(supervisor.post("/v1/reload").0, 200);
     let status = wait_for("the command exits", || following.child.try_wait().unwrap());
