@@ -1,6 +1,6 @@
 //! Measures how the cost of a job grows with the number of bulkheads, tenants and waiting jobs, each separately. Also
-//! measures idle workers, and jobs beside scrapes, with many bulkheads. `measures` calls `all` if slow figures are
-//! requested. `plan` sets the numbers.
+//! measures idle workers with many bulkheads, and the latency of jobs during scrapes. `measures` calls `all` if slow
+//! figures are requested. `plan` sets the numbers.
 
 use std::cell::Cell;
 use std::io::{Read, Write};

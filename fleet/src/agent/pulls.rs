@@ -3,10 +3,10 @@
 //!
 //! Each pull requests one message more than the lane's share of the free permits. A message that gets no permit within
 //! a second is returned to the server, because another host might run the job sooner. While no permit is returned or
-//! acquired, the lane still pulls a message every two seconds. The outcome of a job whose deadline has passed is
-//! recorded without a permit.
+//! acquired, the lane still pulls up to 16 messages every two seconds, in a short pull. The outcome of a job whose
+//! deadline has passed is recorded without a permit.
 //!
-//! Pulls expire after five seconds, because pulls that never expire can stall after a leader change. A pull is abandoned
+//! Other pulls expire after five seconds, because pulls that never expire can stall after a leader change. A pull is abandoned
 //! if its heartbeats fail to arrive.
 //!
 //! Each lane has its own connection, because a message with unreadable headers breaks the connection that receives it.
