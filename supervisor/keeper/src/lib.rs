@@ -16,15 +16,15 @@
 //! - `subordinate_ids`: user IDs for workers if the supervisor has no privileges.
 //! - `probe`: the layers that this machine supports.
 //! - `sample`: samples the stacks of a worker's processes.
-//! - `wait`: waits for the children of one keeper thread, and determines why they exited.
+//! - `wait`: waits for children, and determines why they exited.
 //! - `protocol`: orders, reports, and the socket for whole messages with descriptors.
 //!
 //! # Why the keeper has two threads
 //! The kernel reparents orphans to the first thread of a child subreaper, but a forked process is the child of the
-//! thread that forked it. So the second thread forks the workers. The first thread waits with `__WNOTHREAD`, and
-//! thereby sees exactly the processes that dead workers left behind. `ECHILD` means that no such process is left, so
-//! the keeper does not need to scan all processes on the machine. The first thread blocks during each fork. So the two
-//! threads never run at the same time, and a process is known before the first thread can wait for it.
+//! thread that forked it. So the second thread forks the workers. The first thread asks with `__WNOTHREAD` for its own
+//! children, which are exactly the processes that dead workers left behind. `ECHILD` means that no such process is left,
+//! so the keeper does not need to scan all processes on the machine. The first thread blocks during each fork. So the
+//! two threads never run at the same time, and a process is known before the first thread can wait for it.
 //!
 //! Each worker is a child subreaper as well, so its orphans become its children. They are reparented to the keeper
 //! only when the worker dies. Every process that the keeper inherits was therefore left behind by a dead worker, and

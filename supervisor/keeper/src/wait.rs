@@ -1,7 +1,7 @@
-//! Waits for children of this process, and kills children or all descendants. The keeper and its guard use this file,
-//! and so does a supervisor that has lost its keeper.
-//!
-//! This module distinguishes between the children of the keeper's threads, but knows nothing about workers.
+//! Waits for children, determines how they ended, and kills a child, a process group or all descendants of this
+//! process. The keeper, its guard and the first process of a PID namespace use this file. `client` uses it in the
+//! supervisor, to wait for the keeper and to kill the processes that a lost keeper has left. The table of workers is in
+//! `process`.
 
 use std::io;
 use std::process::Child;

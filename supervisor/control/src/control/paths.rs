@@ -1,5 +1,6 @@
-//! Lists the paths that need special treatment before the router parses a request. `waiting`, `connections` and `tcp`
-//! use the lists to choose permits and threads, and to check tokens. `routes` declares the handlers of the same paths.
+//! Lists the paths of the HTTP API that have special rules, and recognizes some of them in the first bytes of a
+//! request. `waiting` and `connections` do this before the request is parsed, to choose a permit and a thread. `tcp`,
+//! `jobs_http`, `routes` and `openapi` compare complete paths. The handlers of these paths are in `routes`.
 
 /// Paths that can be requested over TCP without a token.
 pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
