@@ -1,12 +1,11 @@
 /*
- * thumbnail.c - a library for bulkhead that makes thumbnails with stb_image.
+ * thumbnail.c - makes PNG thumbnails of at most 128 x 128 pixels with stb_image.
  *
- * The payload is a picture in any format that stb_image can read (PNG, JPEG, GIF,
- * BMP, PNM, ...). The result is a PNG of at most 128 x 128 pixels.
- *
- * A service that trusts its decoder could use this code unchanged. It does not
- * guard against the memory bugs of stb_image 2.06, because the bulkhead contains
- * their effects.
+ * build.rs compiles this file to libthumbnail.so. For each job of the bulkhead
+ * `thumbnail` in workers.toml, the host bulkhead-worker calls bulkhead_handle.
+ * The payload is a picture in any format that stb_image can read. The code does
+ * not guard against the memory bugs of stb_image 2.06, because the bulkhead
+ * contains their effects.
  */
 #include <bulkhead.h>
 

@@ -1,4 +1,6 @@
-//! A worker that misbehaves on request. The operation selects the misbehaviour.
+//! A worker that misbehaves on request. The job's operation selects the misbehaviour. The bulkhead `hostile` in
+//! `workers.toml` runs this worker, and `tour` and the confinement tests submit jobs to the bulkhead. The worker does
+//! not attack the sandbox or violate the protocol, unlike the workers `hostile` and `misbehave` in `tests`.
 
 use std::process::{Command, ExitCode};
 use std::time::Duration;

@@ -1,5 +1,6 @@
-//! Runs all examples under one supervisor, and sends ordinary and hostile jobs at the same time. Prints the outcome of
-//! each job, and checks that only hostile jobs failed. The checks do not depend on the speed or load of the machine.
+//! Builds and starts a supervisor with the bulkheads of `workers.toml`, and submits ordinary and hostile jobs at the
+//! same time. Prints each outcome. Fails if an outcome is not as expected, or if a process is left after the supervisor
+//! has stopped. Run by hand with `cargo run`. The checks do not depend on the speed or load of the machine.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};

@@ -1,6 +1,7 @@
-//! Kernel interfaces that several crates use: process trees, socket peers, waits, names and numbers.
-//!
-//! This crate knows nothing about workers or jobs, keeps no global state, and makes no decisions.
+//! Wrappers of kernel interfaces, such as process trees, socket peers and waits, and helpers for files and streams. The
+//! crates of the supervisor, `worker`, `cli`, `fleet` and `tour` use them. The crate decides nothing about workers,
+//! clients or jobs. The only global state is two facts about this process that are determined once: whether
+//! standard output was closed when the program started, and which signals are caught.
 //!
 //! - [`process_tree`]: finds and kills the descendants of this process.
 //! - [`peer`]: identifies the process at the other end of a socket.

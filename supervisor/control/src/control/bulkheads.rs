@@ -1,6 +1,7 @@
-//! Handles HTTP requests that show, change or steer bulkheads, and requests that list or cancel jobs. The handlers
-//! check only the form of a request and send a command to the data plane, which decides. `routes` assigns the handlers
-//! to paths.
+//! Handles HTTP requests that show, change or steer bulkheads, and requests that list or cancel jobs. `routes` assigns
+//! the handlers to paths. A handler checks the form of the request and the ranges of its numbers. During an upgrade,
+//! it refuses to change or steer a bulkhead. Otherwise, the data plane carries out the request. `jobs` handles the
+//! submission of jobs over HTTP.
 
 use axum::body::Bytes;
 use axum::extract::{Path, Query, State};
