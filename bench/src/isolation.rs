@@ -1,5 +1,7 @@
-//! Measures how much an attacker slows down honest jobs in the same bulkhead, as p50 and p99 latencies.
-//! Rounds with and without the attack alternate. `attacks.rs` measures attacks on the supervisor itself.
+//! Measures how much an attacker slows down honest jobs in the same bulkhead, as p50 and p99 latencies. Rounds with
+//! and without the attack alternate. `measures` calls this module, `pairs` compares the rounds, and `report` compares
+//! the results with the targets. `attacks` measures other attackers, such as hostile clients and workers of other
+//! bulkheads.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

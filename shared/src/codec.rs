@@ -1,5 +1,6 @@
-//! Encodes and decodes frame metadata. No other module calls the serializer. The messages are defined in
-//! `client_protocol` and `worker_protocol`, and `frame` encodes the header.
+//! Encodes and decodes frame metadata for clients, workers and the supervisor. The keeper also uses this module for its
+//! reports. The messages of jobs are defined in `client_protocol` and `worker_protocol`, and `frame` encodes the
+//! header.
 //!
 //! The metadata of a message is a frozen version-1 structure, followed by a list of extensions. Structures use
 //! bincode's little-endian format with fixed-size integers; a string is a 64-bit length followed by the bytes. The list

@@ -1,6 +1,7 @@
-//! Declarations of all configuration keys, grouped by subject. Each key has one row. The modules also define the types
-//! of the validated values, except for types that `policy` defines. To add a key, add a row here, a field in the
-//! validated type, and the code that uses the field.
+//! Declares the keys of all tables in the configuration file, one row per key, with a submodule for each subject. The
+//! submodules also define most types of the validated values. `file` reads the tables, `schema` lists the keys, and
+//! `relations` checks rules between keys and creates the validated values. To add a key, add a row in a submodule, a
+//! field in the validated type, and the code that uses the field.
 
 pub(crate) mod access;
 pub(crate) mod admission;

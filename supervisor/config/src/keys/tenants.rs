@@ -1,6 +1,7 @@
-//! Declares the `tenants` table, and the `[bulkhead.NAME.tenant.TENANT]` tables with per-tenant settings. The author of
-//! the file chooses the tenant names, so only the keys inside the per-tenant tables have rows. `relations/tenants.rs`
-//! checks which keys can be combined. The data plane decides which tenants have workers.
+//! Declares the keys of the `tenants` table and of the `[bulkhead.NAME.tenant.TENANT]` tables, and most types of their
+//! validated values. Tenant names have no rows, because the author of the file chooses the names. `keys::bulkhead`
+//! includes both kinds of tables, and `relations/tenants.rs` checks which keys can be combined. The data plane decides
+//! which tenants have workers.
 
 use std::time::Duration;
 

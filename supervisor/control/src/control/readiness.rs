@@ -1,5 +1,7 @@
-//! Handlers for `/healthz` and `/readyz`. Clients can request `/readyz` at any rate, because the states of the
-//! bulkheads are cached. The data plane is queried at most ten times per second, plus once after each operator command.
+//! Handles `/healthz` and `/readyz` for `routes`. `watchdog` and `take_over` use the same health check. Each `/healthz`
+//! request queries the data plane. `/readyz` uses a cache, which queries the data plane at most ten times per second,
+//! and again after an operator command, a reload, the start or a stop. The rest of the control plane determines
+//! whether the supervisor has started or is stopping.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,8 +1,7 @@
-//! Starts a process that shares this process's memory until it executes another program. This avoids copying page
-//! tables, which is most of the cost of a fork.
-//!
-//! Works like the C library's `posix_spawn`. The calling thread is suspended until the child has executed a program
-//! (`CLONE_VFORK`). The child has its own stack, and runs no signal handlers, which would run in the parent's memory.
+//! Starts a process that shares this process's memory until it executes another program, because copying page tables
+//! is most of the cost of a fork. `sibling`, the keeper's `client::detached` and the worker's `host::launch` pass the
+//! function that executes the program. The calling thread is suspended until then. The child has a separate stack and
+//! runs no signal handlers. Does not fork the keeper's workers, which `spawn::forker` in the keeper does.
 #![expect(unsafe_code, reason = "clone has no safe wrapper")]
 
 use std::ffi::{CString, c_char, c_int, c_void};
