@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use async_nats::HeaderMap;
 use bulkhead_client::Priority;
+use bulkhead_shared::job::header_number;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
 
 /// Maximum length of a job ID, in bytes.
@@ -160,13 +161,12 @@ impl JobOptions {
         self.id = text(ID).unwrap_or_default();
         self.operation = text(OPERATION).unwrap_or_default();
         self.traceparent = text(TRACEPARENT);
-        self.is_idempotent = match text(IDEMPOTENT).as_deref() {
-            None | Some("false" | "0") => false,
-            Some("true" | "1") => true,
-            Some(_) => return Err(format!("{IDEMPOTENT} must be true or false")),
-        };
+        if let Some(value) = text(IDEMPOTENT) {
+            self.is_idempotent = value.parse().map_err(|_| format!("{IDEMPOTENT} must be true or false"))?;
+        }
         let number = |name: &str| -> Result<Option<u64>, String> {
-            let parse = |value: String| value.parse().map_err(|_| format!("{name} is not a whole number"));
+            let error = || format!("{name} is not a whole number");
+            let parse = |value: String| header_number(&value).ok_or_else(error);
             text(name).map(parse).transpose()
         };
         self.deadline = number(DEADLINE)?.map(Duration::from_millis);
@@ -239,9 +239,12 @@ mod tests {
             ("Bulkhead-Deadline-Ms", "soon"),
             ("Bulkhead-Deadline-Ms", "0"),
             ("Bulkhead-Deadline-Ms", "-1"),
+            ("Bulkhead-Deadline-Ms", "+5"),
+            ("Bulkhead-Cost", "+1"),
             ("Bulkhead-Cost", "4294967296"),
             ("Bulkhead-Priority", "urgent"),
             ("Bulkhead-Idempotent", "yes"),
+            ("Bulkhead-Idempotent", "1"),
             ("traceparent", "a\u{1}b"),
         ] {
             let (options, error) = parsed(&[("Bulkhead-Id", "mine"), (name, value)]);

@@ -108,3 +108,8 @@ pub struct JobOptions<T> {
     /// True if the job can safely run twice.
     pub is_idempotent: bool,
 }
+
+/// Parses a number in a header of a job. Accepts only digits, whereas [`FromStr`] also accepts a leading `+`.
+pub fn header_number<N: FromStr>(value: &str) -> Option<N> {
+    value.bytes().all(|byte| byte.is_ascii_digit()).then(|| value.parse().ok()).flatten()
+}

@@ -285,6 +285,22 @@ impl Answer {
         }
         problem
     }
+
+    /// Checks that the response is a problem document with the fields of a rejected job, and returns the document.
+    #[track_caller]
+    pub fn rejected(&self, status: u16, reason: &str) -> Value {
+        let problem = self.problem(status);
+        let is_retryable = matches!(status, 429 | 503);
+        let fields = [("outcome", "rejected"), ("reason", reason), ("executed", "no")];
+        for (field, expected) in fields {
+            assert_eq!(problem[field], expected, "{field}: {problem}");
+            assert_eq!(self.header(&format!("bulkhead-{field}")), expected, "{field}: {problem}");
+        }
+        assert_eq!(problem["retryable"], is_retryable, "{problem}");
+        assert_eq!(self.header("bulkhead-retryable"), is_retryable.to_string(), "{problem}");
+        assert_eq!(problem["retry_after_ms"].is_number(), is_retryable, "{problem}");
+        problem
+    }
 }
 
 fn read_head(reader: &mut BufReader<Socket>) -> Option<(u16, BTreeMap<String, String>)> {

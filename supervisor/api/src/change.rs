@@ -10,11 +10,16 @@ use serde::{Deserialize, Deserializer, Serialize};
 pub struct Change {
     /// Maximum number of jobs in flight per worker process. If the maximum is lowered, excess jobs still run to
     /// completion.
+    #[serde(default, deserialize_with = "non_null")]
+    #[schemars(with = "u32")]
     pub max_in_flight: Option<u32>,
     /// Number of worker processes. If the number is lowered, excess workers finish their jobs before they exit.
-    #[schemars(range(min = 1))]
+    #[serde(default, deserialize_with = "non_null")]
+    #[schemars(with = "u32", range(min = 1))]
     pub processes: Option<u32>,
     /// Maximum number of queued jobs. If the maximum is lowered, jobs that are already queued stay in the queue.
+    #[serde(default, deserialize_with = "non_null")]
+    #[schemars(with = "u32")]
     pub max_queue: Option<u32>,
     /// Rate limit of the bulkhead, or `null` to remove the rate limit.
     #[serde(default, deserialize_with = "nullable")]
@@ -22,6 +27,8 @@ pub struct Change {
     pub rate_limit: Option<Option<ChangedRate>>,
     /// Operating mode of the circuit breaker: `forced_open` keeps the breaker open, and `auto` lets it follow its own
     /// measurements.
+    #[serde(default, deserialize_with = "non_null")]
+    #[schemars(with = "BreakerMode")]
     pub breaker: Option<BreakerMode>,
 }
 
@@ -102,10 +109,10 @@ fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<
     Option::deserialize(value).map(Some)
 }
 
-/// Deserializes a field that is present. Rejects `null`, because a tenant's limit can be changed but not removed.
+/// Deserializes a field that is present. Rejects `null`, because the setting can be changed but not removed.
 fn non_null<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
     let value = Option::deserialize(value)?;
     let null_error =
-        || serde::de::Error::custom("null is not allowed: a tenant's limit can be changed but not removed");
+        || serde::de::Error::custom("null is not allowed: this setting can be changed but not removed");
     value.map(Some).ok_or_else(null_error)
 }

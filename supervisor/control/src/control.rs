@@ -16,6 +16,7 @@ mod jobs;
 mod jobs_http;
 mod metrics;
 mod openapi;
+mod outcomes;
 mod paths;
 mod readers;
 mod readiness;

@@ -349,6 +349,9 @@ fn invalid_requests_return_problem_documents() {
         "/v1/events?since=-1",
         "/v1/events?limit=many",
         "/v1/events?follow=perhaps",
+        "/v1/events?follow",
+        "/v1/events?follow=",
+        "/v1/events?follow=0",
         "/v1/bulkheads/b/logs?follow=perhaps",
         "/v1/bulkheads/b/logs?limit=-1",
         "/v1/bulkheads/b/logs?since=noon",
@@ -586,7 +589,7 @@ fn event_stream_continues_stored_events_without_gaps() {
     let supervisor = Supervisor::start(&format!("{ONE}[bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n"));
     let kept = || get(&supervisor, "/v1/events?follow=false").lines();
     let before = kept();
-    assert_eq!(get(&supervisor, "/v1/events?follow=0").header("content-type"), "application/x-ndjson");
+    assert_eq!(get(&supervisor, "/v1/events?follow=false").header("content-type"), "application/x-ndjson");
     let last = before.last().unwrap()["seq"].as_u64().unwrap();
     // Ways to choose the first event: the `since` parameter, the `Last-Event-ID` header of a reconnecting browser,
     // which repeats the `since` of its first request, and the beginning of the log.
@@ -596,7 +599,7 @@ fn event_stream_continues_stored_events_without_gaps() {
         (format!("/v1/events?since={last}&follow=true"), "Accept: application/json", last),
         ("/v1/events".to_owned(), middle.as_str(), last - 1),
         ("/v1/events?since=0".to_owned(), middle.as_str(), last - 1),
-        ("/v1/events?since=0&follow".to_owned(), "X: y", 0),
+        ("/v1/events?since=0&follow=true".to_owned(), "X: y", 0),
     ];
     let mut streams: Vec<_> = paths
         .iter()

@@ -112,9 +112,11 @@ fn request_headers_set_deadline_tenant_and_trace() {
     for wrong in [
         "Bulkhead-Deadline-Ms: soon",
         "Bulkhead-Deadline-Ms: 0",
+        "Bulkhead-Deadline-Ms: +5",
         "Bulkhead-Priority: urgent",
         "Bulkhead-Cost: -1",
         "Bulkhead-Idempotent: perhaps",
+        "Bulkhead-Idempotent: 1",
         "Bulkhead-Dealine-Ms: 5",
         "Bulkhead-Operation: twice",
     ] {
@@ -454,18 +456,26 @@ fn drain(mut socket: Socket) -> Vec<u8> {
 
 /// The metrics include jobs that the control plane rejects, although these jobs never reach the data plane.
 #[test]
-fn metrics_count_jobs_with_invalid_headers() {
+fn metrics_count_jobs_that_are_invalid_http_requests() {
     let supervisor = Supervisor::start(ONE);
     let place = Place::of(&supervisor);
     for _ in 0..3 {
         assert_eq!(place.job("b", "echo", &["Bulkhead-Cost: much"], b"x").status, 400);
         assert_eq!(place.job("nobody", "echo", &["Bulkhead-Cost: much"], b"x").status, 400);
+        let query = place.ask("POST", "/v1/bulkheads/b/jobs?x=1", &[], b"x");
+        let problem = check(&query, 400, "rejected", "invalid", "no");
+        assert_eq!((&problem["bulkhead"], &problem["retryable"]), (&"b".into(), &false.into()));
+        assert!(problem["detail"].as_str().unwrap().contains("x=1"), "{problem}");
+        let mut encoded = place.connect();
+        encoded.send_head("POST", "/v1/bulkheads/b/jobs", &["Transfer-Encoding: gzip, chunked"], None);
+        let _ = encoded.write_all(b"2\r\nhi\r\n0\r\n\r\n");
+        check(&Answer::read(encoded).expect("a response"), 400, "rejected", "invalid", "no");
     }
     assert_eq!(place.job("b", "echo", &[], b"x").status, 200);
-    assert_eq!(supervisor.snapshot("b")["rejected"], json!({"invalid": 3}));
+    assert_eq!(supervisor.snapshot("b")["rejected"], json!({"invalid": 9}));
     let metrics = supervisor.try_get("/metrics").unwrap().1;
-    let submitted = "bulkhead_submitted_total{bulkhead=\"b\",priority=\"normal\"} 4";
-    let rejected = "bulkhead_rejected_total{bulkhead=\"b\",priority=\"normal\",reason=\"invalid\"} 3";
+    let submitted = "bulkhead_submitted_total{bulkhead=\"b\",priority=\"normal\"} 10";
+    let rejected = "bulkhead_rejected_total{bulkhead=\"b\",priority=\"normal\",reason=\"invalid\"} 9";
     assert!(
         metrics.contains(submitted) && metrics.contains(rejected) && !metrics.contains("nobody"),
         "{metrics}"
@@ -507,9 +517,7 @@ fn slow_clients_are_disconnected_without_delaying_others() {
         let told = ["outcome", "reason", "executed", "retryable"].map(|field| &body[field]);
         assert_eq!(json!(told), json!(["rejected", "invalid", "no", false]), "{text}");
     }
-    let answer = Answer::read(begun).expect("an answer");
-    answer.problem(408);
-    assert_eq!((answer.header("bulkhead-executed"), answer.header("bulkhead-retryable")), ("no", "false"));
+    Answer::read(begun).expect("an answer").rejected(408, "invalid");
     let text = String::from_utf8_lossy(&changes.join().unwrap()).into_owned();
     assert!(text.is_empty() || text.starts_with("HTTP/1.1 100") && text.contains("HTTP/1.1 408"), "{text}");
     assert!(began.elapsed() >= Duration::from_secs(9));

@@ -589,6 +589,10 @@ fn dry_run_reports_changes_without_applying_them() {
     // An unknown query parameter must not start a real reload.
     let misspelt = post(&supervisor, "/v1/reload?dryrun=true", 400);
     assert!(misspelt["detail"].as_str().unwrap().contains("dryrun"), "{misspelt}");
+    for value in ["", "=", "=1", "=yes", "=True"] {
+        let invalid = post(&supervisor, &format!("/v1/reload?dry_run{value}"), 400);
+        assert!(invalid["detail"].as_str().unwrap().contains("true or false"), "{value}: {invalid}");
+    }
     let ran = command(&supervisor, &["reload", "--dry-run"]);
     let expected = "old: removed; accepted jobs can still finish\n\
                     b: env, max_queue; workers are replaced one at a time\n\

@@ -7,7 +7,7 @@ use axum::http::{HeaderMap, Method, header};
 use axum::response::Response;
 use bulkhead_shared::RejectReason;
 
-use super::jobs;
+use super::outcomes::reject_request;
 
 /// Returns true if a request with this method can change state.
 pub(super) fn changes_state(method: &Method) -> bool {
@@ -18,7 +18,7 @@ pub(super) fn changes_state(method: &Method) -> bool {
 /// Following a link from another site is acceptable.
 pub(super) fn rejection(request: &Request) -> Option<Response> {
     let (headers, is_change) = (request.headers(), changes_state(request.method()));
-    let forbid = |why: &str| jobs::reject_request(request, RejectReason::Forbidden, why);
+    let forbid = |why: &str| reject_request(request, RejectReason::Forbidden, why);
     if is_change && (has_other_origin(headers) || comes_from_another_site(headers)) {
         return Some(forbid("web pages from other sites cannot change anything through this API"));
     }

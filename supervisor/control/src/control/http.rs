@@ -3,21 +3,21 @@
 //! connections.
 
 use std::pin::pin;
+use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::connect_info::ConnectInfo;
-use axum::extract::{DefaultBodyLimit, Request};
+use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderValue, StatusCode, Version, header};
-use axum::middleware::{Next, from_fn};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
+use bulkhead_plane::counters::SharedCounters;
 use bulkhead_shared::RejectReason;
 
 use super::connections::{Admission, REQUEST_TIMEOUT};
-use super::responses::{EXECUTED, JSON, PROBLEM, RETRYABLE, is_retryable, problem};
-use super::{Shared, cross_site, jobs, routes};
-
-/// Maximum size of a request body, in bytes. Does not apply to job payloads.
-const BODY_BYTES_MAX: usize = 64 * 1024;
+use super::outcomes::{OUTCOME, bulkhead_of, reject_early, reject_request};
+use super::responses::{BODY_BYTES_MAX, EXECUTED, JSON, PROBLEM, RETRYABLE, is_retryable, problem};
+use super::{Shared, cross_site, routes};
 
 /// Builds the router shared by the Unix socket and TCP.
 pub(super) fn router(control: Shared) -> Router {
@@ -29,13 +29,13 @@ pub(super) fn router(control: Shared) -> Router {
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .layer(from_fn(limit_time))
         .layer(from_fn(admit))
-        .layer(from_fn(complete))
+        .layer(from_fn_with_state(control.counters.clone(), complete))
         .with_state(control)
 }
 
 async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request, next: Next) -> Response {
     if let Some(why) = admission.rejection {
-        return jobs::reject_request(&request, RejectReason::Forbidden, &why);
+        return reject_request(&request, RejectReason::Forbidden, &why);
     }
     // The check also applies to the Unix socket, because an operator may forward a port to the socket for use in a
     // browser.
@@ -61,26 +61,35 @@ pub(super) async fn limit_time(
 }
 
 /// Adds the headers common to all responses of the admin API, and closes the connection after the response.
-pub(super) async fn complete(request: Request, next: Next) -> Response {
-    let is_job = jobs::bulkhead_of(&request).is_some();
+pub(super) async fn complete(
+    State(counters): State<Arc<SharedCounters>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let is_job = bulkhead_of(&request).is_some();
     // Connections are not kept alive, because an idle connection would hold a permit.
-    complete_with(request, next, is_job, || true).await
+    complete_with(request, next, &counters, is_job, || true).await
 }
 
 /// Completes a response. An error from the router itself, such as an invalid query, becomes a problem document. A
-/// retryable error gets a `Retry-After` header, and the response to a job says whether the job began.
+/// retryable error gets a `Retry-After` header. An error in response to a job gets the fields of an outcome.
 pub(super) async fn complete_with(
     request: Request,
     next: Next,
+    counters: &SharedCounters,
     is_job: bool,
     closes: impl FnOnce() -> bool,
 ) -> Response {
     let version = request.version();
+    let bulkhead = bulkhead_of(&request).map(str::to_owned);
     let mut response = next.run(request).await;
     let status = response.status();
     let is_plain =
         response.headers().get(header::CONTENT_TYPE).is_none_or(|kind| kind != PROBLEM && kind != JSON);
-    if is_plain && (status.is_client_error() || status.is_server_error()) {
+    let is_rejection = status.is_client_error() || is_retryable(status);
+    if is_job && is_rejection && !response.headers().contains_key(OUTCOME) {
+        response = reject_early(response, bulkhead.as_deref(), counters).await;
+    } else if is_plain && (status.is_client_error() || status.is_server_error()) {
         let body = axum::body::to_bytes(response.into_body(), BODY_BYTES_MAX).await.unwrap_or_default();
         response = problem(status, &String::from_utf8_lossy(&body));
     }
@@ -95,8 +104,7 @@ pub(super) async fn complete_with(
     if is_retryable(status) {
         headers.entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
-    // A response that contains an outcome already has these headers. Any other response to a job request means that the
-    // job never started.
+    // A response that contains an outcome already has these headers. Any other response means that no job started.
     if is_job || is_retryable(status) {
         let retryable = if is_retryable(status) { "true" } else { "false" };
         headers.entry(EXECUTED).or_insert(HeaderValue::from_static("no"));
@@ -123,7 +131,7 @@ mod tests {
     use hyper::service::Service as _;
     use hyper_util::service::TowerToHyperService;
 
-    use super::super::responses;
+    use super::super::outcomes;
     use super::*;
 
     /// Number of places in each file where a request is answered with 503 or 429. Such a response tells the client that
@@ -189,7 +197,8 @@ mod tests {
 
     /// Sends a request through [`complete`] to `handler` and returns the response.
     async fn completed<H: axum::handler::Handler<T, ()>, T: 'static>(path: &str, handler: H) -> Response {
-        let router = Router::new().fallback_service(routing::any(handler)).layer(from_fn(complete));
+        let router = Router::new().fallback_service(routing::any(handler));
+        let router = router.layer(from_fn_with_state(Arc::<SharedCounters>::default(), complete));
         let request = Request::builder().method("POST").uri(path).body(Body::empty()).unwrap();
         TowerToHyperService::new(router).call(request).await.unwrap()
     }
@@ -202,12 +211,13 @@ mod tests {
                 let response = completed(path, async move || problem(status, "no")).await;
                 assert_eq!(response.headers()[EXECUTED], "no", "{path} {status}");
                 assert_eq!(response.headers()[RETRYABLE], "true", "{path} {status}");
-                let raw = String::from_utf8(responses::raw(status, "no")).unwrap();
+                let raw = String::from_utf8(outcomes::raw(status, "no")).unwrap();
                 assert!(raw.contains("bulkhead-executed: no\r\nbulkhead-retryable: true\r\n"), "{raw}");
             }
         }
         for status in [400, 404, 405, 408, 413, 415, 500].map(|code| StatusCode::from_u16(code).unwrap()) {
             let response = completed("/v1/bulkheads/b/jobs", async move || status).await;
+            assert_eq!(response.headers().contains_key(OUTCOME), status.is_client_error(), "{status}");
             assert_eq!(response.headers()[EXECUTED], "no", "{status}");
             assert_eq!(response.headers()[RETRYABLE], "false", "{status}");
             assert_eq!(response.headers()[header::CONTENT_TYPE], PROBLEM, "{status}");
@@ -215,7 +225,7 @@ mod tests {
             assert!(!other.headers().contains_key(EXECUTED), "{status}");
         }
         for reason in RejectReason::ALL {
-            let response = jobs::rejected("b", None, reason, String::new());
+            let response = outcomes::rejected("b", None, reason, String::new());
             assert_eq!(response.headers()[EXECUTED], "no", "{reason}");
             let is_retryable = retryable.contains(&response.status());
             assert_eq!(response.headers()[RETRYABLE], is_retryable.to_string(), "{reason}");

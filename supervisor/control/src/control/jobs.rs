@@ -28,10 +28,10 @@ use tokio::io::AsyncReadExt;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::connections::Admission;
+use super::outcomes::{outcome_problem, rejected};
 use super::{Control, Shared};
 use headers::JobHeaders;
-pub(super) use responses::{bulkhead_of, reject_request, rejected};
-use responses::{dropped, outcome_problem, result, upload_timed_out};
+use responses::{dropped, result, upload_timed_out};
 use session::{Session, SessionSlot, read_outcome, submit_frame};
 use upload::{Announced, Length, Upload};
 

@@ -21,7 +21,7 @@ use tokio::net::TcpStream;
 
 use super::connections::{self, Active, Admission, serve};
 use super::http::{complete_with, limit_time};
-use super::jobs::reject_request;
+use super::outcomes::reject_request;
 use super::paths::HEALTH_PATHS;
 use super::responses::problem;
 use super::waiting::{HEALTH_MAX, ListenerRules, REFUSED_MAX, WaitingConnections};
@@ -170,5 +170,5 @@ async fn complete(
     let is_health = HEALTH_PATHS.contains(&request.uri().path());
     let is_leaving = || control.is_stopping.load(Ordering::SeqCst) || !control.handover.is_listening();
     let closes = || admission.session.is_none() || is_leaving();
-    complete_with(request, next, !is_health, closes).await
+    complete_with(request, next, &control.counters, !is_health, closes).await
 }

@@ -1,5 +1,5 @@
 //! Creates problem documents and other responses that HTTP handlers share, and parses boolean query parameters.
-//! `jobs/responses.rs` creates the responses to jobs. The handlers decide which response to send.
+//! `outcomes` adds the fields of an outcome to them. The handlers decide which response to send.
 
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -9,6 +9,9 @@ use serde_json::{Map, Value, json};
 
 pub(super) const PROBLEM: &str = "application/problem+json";
 pub(super) const JSON: &str = "application/json";
+
+/// Maximum size of a request body and of an error message, in bytes. Does not apply to job payloads.
+pub(super) const BODY_BYTES_MAX: usize = 64 * 1024;
 
 /// Response header that says whether the job's handler started.
 pub(super) const EXECUTED: &str = "bulkhead-executed";
@@ -29,7 +32,8 @@ pub(super) fn problem_with(status: StatusCode, detail: &str, fields: Map<String,
     (status, [(header::CONTENT_TYPE, PROBLEM)], document(status, detail, fields)).into_response()
 }
 
-fn document(status: StatusCode, detail: &str, mut fields: Map<String, Value>) -> String {
+/// Returns the body of a problem document with additional fields.
+pub(super) fn document(status: StatusCode, detail: &str, mut fields: Map<String, Value>) -> String {
     // One second, which is also the default value of the `Retry-After` header in `http::complete`.
     if is_retryable(status) {
         fields.entry("retry_after_ms").or_insert(json!(1000.0));
@@ -42,21 +46,6 @@ fn document(status: StatusCode, detail: &str, mut fields: Map<String, Value>) ->
     let body =
         Problem { detail, status: status_code, title: title.into(), kind: "about:blank".into(), fields };
     json!(body).to_string()
-}
-
-/// Returns a problem document as a complete HTTP response, for a request that does not reach any handler. The response
-/// says that no job began, and closes the connection.
-pub(super) fn raw(status: StatusCode, detail: &str) -> Vec<u8> {
-    let body = document(status, detail, Map::new());
-    let (code, reason) = (status.as_u16(), status.canonical_reason().unwrap_or("Error"));
-    let is_retryable = is_retryable(status);
-    let retry_after = if is_retryable { "retry-after: 1\r\n" } else { "" };
-    let head = format!(
-        "HTTP/1.1 {code} {reason}\r\ncontent-type: {PROBLEM}\r\ncontent-length: {}\r\nconnection: close\r\n\
-         {retry_after}{EXECUTED}: no\r\n{RETRYABLE}: {is_retryable}\r\nx-content-type-options: nosniff\r\n\r\n",
-        body.len()
-    );
-    [head.into_bytes(), body.into_bytes()].concat()
 }
 
 /// Returns true if this status tells the client that its request was not processed and can be sent again later.
@@ -73,11 +62,8 @@ pub(super) fn not_found(name: &str) -> Response {
     problem(StatusCode::NOT_FOUND, &format!("there is no bulkhead '{}'", name.escape_debug()))
 }
 
-/// Parses a boolean query parameter. `?follow`, `?follow=true` and `?follow=1` all mean true.
+/// Parses a boolean query parameter.
 pub(super) fn parse_bool<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error> {
-    match String::deserialize(value)?.as_str() {
-        "" | "1" | "true" => Ok(Some(true)),
-        "0" | "false" => Ok(Some(false)),
-        _ => Err(serde::de::Error::custom("must be true or false")),
-    }
+    let value = String::deserialize(value)?.parse();
+    value.map(Some).map_err(|_| serde::de::Error::custom("must be true or false"))
 }

@@ -5,7 +5,7 @@
 use std::future::{Ready, ready};
 
 use axum::extract::Request;
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::MethodRouter;
@@ -202,7 +202,27 @@ fn router_of(is_wanted: impl Fn(&Route) -> bool) -> Router<Shared> {
 fn handler_of(route: &Route) -> MethodRouter<Shared> {
     let handler = (route.handler)();
     // For a route with query parameters, the extractor rejects unknown keys.
-    if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler }
+    let handler =
+        if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler };
+    handler.layer(middleware::from_fn(reject_transfer_codings))
+}
+
+/// Rejects requests with a transfer coding other than `chunked`, because the body would be passed on in encoded form.
+async fn reject_transfer_codings(request: Request, next: Next) -> Response {
+    if has_unsupported_coding(request.headers()) {
+        let detail = "the only supported transfer coding is `chunked`";
+        return problem(StatusCode::BAD_REQUEST, detail);
+    }
+    next.run(request).await
+}
+
+fn has_unsupported_coding(headers: &HeaderMap) -> bool {
+    let values = headers.get_all(header::TRANSFER_ENCODING).iter();
+    let codings =
+        values.flat_map(|value| value.as_bytes().split(|byte| *byte == b',')).map(<[u8]>::trim_ascii);
+    let mut codings = codings.filter(|coding| !coding.is_empty());
+    // `chunked` must not be applied twice.
+    codings.next().is_some_and(|first| !first.eq_ignore_ascii_case(b"chunked")) || codings.next().is_some()
 }
 
 /// Rejects requests that have a query string. Used for routes without query parameters, which would otherwise ignore
@@ -224,6 +244,8 @@ async fn reject_query(request: Request, next: Next) -> Response {
 
 #[cfg(test)]
 mod tests {
+    use axum::http::HeaderValue;
+
     use super::super::paths::{HEALTH_PATHS, READER_PATHS, WITHOUT_TOKEN};
     use super::*;
 
@@ -231,6 +253,30 @@ mod tests {
     fn paths_with_special_rules_have_routes() {
         let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
         assert!([WITHOUT_TOKEN, HEALTH_PATHS, READER_PATHS].concat().iter().all(|path| paths.contains(path)));
+    }
+
+    #[test]
+    fn only_chunked_transfer_coding_is_supported() {
+        let is_supported = |values: &[&'static str]| {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(header::TRANSFER_ENCODING, HeaderValue::from_static(value));
+            }
+            !has_unsupported_coding(&headers)
+        };
+        for values in [&[][..], &["chunked"], &["Chunked"], &[", chunked ,"]] {
+            assert!(is_supported(values), "{values:?}");
+        }
+        for values in [
+            &["gzip"][..],
+            &["gzip, chunked"],
+            &["gzip", "chunked"],
+            &["identity,chunked"],
+            &["chunked, chunked"],
+            &["xchunked"],
+        ] {
+            assert!(!is_supported(values), "{values:?}");
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{Request, State};
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
-use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
 use bulkhead_shared::RejectReason;
 use tokio::net::{TcpListener, TcpStream};
@@ -22,11 +22,12 @@ use super::admin_socket::CONNECTIONS_MAX;
 use super::connections::{Admission, Dispatcher, LAST_ACCEPT_TIMEOUT, has_waiting};
 use super::cross_site::{self, changes_state};
 use super::http::complete;
+use super::outcomes::reject_request;
 use super::paths::{HEALTH_PATHS, UPGRADE_PATH, WITHOUT_TOKEN};
 use super::responses::{JSON, problem};
 use super::tokens::{ReadOnly, TokenTable};
 use super::waiting::{ListenerRules, WAITING_MAX, WaitingConnections};
-use super::{Control, http, jobs, tokens};
+use super::{Control, http, tokens};
 use bulkhead_config::{Role, Token};
 use bulkhead_linux::listener::{has_handshakes, stop_new_connections};
 
@@ -131,8 +132,9 @@ async fn accept(listener: &TcpListener) -> TcpStream {
 
 /// Builds the router for requests over TCP. Requests that fail the check are rejected.
 pub(super) fn router(control: Shared, check: RequestCheck) -> Router {
-    let state = (check, control.clone());
-    http::router(control).layer(from_fn_with_state(state, check_request)).layer(from_fn(complete))
+    let complete = from_fn_with_state(control.counters.clone(), complete);
+    let check = from_fn_with_state((check, control.clone()), check_request);
+    http::router(control).layer(check).layer(complete)
 }
 
 async fn check_request(
@@ -188,7 +190,7 @@ impl RequestCheck {
 
     /// Returns the permission granted by the token of a request.
     fn permission(&self, request: &Request, tokens: &TokenTable) -> Result<Permission, Box<Response>> {
-        let forbid = |why| Err(jobs::reject_request(request, RejectReason::Forbidden, why).into());
+        let forbid = |why| Err(reject_request(request, RejectReason::Forbidden, why).into());
         let secret = tokens::secret(request.headers()).ok_or_else(|| Box::new(unauthorized(request)))?;
         if self.token.is(&secret) {
             return Ok(Permission::Full);
@@ -214,7 +216,7 @@ impl RequestCheck {
         if !is_probe && !self.names_this_machine(headers) {
             let detail = "the Host header does not name this machine: use localhost, 127.0.0.1 or the configured \
                           address";
-            return Some(jobs::reject_request(request, RejectReason::Forbidden, detail));
+            return Some(reject_request(request, RejectReason::Forbidden, detail));
         }
         cross_site::rejection(request)
     }
@@ -248,7 +250,7 @@ impl RequestCheck {
 fn unauthorized(request: &Request) -> Response {
     let detail = "send the `Authorization: Bearer TOKEN` header with the token from http_token_file; in a browser, \
                   enter any user name and the token as the password";
-    let mut response = jobs::reject_request(request, RejectReason::Unauthenticated, detail);
+    let mut response = reject_request(request, RejectReason::Unauthenticated, detail);
     for challenge in CHALLENGES {
         response.headers_mut().append(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
     }

@@ -14,7 +14,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::connections::{Admission, Dispatcher, HEAD_BYTES, NewConnection, REQUEST_TIMEOUT, Socket};
-use super::{paths, responses};
+use super::{outcomes, paths};
 
 /// Maximum number of waiting connections to the admin API.
 pub(crate) const WAITING_MAX: usize = 128;
@@ -116,7 +116,7 @@ impl<S: Socket> Listener<S> {
     async fn refuse(&self, mut socket: S) {
         self.refused.fetch_add(1, Ordering::Relaxed);
         let Ok(_permit) = self.refused_permits.clone().try_acquire_owned() else { return };
-        let response = responses::raw(StatusCode::SERVICE_UNAVAILABLE, self.rules.refusal);
+        let response = outcomes::raw(StatusCode::SERVICE_UNAVAILABLE, self.rules.refusal);
         let send = async {
             socket.write_all(&response).await?;
             socket.shutdown().await?;

@@ -15,7 +15,7 @@ use tokio::time::{Instant, Sleep};
 
 use super::REQUEST_TIMEOUT;
 use super::progress::Progress;
-use crate::control::responses;
+use crate::control::outcomes;
 
 /// Maximum time that a kept-alive connection waits for the next request. Proxies usually close unused connections
 /// sooner, so the proxy rather than the supervisor closes such a connection.
@@ -87,7 +87,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
     fn time_out(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.timer.as_mut().poll(cx));
         if self.phase == Phase::Head {
-            let response = responses::raw(StatusCode::REQUEST_TIMEOUT, "the request did not arrive in time");
+            let response = outcomes::raw(StatusCode::REQUEST_TIMEOUT, "the request did not arrive in time");
             // Errors are ignored, because the client may not read the response.
             let _ = Pin::new(&mut self.socket).poll_write(cx, &response);
         }
@@ -179,7 +179,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
             && self.replacement.is_none()
             && let Some(status) = status_of(slices)
         {
-            self.replacement = Some((responses::raw(status, explanation(status)), 0));
+            self.replacement = Some((outcomes::raw(status, explanation(status)), 0));
             return Poll::Ready(Ok(slices.iter().map(|slice| slice.len()).sum()));
         }
         let result = Pin::new(&mut self.socket).poll_write_vectored(cx, slices);

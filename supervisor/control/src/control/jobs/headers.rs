@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use axum::http::HeaderMap;
 use bulkhead_shared::JobOptions;
+use bulkhead_shared::job::header_number;
 use bulkhead_shared::limits::{OPERATION_BYTES_MAX, TENANT_BYTES_MAX, truncate};
 use bulkhead_shared::trace::Traceparent;
 
@@ -47,13 +48,9 @@ impl<'h> JobHeaders<'h> {
             "bulkhead-priority" => self.options.priority = truncate(value, 32).parse()?,
             "bulkhead-deadline-ms" => self.options.deadline = Some(millis(value).ok_or_else(number)?),
             "bulkhead-run-limit-ms" => self.options.run_limit = Some(millis(value).ok_or_else(number)?),
-            "bulkhead-cost" => self.options.cost = value.parse().map_err(|_| number())?,
+            "bulkhead-cost" => self.options.cost = header_number(value).ok_or_else(number)?,
             "bulkhead-idempotent" => {
-                self.options.is_idempotent = match value {
-                    "true" | "1" => true,
-                    "false" | "0" => false,
-                    _ => return Err("write true or false".into()),
-                }
+                self.options.is_idempotent = value.parse().map_err(|_| "write true or false")?;
             }
             _ => return Err("unknown header; see the documentation about jobs over HTTP".into()),
         }
@@ -66,7 +63,7 @@ impl<'h> JobHeaders<'h> {
 const LIMIT_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
 
 fn millis(value: &str) -> Option<Duration> {
-    let ms: u64 = value.parse().ok().filter(|ms| *ms > 0)?;
+    let ms: u64 = header_number(value).filter(|ms| *ms > 0)?;
     Some(Duration::from_millis(ms.min(LIMIT_MS_MAX)))
 }
 
@@ -107,7 +104,7 @@ mod tests {
             ("bulkhead-deadline-ms", "250"),
             ("bulkhead-priority", "best-effort"),
             ("bulkhead-cost", "7"),
-            ("bulkhead-idempotent", "1"),
+            ("bulkhead-idempotent", "true"),
             ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
         ];
         assert!(read(&all).unwrap().starts_with("decode acme Some(250ms) best-effort 7 true Some(00-0af"));
@@ -117,12 +114,19 @@ mod tests {
             ("bulkhead-deadline-ms", "-1"),
             ("bulkhead-deadline-ms", "1.5"),
             ("bulkhead-deadline-ms", "99999999999999999999"),
+            ("bulkhead-deadline-ms", "+5"),
+            ("bulkhead-deadline-ms", ""),
             ("bulkhead-run-limit-ms", "0"),
+            ("bulkhead-run-limit-ms", "+5"),
             ("bulkhead-run-limit-ms", "1s"),
             ("bulkhead-cost", "-1"),
+            ("bulkhead-cost", "+1"),
             ("bulkhead-cost", "4294967296"),
             ("bulkhead-priority", "urgent"),
             ("bulkhead-idempotent", "yes"),
+            ("bulkhead-idempotent", "1"),
+            ("bulkhead-idempotent", "True"),
+            ("bulkhead-idempotent", ""),
             ("bulkhead-dealine-ms", "5"),
         ];
         for (name, value) in wrong {
