@@ -581,7 +581,7 @@ impl Evictions {
     const RECENT: usize = 64;
 
     /// Records an eviction. If the tenant accounts for more than half of the recent evictions and there was no recent
-    /// report, returns the tenant and its share.
+    /// report, returns the tenant and its share. Returns `None` for a job without a tenant, whose name is empty.
     fn record(&mut self, now: Time, tenant: &Arc<str>) -> Option<(Arc<str>, f64)> {
         if self.recent.len() == Self::RECENT {
             self.recent.pop_front();
@@ -589,7 +589,11 @@ impl Evictions {
         self.recent.push_back(tenant.clone());
         let own = self.recent.iter().filter(|name| *name == tenant).count();
         let is_reported = self.reported_at.is_some_and(|at| now < at + REPORT_INTERVAL);
-        if is_reported || self.recent.len() < Self::RECENT / 2 || 2 * own <= self.recent.len() {
+        if tenant.is_empty()
+            || is_reported
+            || self.recent.len() < Self::RECENT / 2
+            || 2 * own <= self.recent.len()
+        {
             return None;
         }
         self.reported_at = Some(now);
