@@ -77,8 +77,10 @@ impl<T> Bulkhead<T> {
     pub(super) fn submit(&mut self, now: Time, submission: Submission<T>) -> Option<JobId> {
         let most = if submission.is_fallback { Duration::MAX } else { self.limits.deadline_max };
         let limit = submission.deadline.map_or(self.limits.deadline, |asked| asked.min(most));
-        self.counters.submitted += u64::from(!submission.is_fallback);
-        self.tenants.get(submission.tenant).submitted += 1;
+        if !submission.is_fallback {
+            self.counters.submitted += 1;
+            self.tenants.get(submission.tenant).submitted += 1;
+        }
         let worker = match self.admit(now, &submission, limit) {
             Ok(worker) => worker,
             Err(rejection) => {
@@ -356,9 +358,8 @@ impl<T> Bulkhead<T> {
     fn reject(&mut self, now: Time, submission: Submission<T>, rejection: Rejection, limit: Duration) {
         let Rejection { verdict, wait } = rejection;
         if !submission.is_fallback {
-            self.counters.count(&verdict);
+            self.count(submission.tenant, &verdict);
         }
-        self.tenants.get(submission.tenant).rejected += 1;
         let retry_after = match wait {
             Wait::RetryIn(wait) => Some(wait),
             Wait::Never => None,
