@@ -144,7 +144,7 @@ events! {
     } { operation: String, tenant: String };
     /// Jobs with this operation and payload are rejected from now on, because they have killed workers.
     JobQuarantined = "job_quarantined" { job: String, digest: String } { operation: String, tenant: String };
-    /// A job did not end before its deadline, or ran longer than its run limit.
+    /// A job was still running at its deadline, or exceeded its run limit.
     JobTimeout = "job_timeout" {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
         payload_bytes: u64, timeout_ms: f64, run_limit_ms: Option<f64>, actual_duration_ms: f64
@@ -172,7 +172,7 @@ events! {
     /// Jobs exceed the rate limit of the tenant in `tenant` or, without this field, the rate limit of the
     /// bulkhead.
     TenantThrottled = "tenant_throttled" { limit: String, retry_after_ms: f64 } { tenant: String };
-    /// A single tenant's jobs caused most of the recent evictions.
+    /// More than half of the last 64 evicted jobs (at least 32) belonged to one tenant.
     TenantEvictions = "tenant_evictions" { tenant: String, share: f64 };
     /// Jobs of a bulkhead are forwarded to a fallback.
     FallbackUsed = "fallback_used" { target: String, reason: Option<Text>, jobs: u64 };

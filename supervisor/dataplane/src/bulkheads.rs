@@ -235,7 +235,7 @@ impl Bulkheads {
     }
 
     /// Returns the index of a tenant's label in the metrics. Used if a job was rejected before it reached policy.
-    pub(super) fn label_of(&self, tenant: &str) -> u32 {
+    fn label_of(&self, tenant: &str) -> u32 {
         let found = self.labels.binary_search_by(|label| label.as_str().cmp(tenant));
         found.unwrap_or(self.labels.len()) as u32
     }

@@ -1038,7 +1038,7 @@ impl DataPlane {
     fn count_http_rejections(&mut self) {
         for (job, count) in self.counters.rejected_jobs.take() {
             let Some(bulkhead) = self.bulkheads.find(&job.bulkhead) else { continue };
-            let key = (job.priority, self.bulkheads.label_of(&job.tenant));
+            let key = (job.priority, &*job.tenant);
             for _ in 0..count {
                 self.bulkheads.count_rejected(&mut self.compartments, self.now, bulkhead, key, job.reason);
             }

@@ -50,6 +50,13 @@ pub(super) fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
     Traceparent::parse(text)
 }
 
+/// Returns the tenant for which a rejected submission is counted, or an empty name if it counts for no tenant. A client
+/// without permission must not affect a tenant's counters, and an invalid name must not be stored.
+pub(super) fn counted_tenant<'m>(submit: &Submit<'m>, reason: RejectReason) -> &'m str {
+    let is_name = submit.tenant.len() <= TENANT_BYTES_MAX && !submit.tenant.contains('\0');
+    if is_name && reason != RejectReason::Forbidden { submit.tenant } else { "" }
+}
+
 /// Checks that a submission is well-formed. Returns its extensions, or the reason for rejecting the job.
 pub(super) fn check_form(
     submit: &Submit<'_>,
@@ -77,4 +84,25 @@ pub(super) fn check_form(
         leased => leased.flatten(),
     };
     Ok(SubmitExtensions { traceparent: traceparent(extensions), run_limit: run_limit.flatten(), leased })
+}
+
+#[cfg(test)]
+mod tests {
+    use bulkhead_shared::JobOptions;
+
+    use super::*;
+
+    #[test]
+    fn forbidden_jobs_and_invalid_names_count_for_no_tenant() {
+        let counted = |tenant: &str, reason| {
+            let options = JobOptions { tenant: tenant.to_owned(), ..JobOptions::default() };
+            counted_tenant(&Submit::new("b", &options), reason).to_owned()
+        };
+        let longest = "x".repeat(TENANT_BYTES_MAX);
+        assert_eq!(counted(&longest, RejectReason::TooLarge), longest);
+        assert_eq!(counted("acme", RejectReason::Invalid), "acme");
+        assert_eq!(counted("acme", RejectReason::Forbidden), "");
+        assert_eq!(counted(&format!("{longest}x"), RejectReason::Invalid), "");
+        assert_eq!(counted("acme\0", RejectReason::Invalid), "");
+    }
 }

@@ -327,12 +327,6 @@ impl<T> Bulkhead<T> {
         &self.limits
     }
 
-    /// Counts a job that the caller rejected before submission, either because the job was malformed or too large, or
-    /// because memory was exhausted.
-    pub fn count_rejected(&mut self, reason: RejectReason) {
-        self.counters.count_rejected(reason);
-    }
-
     /// Returns the next number in the seeded sequence (SplitMix64, Steele et al. 2014).
     fn next_random(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -425,18 +419,18 @@ impl<T> Bulkhead<T> {
     fn send_outcome(&mut self, now: Time, index: u32, verdict: Verdict) {
         let job = self.jobs.get(index);
         let Some(record) = job.record.take() else { return };
-        let (priority, is_fallback, has_claim) = (job.priority, job.is_fallback, job.claim.is_some());
+        let (tenant, priority) = (job.tenant, job.priority);
+        let (is_fallback, has_claim) = (job.is_fallback, job.claim.is_some());
         let verdict =
             if job.earlier_attempts.is_some() { self.overall_verdict(index, verdict) } else { verdict };
         if !is_fallback {
-            self.counters.count(&verdict);
+            self.count(tenant, &verdict);
         }
         if has_claim {
             self.record_call(now, index, &verdict);
         }
         let job = self.jobs.get(index);
         if let JobState::InFlight { since, .. } = job.state {
-            let tenant = job.tenant;
             self.record_run_time(now, since, tenant, &verdict);
         }
         let retry_after = self.retry_after(now, &verdict, priority);

@@ -620,7 +620,7 @@ pub enum OperatorEvent {
         /// Time until the rate limit admits another job.
         retry_after: Duration,
     },
-    /// A tenant accounts for more than half of the recent evictions.
+    /// A tenant accounts for more than half of the recent evictions. Not reported for jobs without a tenant.
     TenantEvictions {
         /// Name of the tenant.
         tenant: Arc<str>,

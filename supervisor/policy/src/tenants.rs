@@ -31,8 +31,8 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Tenant {
     name: Arc<str>,
-    /// Number of the tenant's jobs, both queued and in flight, plus the number of places withheld from the tenant's
-    /// quota.
+    /// Number of the tenant's jobs, whether queued, in flight or passed on to another bulkhead, plus the number of places
+    /// withheld from the tenant's quota.
     jobs: u32,
     pub(crate) in_flight: u32,
     /// Number of places in the tenant's quota that cannot be used, because the tenant's jobs may have killed workers.
@@ -43,7 +43,8 @@ pub(crate) struct Tenant {
     /// Index of the tenant in the sorted list of tenants with separate metrics. Equals the list's length if the
     /// tenant is not listed.
     pub(crate) label: u32,
-    /// Number of jobs submitted for the tenant, regardless of their outcome.
+    /// Number of jobs submitted for the tenant, regardless of their outcome. Jobs passed on from other bulkheads count
+    /// neither here nor in `rejected`.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
     /// Time at which throttling of this tenant was last reported.

@@ -622,6 +622,40 @@ fn rate_limit_counts_jobs_only_at_the_entry() {
     });
 }
 
+#[test]
+fn tenants_of_diverted_jobs_are_counted_only_at_the_entry() {
+    let supervisor = start("", "max_queue = 1");
+    let auditor = Auditor::of(&supervisor);
+    let counts = |bulkhead: &str| {
+        let snapshot = supervisor.snapshot(bulkhead);
+        let tenants = snapshot["tenants"].as_array().unwrap().iter();
+        let mut counts: Vec<_> = tenants
+            .map(|tenant| ["name", "submitted", "rejected"].map(|field| tenant[field].to_string()).join(" "))
+            .collect();
+        counts.sort();
+        counts
+    };
+    run(async {
+        let client = connect(&supervisor).await;
+        let job = |tenant: &str| steps(&client, "wait end").tenant(tenant);
+        let first = spawn(job("a"));
+        supervisor.wait_number("entry", "in_flight", 1);
+        let second = spawn(job("a"));
+        supervisor.wait_number("safe", "in_flight", 1);
+        let third = spawn(job("b"));
+        supervisor.wait_number("safe", "queued", 1);
+        assert_eq!(end(&job("a").send().await), ended("rejected/queue_full", "entry"));
+        assert_eq!(counts("entry"), ["\"a\" 3 1", "\"b\" 1 0"]);
+        supervisor.touch("end");
+        for (job, bulkhead) in [(first, "entry"), (second, "safe"), (third, "safe")] {
+            assert_eq!(end(&job.await.unwrap()), ended("ok", bulkhead));
+        }
+    });
+    assert_eq!(counts("entry"), ["\"a\" 3 1", "\"b\" 1 0"]);
+    assert_eq!(counts("safe"), ["\"a\" 0 0", "\"b\" 0 0"]);
+    auditor.finish();
+}
+
 /// The rate limit of `entry` must apply even while its breaker is open. Otherwise a client could run any number of jobs
 /// in the fallback.
 #[test]

@@ -134,7 +134,8 @@ fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     });
 }
 
-/// Compares the metrics with the snapshot. Returns the name and both values of each metric that differs.
+/// Compares the metrics with the snapshot of a bulkhead in which every job has an outcome. Returns the name and both
+/// values of each metric that differs.
 fn differences(page: &Page, snapshot: &serde_json::Value, bulkhead: &str) -> Vec<(String, u64, u64)> {
     let of = ("bulkhead", bulkhead);
     let number = |field: &str| snapshot[field].as_u64().unwrap_or_else(|| panic!("{field}: {snapshot}"));
@@ -157,6 +158,20 @@ fn differences(page: &Page, snapshot: &serde_json::Value, bulkhead: &str) -> Vec
         ("queue_capacity", "queue_capacity"),
     ] {
         pairs.push((field.to_owned(), page.sum(&format!("bulkhead_{name}"), &[of]), number(field)));
+    }
+    // Tenants without a label share one series.
+    let samples = &page.family("bulkhead_tenant_jobs").samples;
+    let labelled: BTreeSet<_> = samples.iter().map(|sample| sample.labels["tenant"].as_str()).collect();
+    for tenant in snapshot["tenants"].as_array().unwrap() {
+        let name = tenant["name"].as_str().unwrap();
+        if labelled.contains(name) {
+            let of = [of, ("tenant", name)];
+            let ended = page.sum("bulkhead_tenant_jobs_total", &of);
+            let rejected = page.sum("bulkhead_tenant_jobs_total", &[of[0], of[1], ("outcome", "rejected")]);
+            for (field, counted) in [("submitted", ended), ("rejected", rejected)] {
+                pairs.push((format!("{field} for {name}"), counted, tenant[field].as_u64().unwrap()));
+            }
+        }
     }
     pairs.retain(|(_, counted, number)| counted != number);
     pairs

@@ -337,6 +337,12 @@ fn tenant_statistics_exclude_other_tenants() {
         let a = part(&supervisor, "a");
         assert_eq!((&a["submitted"], &a["done"]), (&1.into(), &1.into()), "{a}");
         assert!(a["rejected"].as_object().unwrap().is_empty(), "{a}");
+        // Once the tenant has a compartment, such jobs count for the tenant.
+        let large = client.job("b", vec![0; 100]).tenant("a").send().await;
+        assert_eq!(outcome(&large), "rejected/too_large");
+        let a = part(&supervisor, "a");
+        assert_eq!((&a["submitted"], &a["rejected"]["too_large"]), (&2.into(), &1.into()), "{a}");
+        assert_eq!(supervisor.snapshot("b")["submitted"], 3);
     });
 }
 

@@ -19,22 +19,29 @@ const FALLBACK_REPORT_INTERVAL: Duration = Duration::from_secs(10);
 impl Bulkheads {
     // Jobs.
 
-    /// Counts a job that was rejected before it reached a compartment.
+    /// Counts a job that was rejected before it reached a compartment. `tenant` is empty if the job counts for no tenant,
+    /// for example because the client lacks access to the tenant.
     pub(crate) fn count_rejected(
         &mut self,
         compartments: &mut Compartments,
         now: Time,
         bulkhead: BulkheadIndex,
-        (priority, label): (Priority, u32),
+        (priority, tenant): (Priority, &str),
         reason: RejectReason,
     ) {
-        let verdict = Verdict::rejected(reason);
+        let (verdict, label) = (Verdict::rejected(reason), self.label_of(tenant));
         let entry = &mut self.slab[bulkhead];
         entry.counters.count_submitted(priority);
         entry.count_outcome(now, (priority, label), &verdict);
         match &mut entry.layout {
-            Layout::Shared(compartment) => compartments[*compartment].policy.count_rejected(reason),
-            Layout::Isolated(isolated) => isolated.forgotten_counters.count_rejected(reason),
+            Layout::Shared(compartment) => compartments[*compartment].policy.count_rejected(tenant, reason),
+            // A rejected job creates no compartment for its tenant.
+            Layout::Isolated(isolated) => match isolated.by_tenant.get(tenant) {
+                Some(compartment) if !tenant.is_empty() => {
+                    compartments[*compartment].policy.count_rejected(tenant, reason);
+                }
+                _ => isolated.forgotten_counters.count_rejected(reason),
+            },
         }
     }
 
@@ -98,10 +105,10 @@ impl Bulkheads {
         compartments: &mut Compartments,
         now: Time,
         index: CompartmentIndex,
-        verdict: &Verdict,
+        (tenant, verdict): (&str, &Verdict),
     ) {
         let compartment = &mut compartments[index];
-        compartment.policy.count_fallback_outcome(verdict);
+        compartment.policy.count_fallback_outcome(tenant, verdict);
         let counters = &mut self.slab[compartment.bulkhead].counters;
         counters.elsewhere = counters.elsewhere.saturating_sub(1);
         if compartment.tenant.is_some() {

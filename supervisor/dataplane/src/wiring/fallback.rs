@@ -53,7 +53,8 @@ impl DataPlane {
         }
         let payload = self.take_payload(&mut answer.record, incoming);
         if !fallback.is_at_fallback() {
-            self.compartments[fallback.origin_compartment()].policy.count_fallback(&answer.verdict);
+            let policy = &mut self.compartments[fallback.origin_compartment()].policy;
+            policy.count_fallback(&answer.record.tenant, &answer.verdict);
         }
         fallback.pass_on(position, &answer, || self.outcome_of(index, &answer));
         answer.record.status = None;
@@ -139,8 +140,8 @@ impl DataPlane {
         let outcome = self.outcome_of(index, answer);
         let Some(fallback) = &answer.record.fallback else { return outcome };
         let Some(combined) = fallback.combine(self.now, &outcome) else { return outcome };
-        let (now, entered) = (self.now, fallback.origin_compartment());
-        self.bulkheads.count_fallback_end(&mut self.compartments, now, entered, &combined.verdict);
+        let (entered, ended) = (fallback.origin_compartment(), (&*answer.record.tenant, &combined.verdict));
+        self.bulkheads.count_fallback_end(&mut self.compartments, self.now, entered, ended);
         if let Some(target) = fallback.current_target() {
             let (compartment, origin) = (&self.compartments[index], fallback.origin());
             self.bulkheads.count_guest_end(compartment, (origin, target), &outcome.verdict);

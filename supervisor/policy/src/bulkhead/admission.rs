@@ -77,8 +77,10 @@ impl<T> Bulkhead<T> {
     pub(super) fn submit(&mut self, now: Time, submission: Submission<T>) -> Option<JobId> {
         let most = if submission.is_fallback { Duration::MAX } else { self.limits.deadline_max };
         let limit = submission.deadline.map_or(self.limits.deadline, |asked| asked.min(most));
-        self.counters.submitted += u64::from(!submission.is_fallback);
-        self.tenants.get(submission.tenant).submitted += 1;
+        if !submission.is_fallback {
+            self.counters.submitted += 1;
+            self.tenants.get(submission.tenant).submitted += 1;
+        }
         let worker = match self.admit(now, &submission, limit) {
             Ok(worker) => worker,
             Err(rejection) => {
@@ -356,9 +358,8 @@ impl<T> Bulkhead<T> {
     fn reject(&mut self, now: Time, submission: Submission<T>, rejection: Rejection, limit: Duration) {
         let Rejection { verdict, wait } = rejection;
         if !submission.is_fallback {
-            self.counters.count(&verdict);
+            self.count(submission.tenant, &verdict);
         }
-        self.tenants.get(submission.tenant).rejected += 1;
         let retry_after = match wait {
             Wait::RetryIn(wait) => Some(wait),
             Wait::Never => None,
@@ -581,7 +582,7 @@ impl Evictions {
     const RECENT: usize = 64;
 
     /// Records an eviction. If the tenant accounts for more than half of the recent evictions and there was no recent
-    /// report, returns the tenant and its share.
+    /// report, returns the tenant and its share. Returns `None` for a job without a tenant, whose name is empty.
     fn record(&mut self, now: Time, tenant: &Arc<str>) -> Option<(Arc<str>, f64)> {
         if self.recent.len() == Self::RECENT {
             self.recent.pop_front();
@@ -589,7 +590,11 @@ impl Evictions {
         self.recent.push_back(tenant.clone());
         let own = self.recent.iter().filter(|name| *name == tenant).count();
         let is_reported = self.reported_at.is_some_and(|at| now < at + REPORT_INTERVAL);
-        if is_reported || self.recent.len() < Self::RECENT / 2 || 2 * own <= self.recent.len() {
+        if tenant.is_empty()
+            || is_reported
+            || self.recent.len() < Self::RECENT / 2
+            || 2 * own <= self.recent.len()
+        {
             return None;
         }
         self.reported_at = Some(now);

@@ -13,6 +13,7 @@ use crate::ending::KillReason;
 use crate::jobs::JobState;
 use crate::messages::WorkerId;
 use crate::poison::Digest;
+use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::worker::{Exclusivity, SilenceCheck, Worker};
 use crate::workers::Slot;
@@ -48,11 +49,11 @@ pub struct Counters {
 }
 
 impl Counters {
-    pub(super) fn count(&mut self, verdict: &Verdict) {
+    fn count(&mut self, verdict: &Verdict) {
         *self.of(verdict) += 1;
     }
 
-    pub(super) fn of(&mut self, verdict: &Verdict) -> &mut u64 {
+    fn of(&mut self, verdict: &Verdict) -> &mut u64 {
         match verdict {
             Verdict::Ok => &mut self.ok,
             Verdict::Failed(_) => &mut self.failed,
@@ -240,8 +241,13 @@ pub struct TenantView {
     pub queued: usize,
     /// Number of jobs submitted since the tenant was added to the tenant table.
     pub submitted: u64,
-    /// Number of jobs rejected at submission.
+    /// Number of rejected jobs. As in [`Counters`], jobs passed on from other bulkheads do not count, here or in
+    /// `submitted`.
     pub rejected: u64,
+}
+
+fn is_rejection(verdict: &Verdict) -> bool {
+    matches!(verdict, Verdict::Rejected { .. })
 }
 
 impl<T> Bulkhead<T> {
@@ -297,23 +303,48 @@ impl<T> Bulkhead<T> {
     ) -> Option<Duration> {
         let tenant = self.tenant(tenant);
         let wait = self.take_rate(now, tenant, cost)?;
-        let count = self.counters.of(refused);
-        *count = count.saturating_sub(1);
-        self.counters.rejected[RejectReason::RateLimited.code() as usize] += 1;
+        self.uncount(tenant, refused);
+        self.count(tenant, &Verdict::rejected(RejectReason::RateLimited));
         Some(wait)
     }
 
-    /// Stops counting a job as rejected, because the job is passed on to another bulkhead instead.
-    pub fn count_fallback(&mut self, verdict: &Verdict) {
-        let count = self.counters.of(verdict);
-        *count = count.saturating_sub(1);
+    /// Stops counting the outcome of a tenant's job, because the job is passed on to another bulkhead instead.
+    pub fn count_fallback(&mut self, tenant: &str, verdict: &Verdict) {
+        let tenant = self.tenant(tenant);
+        self.uncount(tenant, verdict);
         self.counters.elsewhere += 1;
+        // The tenant stays in the table until the outcome is counted.
+        self.tenants.add_job(tenant);
     }
 
-    /// Counts the outcome of a job that was passed on to another bulkhead.
-    pub fn count_fallback_outcome(&mut self, verdict: &Verdict) {
+    /// Counts the outcome of a tenant's job that was passed on to another bulkhead.
+    pub fn count_fallback_outcome(&mut self, tenant: &str, verdict: &Verdict) {
+        let tenant = self.tenant(tenant);
         self.counters.elsewhere = self.counters.elsewhere.saturating_sub(1);
+        self.count(tenant, verdict);
+        self.tenants.remove_job(tenant);
+    }
+
+    /// Counts a tenant's job that was rejected before it reached the state machine. Such a job is malformed or too
+    /// large, or memory was exhausted.
+    pub fn count_rejected(&mut self, tenant: &str, reason: RejectReason) {
+        let tenant = self.tenant(tenant);
+        self.counters.submitted += 1;
+        self.tenants.get(tenant).submitted += 1;
+        self.count(tenant, &Verdict::rejected(reason));
+    }
+
+    /// Counts the outcome of a tenant's job.
+    pub(super) fn count(&mut self, tenant: TenantId, verdict: &Verdict) {
         self.counters.count(verdict);
+        self.tenants.get(tenant).rejected += u64::from(is_rejection(verdict));
+    }
+
+    fn uncount(&mut self, tenant: TenantId, verdict: &Verdict) {
+        let count = self.counters.of(verdict);
+        *count = count.saturating_sub(1);
+        let rejected = &mut self.tenants.get(tenant).rejected;
+        *rejected = rejected.saturating_sub(u64::from(is_rejection(verdict)));
     }
 
     /// Returns the number of jobs in flight whose clients are still waiting.

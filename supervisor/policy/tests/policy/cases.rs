@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
-    BulkheadState, Death, Event, KillReason, Limits, OperatorEvent, RecycleReason, Reply, RestartCause,
-    RestartPolicy, RetryLimits, Time,
+    BulkheadState, Death, Event, KillReason, Limits, OperatorEvent, Overflow, RecycleReason, Reply,
+    RestartCause, RestartPolicy, RetryLimits, Submission, Time,
 };
-use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, RejectReason, Verdict};
+use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, Priority, RejectReason, Verdict};
 
 // Permits.
 
@@ -595,6 +595,48 @@ fn drain_rejects_queued_jobs_and_keeps_running_jobs() {
     fixture.apply(Event::Resume);
     let next = fixture.job();
     assert!(fixture.was_dispatched(next));
+}
+
+#[test]
+fn tenant_counts_include_rejections_after_queueing() {
+    let settings = Limits { overflow: Overflow::EvictOldest, queue_timeout: Some(SECOND), ..limits(1, 1, 2) };
+    let mut fixture = Fixture::ready(settings);
+    let submit = |fixture: &mut Fixture, tenant: &str| fixture.submit_as(Priority::Normal, tenant);
+    let jobs = [(); 5].map(|()| submit(&mut fixture, "a").unwrap());
+    fixture.expect(jobs[1], "rejected", Some("evicted"));
+    fixture.wait(SECOND);
+    fixture.expect(jobs[4], "rejected", Some("queue_timeout"));
+    let waiting = submit(&mut fixture, "a").unwrap();
+    fixture.apply(Event::Drain);
+    fixture.expect(waiting, "rejected", Some("draining"));
+    assert_eq!((submit(&mut fixture, "a"), submit(&mut fixture, "b")), (None, None));
+    fixture.reply(jobs[0]);
+    assert_eq!(fixture.tenants(), [("a".to_owned(), 7, 6), ("b".to_owned(), 1, 1)]);
+}
+
+#[test]
+fn zero_deadline_is_not_a_rejection_of_the_tenant() {
+    let mut fixture = Fixture::ready(limits(1, 1, 0));
+    let tenant = fixture.bulkhead.tenant("a");
+    let submission = Submission { tenant, deadline: Some(Duration::ZERO), ..Submission::new(1) };
+    assert_eq!(fixture.apply(Event::Submit(submission)), None);
+    assert_eq!(fixture.outcomes[0].verdict, Verdict::DeadlineQueued);
+    assert_eq!(fixture.tenants(), [("a".to_owned(), 1, 0)]);
+}
+
+#[test]
+fn evictions_of_jobs_without_tenant_are_not_reported() {
+    let mut fixture = Fixture::ready(Limits { overflow: Overflow::EvictOldest, ..limits(1, 1, 1) });
+    let evict = |fixture: &mut Fixture, tenant: &str, count: u32| {
+        (0..count).for_each(|_| assert!(fixture.submit_as(Priority::Normal, tenant).is_some()));
+    };
+    evict(&mut fixture, "", 100);
+    assert_eq!(fixture.tenants_reported_for_evictions(), [""; 0]);
+    // The evictions of jobs without a tenant still count as recent evictions, so the first half is not enough.
+    evict(&mut fixture, "a", 33);
+    assert_eq!(fixture.tenants_reported_for_evictions(), [""; 0]);
+    evict(&mut fixture, "a", 1);
+    assert_eq!(fixture.tenants_reported_for_evictions(), ["a"]);
 }
 
 /// Checks a rule in `docs/semantics.md`: when the bulkhead stops, jobs in flight can continue until `by`. Jobs

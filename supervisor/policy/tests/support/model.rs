@@ -68,6 +68,8 @@ pub(crate) struct Model {
     /// True after a restart or a program change, until the replacement of a worker fails.
     is_restarting: bool,
     counters: Counters,
+    /// Numbers of submitted and of rejected jobs of each tenant.
+    tenants: BTreeMap<TenantId, (u64, u64)>,
     newest_generation: u32,
     /// Number of calls to `release_slots`. Used to determine the order in which workers left their slots.
     release_count: u64,
@@ -319,6 +321,7 @@ impl Model {
             rolling: BTreeSet::new(),
             is_restarting: false,
             counters: Counters::default(),
+            tenants: BTreeMap::new(),
             newest_generation: 0,
             release_count: 0,
             newest_job: JobId(0),
@@ -424,6 +427,10 @@ impl Model {
 
     fn check_sums(&mut self, bulkhead: &mut Bulkhead<Tag>) {
         assert_eq!(bulkhead.counters(), &self.counters);
+        for view in bulkhead.tenants(usize::MAX) {
+            let counts = self.tenants.get(&bulkhead.tenant(&view.name)).copied().unwrap_or_default();
+            assert_eq!((view.submitted, view.rejected), counts, "tenant {}", view.name);
+        }
         let counters = bulkhead.counters();
         let held = bulkhead.in_flight() + bulkhead.queued() as u64;
         assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or has two outcomes");

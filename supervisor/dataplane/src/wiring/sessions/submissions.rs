@@ -177,13 +177,12 @@ impl DataPlane {
             && let Some(bulkhead) = self.bulkheads.find(name)
         {
             let priority = Priority::from_code(submit.priority).unwrap_or_default();
-            // A client without permission must neither affect a tenant's counters nor learn that the bulkhead exists.
+            // A client without permission must not learn that the bulkhead exists.
             let is_forbidden = reason == RejectReason::Forbidden;
             let limits = self.bulkheads[bulkhead].limits(&self.compartments);
             deadline = if is_forbidden { deadline } else { Some(limits.effective_deadline(deadline)) };
-            let label = self.bulkheads.label_of(if is_forbidden { "" } else { submit.tenant });
-            let compartments = &mut self.compartments;
-            self.bulkheads.count_rejected(compartments, self.now, bulkhead, (priority, label), reason);
+            let key = (priority, submissions::counted_tenant(submit, reason));
+            self.bulkheads.count_rejected(&mut self.compartments, self.now, bulkhead, key, reason);
         }
         self.sessions.count_rejection(index);
         let peer = self.sessions.get(index).and_then(|session| session.peer);

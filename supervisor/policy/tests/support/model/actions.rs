@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Action, JobOutcome, KillReason, Limits, OperatorEvent, StopReason, Time, WorkerId};
+use bulkhead_policy::{
+    Action, JobOutcome, KillReason, Limits, OperatorEvent, StopReason, TenantId, Time, WorkerId,
+};
 use bulkhead_shared::{JobId, RejectReason, Verdict};
 
 use super::slots::SlotState;
@@ -324,7 +326,9 @@ impl Model {
     // Outcomes.
 
     fn answer(&mut self, answer: &JobOutcome<Tag>) {
-        self.count(&answer.verdict);
+        let pending = self.step.submission.as_ref();
+        let tenant = answer.job.map_or_else(|| pending.map(|it| it.tenant), |id| Some(self.jobs[&id].tenant));
+        self.count(tenant.expect("a rejection was sent without a submission"), &answer.verdict);
         let Some(id) = answer.job else { return self.rejected(answer) };
         let is_next = self.next_candidates().contains(&id) || self.next_suspect() == Some(id);
         let told = |verdict| self.overall_verdict(id, verdict);
@@ -419,7 +423,7 @@ impl Model {
         assert_eq!(answer.deadline, submission.limit);
     }
 
-    fn count(&mut self, verdict: &Verdict) {
+    fn count(&mut self, tenant: TenantId, verdict: &Verdict) {
         let name = verdict.name();
         match (verdict, verdict.reason()) {
             (Verdict::Failed(_), _) | (_, None) => self.coverage.see(name),
@@ -429,7 +433,10 @@ impl Model {
         match verdict {
             Verdict::Ok => counters.ok += 1,
             Verdict::Failed(_) => counters.failed += 1,
-            Verdict::Rejected { reason, .. } => counters.rejected[reason.code() as usize] += 1,
+            Verdict::Rejected { reason, .. } => {
+                counters.rejected[reason.code() as usize] += 1;
+                self.tenants.entry(tenant).or_default().1 += 1;
+            }
             Verdict::DeadlineQueued | Verdict::DeadlineRunning => counters.deadline_exceeded += 1,
             Verdict::Crashed { .. } => counters.crashed += 1,
             Verdict::Cancelled { .. } => counters.cancelled += 1,

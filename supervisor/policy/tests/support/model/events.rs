@@ -183,6 +183,7 @@ impl Model {
 
     fn submit(&mut self, submission: &Submission<Tag>) {
         self.counters.submitted += 1;
+        self.tenants.entry(submission.tenant).or_default().0 += 1;
         let cpu_time_checks =
             submission.deadline.map(|cpu_time_checks| cpu_time_checks.min(self.limits.deadline_max));
         let limit = cpu_time_checks.unwrap_or(self.limits.deadline);
