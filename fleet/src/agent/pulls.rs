@@ -320,7 +320,7 @@ impl Lane {
 }
 
 /// Returns the status of a message about a pull, or `None` for a job. The first header line of a job can also contain a
-/// status, because servers before 2.12 store the line that the submitter sent. Only jobs can be acknowledged.
+/// status, because older servers, such as 2.11, store the line that the submitter sent. Only jobs can be acknowledged.
 fn control_status(message: &Message) -> Option<u16> {
     let is_job = message.reply.as_ref().is_some_and(|reply| reply.starts_with(ACKNOWLEDGEMENTS));
     message.status.map(|status| status.as_u16()).filter(|_| !is_job)

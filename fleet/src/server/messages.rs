@@ -196,8 +196,7 @@ pub(crate) async fn read_last(
 }
 
 /// Returns the message that the response to a direct read contains. A stored message can also have a status, because
-/// servers before 2.12 store the status of a response that is sent to a subject of the stream. The server adds a sequence
-/// number only to stored messages.
+/// older servers, such as 2.11, store it. The server adds a sequence number only to stored messages.
 fn parse_read(answer: Message) -> Result<Option<StoredMessage>, String> {
     let is_stored = answer.headers.as_ref().is_some_and(|headers| headers.get(SEQUENCE).is_some());
     match answer.status.filter(|_| !is_stored) {

@@ -235,8 +235,8 @@ class Submitted:
 
     async def result(self) -> Reply:
         """Waits for the outcome. If no outcome arrives within ``host_lost_after`` seconds after the deadline, or if the
-        outcome cannot be read, raises ``Disconnected``. If the user has no permission to read the outcome, raises ``Rejected``. Otherwise raises the
-        same errors as a local job. Can be called repeatedly."""
+        outcome cannot be read, raises ``Disconnected``. If the user has no permission to read the outcome, raises
+        ``Rejected``. Otherwise raises the same errors as a local job. Can be called repeatedly."""
         connection = self._fleet._nats
         if connection.is_closed:
             raise self._closed()
