@@ -17,7 +17,7 @@ use crate::decide::Terms;
 use crate::decide::delivery::outcome;
 use crate::job::{DEADLINE_DEFAULT, HEADER_BYTES_RESERVED, JobOptions};
 use crate::names::{LEDGER, job_subject, ledger_subject, notice_subject};
-use crate::record::Phase;
+use crate::record::{Phase, ReadError};
 use crate::server::connection::{ConnectError, connect_with_refusals};
 use crate::server::ledger;
 use crate::server::messages::{
@@ -63,6 +63,13 @@ pub enum FleetError {
         /// Human-readable description.
         message: String,
     },
+    /// The job has an outcome, but this program cannot read the record. A later version could have written the record.
+    Unreadable {
+        /// ID of the job.
+        id: String,
+        /// Human-readable reason.
+        message: String,
+    },
 }
 
 impl FleetError {
@@ -70,7 +77,7 @@ impl FleetError {
     pub fn executed(&self) -> Executed {
         match self {
             Self::Job(error) => error.executed(),
-            Self::Overdue { .. } | Self::Unreachable { .. } => Executed::Unknown,
+            Self::Overdue { .. } | Self::Unreachable { .. } | Self::Unreadable { .. } => Executed::Unknown,
         }
     }
 
@@ -85,6 +92,7 @@ impl FleetError {
             Self::Job(error) => error.exit_code(),
             Self::Overdue { .. } => 124,
             Self::Unreachable { .. } => 69,
+            Self::Unreadable { .. } => 65,
         }
     }
 }
@@ -103,6 +111,9 @@ impl fmt::Display for FleetError {
                 "the fleet's servers are not responding: {message}; the job may have been accepted; \
                  submit the job again with the same ID ({id}): it runs only once"
             ),
+            Self::Unreadable { id, message } => {
+                write!(f, "the outcome of the job {id} cannot be read: {message}; update this program")
+            }
         }
     }
 }
@@ -151,12 +162,21 @@ impl Fleet {
         Submitted { fleet: self.clone(), id, ledger, notices, began: Instant::now(), wait }.result().await
     }
 
-    /// Reads the ledger once.
-    async fn ending(&self, ledger: &str) -> Result<Option<Result<Reply, JobError>>, String> {
-        let read = ledger::read(&self.client, ledger).await;
-        let Some(stored) = read.map_err(|error| error.to_string())? else { return Ok(None) };
-        let Phase::Decided { ending, .. } = stored.record.phase else { return Ok(None) };
-        Ok(Some(JobError::from_outcome(Box::new(ending.outcome), ending.payload.to_vec())))
+    /// Reads the ledger once. Returns `Ok(None)` if the job has no outcome yet, and an error message if the servers do not
+    /// respond.
+    async fn ending(&self, ledger: &str, id: &str) -> Result<Option<Result<Reply, FleetError>>, String> {
+        let phase = match ledger::read(&self.client, ledger).await {
+            Ok(stored) => stored.map(|stored| stored.record.phase),
+            // The record of a job without an outcome can still be replaced by a record that this program can read.
+            Err(ReadError::Unreadable { is_decided: false, .. }) => None,
+            Err(ReadError::Unreadable { message, .. }) => {
+                return Ok(Some(Err(FleetError::Unreadable { id: id.to_owned(), message })));
+            }
+            Err(ReadError::Failed(message)) => return Err(message),
+        };
+        let Some(Phase::Decided { ending, .. }) = phase else { return Ok(None) };
+        let result = JobError::from_outcome(Box::new(ending.outcome), ending.payload.to_vec());
+        Ok(Some(result.map_err(FleetError::Job)))
     }
 }
 
@@ -375,11 +395,11 @@ impl Submitted {
         let request = read_subject(LEDGER, &self.ledger);
         loop {
             let read = tokio::select! {
-                read = self.fleet.ending(&self.ledger) => read,
+                read = self.fleet.ending(&self.ledger, &self.id) => read,
                 message = self.fleet.refusals.of(&request) => return Err(self.forbidden(message)),
             };
             let last_error = match read {
-                Ok(Some(result)) => return result.map_err(FleetError::Job),
+                Ok(Some(result)) => return result,
                 Ok(None) => None,
                 Err(error) => Some(error),
             };
@@ -391,16 +411,16 @@ impl Submitted {
             if notice.is_ok()
                 && let Some(result) = self.read_after_notice().await
             {
-                return result.map_err(FleetError::Job);
+                return result;
             }
             pause = (pause * 2).min(READ_PAUSE_MAX);
         }
     }
 
-    async fn read_after_notice(&self) -> Option<Result<Reply, JobError>> {
+    async fn read_after_notice(&self) -> Option<Result<Reply, FleetError>> {
         for pause in READ_PAUSES_AFTER_NOTICE {
             tokio::time::sleep(Duration::from_millis(pause)).await;
-            if let Ok(Some(result)) = self.fleet.ending(&self.ledger).await {
+            if let Ok(Some(result)) = self.fleet.ending(&self.ledger, &self.id).await {
                 return Some(result);
             }
         }

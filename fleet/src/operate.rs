@@ -153,6 +153,29 @@ impl DeadLetter {
     }
 }
 
+/// A dead letter that this program cannot decode. A later version could have written the letter.
+#[derive(Clone, Debug)]
+pub struct UnreadableLetter {
+    /// Name of the bulkhead, or an empty string if the letter's subject is not valid.
+    pub bulkhead: String,
+    /// Tenant that the job belongs to, or an empty string.
+    pub tenant: String,
+    /// ID of the job, or the letter's subject if the subject is not valid.
+    pub id: String,
+    /// Time at which the dead letter was stored, in RFC 3339.
+    pub at: String,
+    /// Human-readable reason.
+    pub error: String,
+    sequence: u64,
+}
+
+impl From<Box<UnreadableLetter>> for OperateError {
+    fn from(letter: Box<UnreadableLetter>) -> Self {
+        let message = format!("the dead letter {} cannot be read: {}", letter.id, letter.error);
+        Self::rejected(RejectReason::Invalid, message)
+    }
+}
+
 /// Filter for dead letters. A field that is `None` matches all values.
 #[derive(Clone, Debug, Default)]
 pub struct DeadFilter {
@@ -265,22 +288,30 @@ impl Operator {
 
     /// Returns the dead letter with this subject, or `None` if the letter has been removed.
     pub async fn dead_letter(&self, subject: &str) -> Result<Option<DeadLetter>, OperateError> {
+        let letter = self.read_letter(subject).await?;
+        letter.transpose().map_err(OperateError::from)
+    }
+
+    async fn read_letter(
+        &self,
+        subject: &str,
+    ) -> Result<Option<Result<DeadLetter, Box<UnreadableLetter>>>, OperateError> {
         let message = read_last(&self.client, DEAD, subject).await.map_err(OperateError::new)?;
-        let invalid = |error| {
-            let message = format!("the dead letter {subject} is invalid: {error}");
-            OperateError::rejected(RejectReason::Invalid, message)
-        };
-        message.map(letter).transpose().map_err(invalid)
+        Ok(message.map(letter))
     }
 
     /// Returns the newest matching dead letters, at most `limit`, newest first.
-    pub async fn dead(&self, filter: &DeadFilter, limit: usize) -> Result<Vec<DeadLetter>, OperateError> {
+    pub async fn dead(
+        &self,
+        filter: &DeadFilter,
+        limit: usize,
+    ) -> Result<Vec<Result<DeadLetter, Box<UnreadableLetter>>>, OperateError> {
         let subjects = self.dead_subjects(filter).await?;
-        let reads = subjects.iter().map(|subject| self.dead_letter(subject));
+        let reads = subjects.iter().map(|subject| self.read_letter(subject));
         let mut reads = futures_util::stream::iter(reads).buffer_unordered(READS);
         let mut newest = BTreeMap::new();
         while let Some(letter) = reads.next().await {
-            newest.extend(letter?.map(|letter| (letter.sequence, letter)));
+            newest.extend(letter?.map(|letter| (sequence(&letter), letter)));
             if newest.len() > limit {
                 newest.pop_first();
             }
@@ -315,16 +346,22 @@ impl Operator {
                 });
             }
         }
-        self.drop_letter(letter).await?;
+        self.remove_letter(letter.sequence).await?;
         Ok(options.id)
     }
 
-    /// Removes a dead letter.
-    pub async fn drop_letter(&self, letter: &DeadLetter) -> Result<(), OperateError> {
+    /// Removes the dead letter with this subject, even if the letter cannot be decoded. Returns the ID of the job, or
+    /// `None` if the letter has been removed already.
+    pub async fn drop_letter(&self, subject: &str) -> Result<Option<String>, OperateError> {
+        let Some(letter) = self.read_letter(subject).await? else { return Ok(None) };
+        self.remove_letter(sequence(&letter)).await?;
+        Ok(Some(letter.map_or_else(|letter| letter.id, |letter| letter.options.id)))
+    }
+
+    async fn remove_letter(&self, sequence: u64) -> Result<(), OperateError> {
         const NOT_DELETED: u64 = 10057;
         let call = format!("STREAM.MSG.DELETE.{DEAD}");
-        let removed: Result<Value, ApiError> =
-            api(&self.client, &call, json!({"seq": letter.sequence})).await;
+        let removed: Result<Value, ApiError> = api(&self.client, &call, json!({"seq": sequence})).await;
         match removed {
             Ok(_) => Ok(()),
             Err(error) if error.err_code == NOT_DELETED && error.description.contains("no message found") => {
@@ -342,21 +379,35 @@ fn requeued_id(id: &str, sequence: u64) -> String {
     format!("{}{suffix}", truncate(id, ID_BYTES_MAX - suffix.len()))
 }
 
-fn letter(message: StoredMessage) -> Result<DeadLetter, String> {
-    let (bulkhead, tenant, id) = parse_dead_subject(&message.subject)
-        .ok_or_else(|| format!("{} is not the subject of a dead letter", message.subject))?;
-    let (mut options, _) = JobOptions::parse((bulkhead, tenant), Some(&message.headers), message.sequence);
+fn sequence(letter: &Result<DeadLetter, Box<UnreadableLetter>>) -> u64 {
+    letter.as_ref().map_or_else(|letter| letter.sequence, |letter| letter.sequence)
+}
+
+fn letter(message: StoredMessage) -> Result<DeadLetter, Box<UnreadableLetter>> {
+    let names = parse_dead_subject(&message.subject);
+    let outcome = match message.headers.get(format::OUTCOME) {
+        _ if names.is_none() => Err("the subject is not valid".to_owned()),
+        None => Err(format!("the {} header is missing", format::OUTCOME)),
+        Some(text) => format::parse_outcome(text.as_str()),
+    };
+    let StoredMessage { subject, sequence, stored_at: at, .. } = message;
+    let (bulkhead, tenant, id) = names.unwrap_or_else(|| (String::new(), String::new(), subject));
+    let outcome = match outcome {
+        Ok(outcome) => outcome,
+        Err(error) => {
+            return Err(Box::new(UnreadableLetter { bulkhead, tenant, id, at, error, sequence }));
+        }
+    };
+    let (mut options, _) = JobOptions::parse((bulkhead, tenant), Some(&message.headers), sequence);
     options.id = id;
-    let outcome = message.headers.get(format::OUTCOME).map(|value| value.as_str()).unwrap_or_default();
-    let outcome = format::parse_outcome(outcome)?;
     let dropped = message.headers.get(format::PAYLOAD_DROPPED);
     Ok(DeadLetter {
         options,
         outcome,
-        at: message.stored_at,
+        at,
         payload: message.body,
         dropped_payload_bytes: dropped.map(|bytes| bytes.as_str().parse().unwrap_or_default()),
-        sequence: message.sequence,
+        sequence,
     })
 }
 

@@ -248,6 +248,11 @@ impl Nats {
         Self { servers, credentials: None, nkey: None, ca: None, tenant: None, ping: ping() }
     }
 
+    /// Returns true if the address of at least one server begins with `tls://`.
+    pub(crate) fn requires_tls(&self) -> bool {
+        self.servers.iter().any(|server| server.trim_start().to_ascii_lowercase().starts_with("tls://"))
+    }
+
     fn errors(&self) -> Vec<String> {
         let mut errors = Vec::new();
         if self.servers.is_empty() {
@@ -256,8 +261,7 @@ impl Nats {
         if self.credentials.is_some() && self.nkey.is_some() {
             errors.push("[nats] sets both credentials and nkey: remove one of the two keys".into());
         }
-        let is_tls = self.servers.iter().any(|server| server.starts_with("tls://"));
-        if self.ca.is_some() && !is_tls {
+        if self.ca.is_some() && !self.requires_tls() {
             errors.push("[nats] ca requires server addresses that begin with tls://".into());
         }
         if self.ping < Duration::from_millis(100) {

@@ -299,6 +299,32 @@ class BrokenConnection:
     request = next_msg = fail
 
 
+def test_unreadable_outcome_is_reported_at_once() -> None:
+    outcomes = [None, "{", "[]", "3", "{}", '{"outcome": "vanished"}', '{"outcome": []}']
+    outcomes += ['{"outcome": "ok", "ran_ms": [1]}', '{"outcome": "ok", "attempts": 1e999}']
+
+    class Ledger(BrokenConnection):
+        def __init__(self, phase: str, outcome: str | None) -> None:
+            self.headers = {"Bulkhead-Phase": phase} | ({} if outcome is None else {"Bulkhead-Outcome": outcome})
+            self.data = b""
+
+        async def request(self, *_given: object, **_named: object) -> Ledger:
+            return self
+
+    async def run() -> None:
+        for outcome in outcomes:
+            fleet = AsyncFleet(Ledger("decided", outcome), "", 0.0)
+            with pytest.raises(
+                errors.Disconnected, match="outcome of the job some cannot be read: .*; update"
+            ) as failed:
+                await asyncio.wait_for(fleet.result("some", wait=2 * PATIENCE), PATIENCE)
+            assert (failed.value.executed, failed.value.retryable) == ("unknown", False)
+        with pytest.raises(errors.Disconnected, match="has no outcome yet"):
+            await AsyncFleet(Ledger("later", None), "", 0.0).result("some")
+
+    asyncio.run(run())
+
+
 def test_failing_connection_does_not_block_the_event_loop() -> None:
     async def run() -> None:
         fleet = AsyncFleet(BrokenConnection(), "", 0.0)
@@ -406,6 +432,57 @@ def test_failed_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
+def test_connection_that_the_server_ends_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fleet_connection, "CONNECT_TIMEOUT", 1.0)
+
+    async def run() -> None:
+        async def ending(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b'INFO {"server_id":"n1","version":"2.12.8","max_payload":1048576,"headers":true}\r\n')
+            await reader.readuntil(b"PING\r\n")
+            writer.write(b"PONG\r\n")
+            await writer.drain()
+            writer.transport.abort()
+
+        async with await asyncio.start_server(ending, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(errors.Disconnected, match="failed to connect"):
+                await AsyncFleet.connect(f"nats://127.0.0.1:{port}")
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_connection_with_unsent_data_is_closed() -> None:
+    class BrokenTransport:
+        aborted = False
+
+        @property
+        def _io_writer(self) -> BrokenTransport:
+            return self
+
+        @property
+        def transport(self) -> BrokenTransport:
+            return self
+
+        def abort(self) -> None:
+            self.aborted = True
+
+        def writelines(self, _lines: object) -> None:
+            pass
+
+        async def drain(self) -> None:
+            raise BrokenPipeError
+
+    async def run() -> None:
+        connection = _fleet_connection.Connection(False)
+        connection._transport = transport = BrokenTransport()
+        connection._current_server = "a server"
+        connection._pending, connection._pending_data_size = [b"PING"], 4
+        await connection.close()
+        assert transport.aborted
+
+    asyncio.run(run())
+
+
 def test_connecting_ends_although_the_tls_handshake_hangs() -> None:
     async def run() -> None:
         async def frozen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -449,6 +526,13 @@ def test_server_without_tls_receives_nothing(tmp_path: Path, monkeypatch: pytest
             address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
             with pytest.raises(errors.Disconnected, match="does not offer TLS"):
                 await AsyncFleet.connect(f"tls://{address}")
+            for servers in (
+                f" tls://{address}",
+                [f"nats://{address}", f"\ttls://{address}"],
+                f"nats://{address},tls://n1",
+            ):
+                with pytest.raises(errors.Disconnected, match="does not offer TLS"):
+                    await AsyncFleet.connect(servers)
             with pytest.raises(errors.Disconnected, match="does not offer TLS"):
                 await AsyncFleet.connect(f"nats://{address}", ca=certificate)
         assert received == b""

@@ -162,8 +162,17 @@ impl Host {
         self.spawn_agent(Command::new(program), arguments);
     }
 
-    fn spawn_agent(&mut self, mut command: Command, arguments: &[&str]) {
+    /// Starts the agent with the given standard error.
+    pub fn start_agent_logging_to(&mut self, log: Stdio) {
+        self.spawn_agent_with(Command::new(programs().join("bulkhead-fleet")), &[], log);
+    }
+
+    fn spawn_agent(&mut self, command: Command, arguments: &[&str]) {
         let log = std::fs::File::options().create(true).append(true).open(self.config.with_extension("log"));
+        self.spawn_agent_with(command, arguments, log.expect("a writable folder").into());
+    }
+
+    fn spawn_agent_with(&mut self, mut command: Command, arguments: &[&str], log: Stdio) {
         let agent = command
             .arg("--config")
             .arg(&self.config)
@@ -171,7 +180,7 @@ impl Host {
             .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(log.expect("a writable folder"))
+            .stderr(log)
             .spawn();
         self.agent = Some(agent.expect("the agent's program runs"));
     }

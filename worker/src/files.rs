@@ -13,6 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use bulkhead_shared::codec;
 use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef, Mapping};
 
+use crate::log;
+
 /// The mapped files of one lease.
 pub(crate) struct LeaseFiles {
     payload: Mapping,
@@ -55,7 +57,7 @@ impl Loans {
                 self.files.insert(lease_ref.lease, Arc::new(files));
                 self.unconfirmed.push(lease_ref.lease);
             }
-            Err(error) => eprintln!("memory files cannot be used: {error}"),
+            Err(error) => log::line(format_args!("memory files cannot be used: {error}")),
         }
     }
 

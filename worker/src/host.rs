@@ -19,6 +19,7 @@ use std::process::ExitCode;
 use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
 
 use crate::link;
+use crate::log;
 
 const USAGE: u8 = 2;
 
@@ -48,9 +49,9 @@ fn place(descriptor: &OwnedFd) -> String {
 }
 
 fn usage() -> ExitCode {
-    eprintln!(
+    log::line(
         "this program is the host for `exec` and `library` bulkheads; bulkhead-supervisor starts it \
-         automatically"
+         automatically",
     );
     ExitCode::from(USAGE)
 }

@@ -20,6 +20,7 @@ mod crash_recorder;
 mod files;
 mod journal;
 mod link;
+mod log;
 mod ownership;
 mod pool;
 mod progress;

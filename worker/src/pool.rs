@@ -53,6 +53,7 @@ use crate::context::{Ctx, Handle, Job, JobMetadata, StartCtx, StatusReceiver};
 use crate::files::{Loan, Loans};
 use crate::journal::Claims;
 use crate::link::{self, Reader, Welcome, Writer, threads_max};
+use crate::log;
 use crate::ownership::{self, kill_self};
 use crate::reply::{HandlerError, Reply};
 
@@ -268,7 +269,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         I: FnOnce(&StartCtx) -> Result<S, HandlerError> + Send + 'static,
     {
         if let Err(error) = epoll::add(&self.dispatch, signals, EventData::new_u64(SIGNAL), EventFlags::IN) {
-            eprintln!("failed to watch for signals: {error}");
+            log::line(format_args!("failed to watch for signals: {error}"));
             return ExitCode::FAILURE;
         }
         lock(&self.state).threads = 1;
@@ -278,7 +279,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             pool.handle_jobs(Lifetime::Permanent);
         });
         if let Err(error) = first {
-            eprintln!("failed to start a handler thread: {error}");
+            log::line(format_args!("failed to start a handler thread: {error}"));
             return ExitCode::FAILURE;
         }
         // Reads frames that arrived together with the welcome. They are already in the inbox, so the link
@@ -316,7 +317,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     /// Tells the supervisor why the worker cannot start. Then exits.
     fn fail_start(&self, text: &str) -> ! {
-        eprintln!("{text}");
+        log::line(text);
         self.writer.send(kind::STATUS, 0, &Status { text: truncate(text, MESSAGE_BYTES_MAX) });
         std::process::exit(1);
     }
@@ -846,13 +847,13 @@ impl State {
                 let Ok((job, extensions)) =
                     codec::decode::<worker_protocol::Job<'_>>(metadata, &[tag::LEASE])
                 else {
-                    eprintln!("the supervisor sent a job that cannot be read");
+                    log::line("the supervisor sent a job that cannot be read");
                     kill_self();
                 };
                 let loan = extensions.get(tag::LEASE).map(|bytes| {
                     let lease_ref = LeaseRef::from_bytes(bytes);
                     lease_ref.and_then(|lease_ref| self.loans.payload(lease_ref)).unwrap_or_else(|| {
-                        eprintln!("the supervisor sent a job in a file that this worker does not have");
+                        log::line("the supervisor sent a job in a file that this worker does not have");
                         kill_self();
                     })
                 });
@@ -880,7 +881,7 @@ impl State {
             kind::DRAIN => self.is_draining = true,
             kind::LIMITS => {
                 let Ok((limits, _)) = codec::decode::<Limits>(metadata, &[]) else {
-                    eprintln!("the supervisor sent limits that cannot be read");
+                    log::line("the supervisor sent limits that cannot be read");
                     kill_self();
                 };
                 self.threads_max = threads_max(limits.max_in_flight);

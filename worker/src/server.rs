@@ -15,6 +15,7 @@ use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 use crate::context::{Ctx, Job, StartCtx, StatusReceiver};
 use crate::crash_recorder;
 use crate::link::{self, Reader, Writer};
+use crate::log;
 use crate::ownership;
 use crate::pool::{Handler, Pool, run_user_code};
 use crate::reply::{HandlerError, Reply};
@@ -254,11 +255,11 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     /// worker, or if the worker cannot start.
     pub fn serve(mut self) -> ExitCode {
         let Some(link) = link::inherited(LINK_VARIABLE).filter(link::is_socket) else {
-            eprintln!(
+            log::line(format_args!(
                 "this program is a worker, which bulkhead-supervisor must start. In workers.toml:\n\n    \
                  [bulkhead.NAME]\n    command = [\"{}\"]",
                 std::env::args().next().unwrap_or_default().escape_debug()
-            );
+            ));
             return ExitCode::from(USAGE);
         };
         // Prevents other processes of the same user from reading this process's memory or taking its
@@ -272,7 +273,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         let started = claimed
             .and_then(|()| if template::is_wanted() { self.open_template(link) } else { self.open(link) });
         started.unwrap_or_else(|message| {
-            eprintln!("the worker cannot start: {message}");
+            log::line(format_args!("the worker cannot start: {message}"));
             ExitCode::FAILURE
         })
     }

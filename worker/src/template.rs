@@ -25,6 +25,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 use rustix::process::{Pid, Signal};
 
+use crate::log;
 use crate::ownership;
 use crate::rules::{FOLDER_VARIABLES, Rules, Temporary};
 
@@ -70,9 +71,9 @@ impl Template {
             let nothing = std::fs::File::open("/dev/null").map_err(failed)?;
             duplicate_to(&nothing.into(), libc::STDIN_FILENO).map_err(|errno| failed(errno.into()))?;
             if rules.exposes_temporary_files() {
-                eprintln!(
+                log::line(
                     "workers can access each other's temporary directories: check the paths in `read` and \
-                     `write`"
+                     `write`",
                 );
             }
         }

@@ -65,6 +65,8 @@ const TENANT_FULL_PAUSE: Duration = Duration::from_millis(5);
 const RETURN_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
+/// Prefix of the reply subjects of delivered jobs, to which the agent sends acknowledgements.
+const ACKNOWLEDGEMENTS: &str = "$JS.ACK.";
 /// Status code that the server sends when a pull expires.
 const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
@@ -257,7 +259,7 @@ impl Lane {
             };
             // No heartbeat has arrived, because the leader has changed or the connection is broken.
             let Ok(Some(message)) = next else { return false };
-            match message.status.map(|status| status.as_u16()) {
+            match control_status(&message) {
                 None => {
                     left -= 1;
                     self.received(message).await;
@@ -315,6 +317,13 @@ impl Lane {
         };
         Some(Delivered { message: properties, names, reply, content: message.message })
     }
+}
+
+/// Returns the status of a message about a pull, or `None` for a job. The first header line of a job can also contain a
+/// status, because older servers, such as 2.11, store the line that the submitter sent. Only jobs can be acknowledged.
+fn control_status(message: &Message) -> Option<u16> {
+    let is_job = message.reply.as_ref().is_some_and(|reply| reply.starts_with(ACKNOWLEDGEMENTS));
+    message.status.map(|status| status.as_u16()).filter(|_| !is_job)
 }
 
 /// Runs each received job as soon as a permit is free, or gives it back at its time limit. Lanes receive permits in the
@@ -409,4 +418,32 @@ async fn wait_beside_lane(
             None => runner::give_back(&shared, &served, delivered, RETURN_DELAY_MIN).await,
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use async_nats::StatusCode;
+
+    use super::*;
+
+    fn message(status: Option<u16>, reply: Option<&str>) -> Message {
+        Message {
+            subject: "bh.job.b.n.2.acme".into(),
+            reply: reply.map(Into::into),
+            payload: "".into(),
+            headers: None,
+            status: status.map(|status| StatusCode::from_u16(status).unwrap()),
+            description: None,
+            length: 0,
+        }
+    }
+
+    #[test]
+    fn job_with_a_status_is_not_a_control_message() {
+        let reply = "$JS.ACK.BH_JOBS.b_n_0.1.7.7.1764000000000000000.0";
+        for status in [None, Some(IDLE), Some(TIMED_OUT), Some(409), Some(503), Some(404)] {
+            assert_eq!(control_status(&message(status, Some(reply))), None, "{status:?}");
+            assert_eq!(control_status(&message(status, None)), status);
+        }
+    }
 }

@@ -4,6 +4,7 @@
 
 use bulkhead_fleet::agent::{self, AgentError};
 use bulkhead_fleet::settings::Settings;
+use bulkhead_linux::blocking::Blocking;
 use std::io::IsTerminal;
 
 use tokio::signal::unix::{SignalKind, signal};
@@ -68,6 +69,9 @@ fn start_log() {
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr)
+        .with_writer(|| Blocking(std::io::stderr()))
+        // A failed write must not end the agent. By default, the library reports the failure with `eprintln!`, which
+        // panics if standard error is full or closed.
+        .log_internal_errors(false)
         .try_init();
 }

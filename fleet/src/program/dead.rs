@@ -3,7 +3,7 @@
 
 use bulkhead_api::JobOutcome;
 use bulkhead_api::text::escape;
-use bulkhead_fleet::operate::{DeadFilter, DeadLetter, OperateError, Operator};
+use bulkhead_fleet::operate::{DeadFilter, DeadLetter, OperateError, Operator, UnreadableLetter};
 use bulkhead_fleet::settings::Settings;
 use serde_json::{Value, json};
 
@@ -35,7 +35,7 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
         DeadCommand::Requeue(selection) => {
             for subject in select(&operator, selection).await? {
                 match requeue(&operator, &subject).await {
-                    Ok(Some((letter, id))) => report(is_json, "requeued", &letter, Some(&id))?,
+                    Ok(Some((id, new_id))) => report(is_json, "requeued", &id, Some(&new_id))?,
                     Ok(None) => {}
                     Err(error) => set_code(&mut code, error)?,
                 }
@@ -43,8 +43,8 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
         }
         DeadCommand::Drop(selection) => {
             for subject in select(&operator, selection).await? {
-                match remove(&operator, &subject).await {
-                    Ok(Some(letter)) => report(is_json, "dropped", &letter, None)?,
+                match operator.drop_letter(&subject).await {
+                    Ok(Some(id)) => report(is_json, "dropped", &id, None)?,
                     Ok(None) => {}
                     Err(error) => set_code(&mut code, error)?,
                 }
@@ -54,18 +54,11 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
     Ok(code)
 }
 
-/// Requeues a dead letter. Returns the letter and the new ID, or `None` if the letter has been removed.
-async fn requeue(operator: &Operator, subject: &str) -> Result<Option<(DeadLetter, String)>, OperateError> {
+/// Requeues a dead letter. Returns the old and the new ID, or `None` if the letter has been removed.
+async fn requeue(operator: &Operator, subject: &str) -> Result<Option<(String, String)>, OperateError> {
     let Some(letter) = operator.dead_letter(subject).await? else { return Ok(None) };
-    let id = operator.requeue(&letter).await?;
-    Ok(Some((letter, id)))
-}
-
-/// Removes a dead letter. Returns the letter, or `None` if it has been removed already.
-async fn remove(operator: &Operator, subject: &str) -> Result<Option<DeadLetter>, OperateError> {
-    let Some(letter) = operator.dead_letter(subject).await? else { return Ok(None) };
-    operator.drop_letter(&letter).await?;
-    Ok(Some(letter))
+    let new_id = operator.requeue(&letter).await?;
+    Ok(Some((letter.options.id, new_id)))
 }
 
 /// Prints an error that concerns only one dead letter, and keeps the exit code of the first such error. Returns all
@@ -94,7 +87,10 @@ async fn one(operator: &Operator, id: &str, tenant: Option<&str>) -> Result<Dead
 }
 
 async fn read(operator: &Operator, subject: &str) -> Result<Option<DeadLetter>, Failure> {
-    operator.dead_letter(subject).await.map_err(Failure::unreachable)
+    operator.dead_letter(subject).await.map_err(|error| match error.reason() {
+        Some(reason) => Failure::new(reason.exit_code(), error.to_string()),
+        None => Failure::unreachable(error),
+    })
 }
 
 /// Returns the subjects of the selected dead letters.
@@ -116,15 +112,24 @@ async fn select(operator: &Operator, selection: &Selection) -> Result<Vec<String
     Ok(selected)
 }
 
-fn list(letters: &[DeadLetter], is_json: bool) -> Result<(), Failure> {
+fn list(letters: &[Result<DeadLetter, Box<UnreadableLetter>>], is_json: bool) -> Result<(), Failure> {
     if is_json {
-        return letters.iter().try_for_each(|letter| output::json(&letter_json(letter)));
+        return letters.iter().try_for_each(|letter| {
+            output::json(&letter.as_ref().map_or_else(|letter| unreadable_json(letter), letter_json))
+        });
     }
     let rows = letters.iter().map(|letter| {
-        let options = &letter.options;
-        [&letter.at, &options.bulkhead, &options.tenant, &options.id, &letter.outcome.to_string()]
-            .map(|text| escape(text).replace('\n', "\\n"))
-            .to_vec()
+        let row = match letter {
+            Ok(DeadLetter { at, options, outcome, .. }) => {
+                [at, &options.bulkhead, &options.tenant, &options.id, &outcome.to_string()]
+                    .map(|text| escape(text))
+            }
+            Err(letter) => {
+                let UnreadableLetter { at, bulkhead, tenant, id, error, .. } = &**letter;
+                [at, bulkhead, tenant, id, &format!("unreadable: {error}")].map(|text| escape(text))
+            }
+        };
+        row.map(|text| text.replace('\n', "\\n")).to_vec()
     });
     print_table(&["TIME", "BULKHEAD", "TENANT", "ID", "OUTCOME"], rows)
 }
@@ -144,8 +149,12 @@ fn letter_json(letter: &DeadLetter) -> Value {
     document
 }
 
-fn report(is_json: bool, done: &str, letter: &DeadLetter, new_id: Option<&str>) -> Result<(), Failure> {
-    let id = &letter.options.id;
+fn unreadable_json(letter: &UnreadableLetter) -> Value {
+    let UnreadableLetter { bulkhead, tenant, id, at, error, .. } = letter;
+    json!({"bulkhead": bulkhead, "tenant": tenant, "id": id, "at": at, "error": error})
+}
+
+fn report(is_json: bool, done: &str, id: &str, new_id: Option<&str>) -> Result<(), Failure> {
     if is_json {
         return output::json(&json!({"done": done, "id": id, "new_id": new_id}));
     }

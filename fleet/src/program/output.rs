@@ -112,7 +112,7 @@ pub(crate) fn outcome_json(bulkhead: &str, id: &str, result: &Result<Reply, Flee
             ..without_outcome(bulkhead, "deadline_exceeded", &error.to_string(), Executed::Unknown)
         },
         Err(error) => JobOutcome {
-            retryable: true,
+            retryable: error.is_retryable(),
             ..without_outcome(bulkhead, "unreachable", &error.to_string(), Executed::Unknown)
         },
     };

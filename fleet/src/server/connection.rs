@@ -105,6 +105,8 @@ async fn connect_with(
     if let Some(tenant) = &nats.tenant {
         options = options.custom_inbox_prefix(format!("_INBOX_{}", escape(tenant)));
     }
+    // Applies to all servers, because the addresses that a server announces to its clients do not begin with `tls://`.
+    options = options.require_tls(nats.requires_tls());
     if let Some(ca) = &nats.ca {
         std::fs::metadata(ca)
             .map_err(|error| ConnectError(format!("failed to read {}: {error}", ca.display())))?;

@@ -35,6 +35,9 @@ const NOT_ENABLED_FOR_ACCOUNT: u64 = 10039;
 /// Error code for a full stream or subject.
 const STORE_FAILED: u64 = 10077;
 
+/// Header that contains the sequence number of a stored message.
+const SEQUENCE: &str = "Nats-Sequence";
+
 /// The result of publishing a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Published {
@@ -189,9 +192,15 @@ pub(crate) async fn read_last(
     subject: &str,
 ) -> Result<Option<StoredMessage>, String> {
     let answer = request(client, read_subject(stream, subject), HeaderMap::new(), Bytes::new()).await;
-    let answer = answer.map_err(|error| error.to_string())?;
-    match answer.status.map(|status| status.as_u16()) {
-        Some(404) => Ok(None),
+    parse_read(answer.map_err(|error| error.to_string())?)
+}
+
+/// Returns the message that the response to a direct read contains. A stored message can also have a status, because
+/// older servers, such as 2.11, store it. The server adds a sequence number only to stored messages.
+fn parse_read(answer: Message) -> Result<Option<StoredMessage>, String> {
+    let is_stored = answer.headers.as_ref().is_some_and(|headers| headers.get(SEQUENCE).is_some());
+    match answer.status.filter(|_| !is_stored) {
+        Some(StatusCode::NOT_FOUND) => Ok(None),
         Some(status) => Err(format!("status {status}")),
         None => stored_message(answer).map(Some),
     }
@@ -208,7 +217,7 @@ fn stored_message(message: Message) -> Result<StoredMessage, String> {
     };
     Ok(StoredMessage {
         subject: text("Nats-Subject")?,
-        sequence: text("Nats-Sequence")?
+        sequence: text(SEQUENCE)?
             .parse()
             .map_err(|_| "the sequence number of the message is invalid".to_owned())?,
         stored_at: text("Nats-Time-Stamp")?,
@@ -279,6 +288,30 @@ mod tests {
     fn error(code: u64, description: &str) -> Published {
         let error = serde_json::json!({"code": 400, "err_code": code, "description": description});
         classify(serde_json::json!({"error": error, "stream": "S", "seq": 0}).to_string().as_bytes())
+    }
+
+    fn read(status: StatusCode, headers: &[(&str, &str)]) -> Result<Option<StoredMessage>, String> {
+        let mut map = HeaderMap::new();
+        headers.iter().for_each(|&(name, value)| map.insert(name, value));
+        parse_read(Message {
+            subject: "_INBOX.a".into(),
+            reply: None,
+            payload: Bytes::new(),
+            headers: Some(map).filter(|map| !map.is_empty()),
+            status: Some(status),
+            description: None,
+            length: 0,
+        })
+    }
+
+    #[test]
+    fn stored_message_with_a_status_is_found() {
+        let stored = [("Nats-Subject", "s"), ("Nats-Sequence", "7"), ("Nats-Time-Stamp", "t")];
+        for status in [StatusCode::NOT_FOUND, StatusCode::TIMEOUT] {
+            assert_eq!(read(status, &stored).unwrap().unwrap().sequence, 7);
+        }
+        assert!(read(StatusCode::NOT_FOUND, &[]).unwrap().is_none());
+        assert!(read(StatusCode::TIMEOUT, &[]).is_err());
     }
 
     #[test]

@@ -61,12 +61,17 @@ class Connection(Client):
         # During a TLS handshake, `nats-py` waits for a stream whose end is never reported. It also ignores a
         # cancellation, so `wait_for` would not end the wait.
         closing = asyncio.ensure_future(super().close())
+        is_closed = False
         try:
             await asyncio.wait((closing,), timeout=CLOSE_TIMEOUT)
             if closing.done():
-                closing.result()
+                # `nats-py` cannot close a client whose addresses are invalid, because the client has no socket yet. It
+                # also sends pending data, although the server may have closed the connection.
+                with suppress(AssertionError, OSError, nats.errors.Error):
+                    closing.result()
+                    is_closed = True
         finally:
-            if not closing.done():
+            if not is_closed:
                 closing.cancel()
                 writer = getattr(self._transport, "_io_writer", None)
                 if writer is not None:
@@ -160,7 +165,9 @@ async def connect(
     ca: str | Path | None,
 ) -> Connection:
     """Connects to the servers. Raises ``Disconnected`` with the cause."""
-    addresses = [servers] if isinstance(servers, str) else list(servers)
+    addresses = servers.split(",") if isinstance(servers, str) else list(servers)
+    # `nats-py` ignores spaces around an address.
+    addresses = [address.strip() for address in addresses]
     if not addresses:
         raise Disconnected("the list of servers is empty: add a server, such as nats://127.0.0.1:4222", "no")
     options: dict[str, Any] = {"servers": addresses, "inbox_prefix": inbox_prefix}
@@ -170,11 +177,11 @@ async def connect(
         options["user_credentials"] = RawCredentials(read_credentials(credentials))
     if ca is not None:
         options["tls"] = read_certificates(ca)
-    connection = Connection(ca is not None or any(address.startswith("tls://") for address in addresses))
+    connection = Connection(ca is not None or any("tls://" in address for address in addresses))
     try:
         await asyncio.wait_for(_open(connection, options), CONNECT_TIMEOUT)
     except (OSError, nats.errors.Error, asyncio.TimeoutError) as error:
-        await _close(connection)
+        await connection.close()
         # A timeout hides the errors of all attempts.
         if isinstance(error, asyncio.TimeoutError):
             causes = "; ".join(connection.connect_errors) or "no response"
@@ -183,7 +190,7 @@ async def connect(
             cause = str(error) or type(error).__name__
         raise Disconnected(f"failed to connect to {servers}: {cause}", "no") from error
     except BaseException:
-        await _close(connection)
+        await connection.close()
         raise
     return connection
 
@@ -195,12 +202,6 @@ async def _open(connection: Connection, options: dict[str, Any]) -> None:
         raise nats.errors.Error("this version of nats-py is not supported, because its use of TLS cannot be checked")
     connection.is_open = True
     await connection.check_inbox()
-
-
-async def _close(connection: Connection) -> None:
-    # `nats-py` cannot close a client whose addresses are invalid, because the client has no socket yet.
-    with suppress(AssertionError):
-        await connection.close()
 
 
 def read_seed(path: str | Path) -> str:

@@ -26,7 +26,7 @@ import nats.errors
 from ._fleet_connection import Connection, Forbidden, connect
 from ._reply import Reply
 from ._wire import SECONDS_MAX
-from .errors import ERROR_OF_OUTCOME, Disconnected, JobError, Outcome, Rejected
+from .errors import ERROR_OF_OUTCOME, Disconnected, Outcome, Rejected
 
 __all__ = ["AsyncFleet", "Submitted"]
 
@@ -150,10 +150,13 @@ class AsyncFleet:
             except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
                 reason, cause = None, str(error) or type(error).__name__
             else:
-                refusal = json.loads(answer.data).get("error")
-                if refusal is None:
-                    return
-                reason, cause = _reason(refusal), refusal.get("description", "")
+                try:
+                    refusal = json.loads(answer.data).get("error")
+                    if refusal is None:
+                        return
+                    reason, cause = _reason(refusal), refusal.get("description", "")
+                except (AttributeError, TypeError, ValueError):
+                    reason, cause = None, "the response is not an acknowledgement"
             may_be_stored = may_be_stored or reason is None
             if reason is not None and is_final and not may_be_stored:
                 raise _rejected(bulkhead, reason, cause)
@@ -200,7 +203,12 @@ class AsyncFleet:
         headers = record.headers or {}
         if headers.get("Bulkhead-Phase") != "decided":
             return None
-        return _outcome(json.loads(headers["Bulkhead-Outcome"])), record.data
+        try:
+            return _outcome(json.loads(headers["Bulkhead-Outcome"])), record.data
+        except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            cause = f"{type(error).__name__}: {error}"
+            sentence = f"the outcome of the job {id} cannot be read: {cause}; update the package bulkhead-py"
+            raise Disconnected(sentence, "unknown") from error
 
     async def close(self) -> None:
         """Closes the connection. Submitted jobs continue."""
@@ -226,9 +234,9 @@ class Submitted:
         self._until = until
 
     async def result(self) -> Reply:
-        """Waits for the outcome. If no outcome arrives within ``host_lost_after`` seconds after the deadline, raises
-        ``Disconnected``. If the user has no permission to read the outcome, raises ``Rejected``. Otherwise raises the
-        same errors as a local job. Can be called repeatedly."""
+        """Waits for the outcome. If no outcome arrives within ``host_lost_after`` seconds after the deadline, or if the
+        outcome cannot be read, raises ``Disconnected``. If the user has no permission to read the outcome, raises
+        ``Rejected``. Otherwise raises the same errors as a local job. Can be called repeatedly."""
         connection = self._fleet._nats
         if connection.is_closed:
             raise self._closed()
@@ -248,6 +256,8 @@ class Submitted:
             except Forbidden as error:
                 outcome = Outcome("rejected", "forbidden", str(error), executed="unknown")
                 raise Rejected(outcome) from error
+            except Disconnected:  # also an OSError
+                raise
             except (nats.errors.Error, asyncio.TimeoutError, OSError):
                 ending = None
             if ending is not None:
@@ -307,9 +317,12 @@ def _outcome(document: dict[str, Any]) -> Outcome:
         millis = document.get(name)
         return None if millis is None else float(millis) / 1000
 
+    outcome = document["outcome"]
+    if outcome != "ok" and outcome not in ERROR_OF_OUTCOME:
+        raise ValueError(f"unknown outcome {outcome!r}")
     status = document.get("exit_code")
     return Outcome(
-        document["outcome"],
+        outcome,
         document.get("code") or document.get("reason") or "",
         document.get("message") or "",
         executed=document.get("executed", "unknown"),
@@ -332,5 +345,4 @@ def _outcome(document: dict[str, Any]) -> Outcome:
 def _reply(outcome: Outcome, payload: bytes) -> Reply:
     if outcome.outcome == "ok":
         return Reply(payload, b"", outcome)
-    error = ERROR_OF_OUTCOME.get(outcome.outcome, JobError)
-    raise error(outcome, payload)
+    raise ERROR_OF_OUTCOME[outcome.outcome](outcome, payload)

@@ -170,7 +170,7 @@ fn dead_letter_can_be_shown_resubmitted_and_dropped() {
         let settings = Settings::read(&fleet.config()).unwrap();
         let operator = Operator::connect(&settings).await.unwrap();
         let filter = DeadFilter { id: Some("first".into()), ..DeadFilter::default() };
-        let letter = operator.dead(&filter, 1).await.unwrap().remove(0);
+        let letter = operator.dead(&filter, 1).await.unwrap().remove(0).unwrap();
         let new_id = operator.requeue(&letter).await.unwrap();
         assert_eq!(operator.requeue(&letter).await.unwrap(), new_id);
         new_id
@@ -196,6 +196,72 @@ pub(crate) fn rejected_letter(bulkhead: &str, tenant: &str, id: &str, reason: &s
     let head = format!("NATS/1.0\r\nBulkhead-Id: {id}\r\nBulkhead-Outcome: {outcome}\r\n\r\n");
     format!("HPUB bh.dead.{bulkhead}.{tenant}.{id} {} {}\r\n{head}old\r\n", head.len(), head.len() + 3)
         .into_bytes()
+}
+
+/// Returns a message that stores a record or a dead letter with the given headers.
+fn stored(subject: &str, headers: &str) -> Vec<u8> {
+    let head = format!("NATS/1.0\r\n{headers}\r\n");
+    format!("HPUB {subject} {bytes} {bytes}\r\n{head}\r\n", bytes = head.len()).into_bytes()
+}
+
+#[test]
+fn unreadable_outcome_ends_the_wait() {
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let unknown = "Bulkhead-Phase: decided\r\nBulkhead-Outcome: {\"outcome\":\"vanished\",\"bulkhead\":\"b\"}\r\n\
+                   Bulkhead-Nonce: n\r\nBulkhead-Agent: a\r\nBulkhead-Attempts: 1\r\n";
+    for (id, headers) in [
+        ("incomplete", "Bulkhead-Phase: decided\r\n"),
+        ("unknown", unknown),
+        ("undecided", "Bulkhead-Phase: later\r\n"),
+    ] {
+        fleet.send(&stored(&format!("bh.ledger.=.{id}"), headers));
+    }
+    wait_for("the records are stored", || {
+        let status = fleet.status()?;
+        let ledger = status["streams"].as_array()?.iter().find(|stream| stream["name"] == "BH_LEDGER")?;
+        (ledger["messages"] == 3).then_some(())
+    });
+    for id in ["incomplete", "unknown"] {
+        // Longer than the time limit of a command in this test.
+        let (code, lines) = fleet.json(&["result", id, "--wait", "1h"]);
+        assert_eq!((code, &lines[0]["retryable"]), (65, &false.into()), "{lines:?}");
+        let message = lines[0]["message"].as_str().unwrap();
+        assert!(message.contains("cannot be read") && message.contains("update"), "{message}");
+    }
+    let (code, lines) = fleet.json(&["result", "undecided", "--wait", "1s"]);
+    assert_eq!((code, &lines[0]["reason"]), (124, &"queued".into()), "{lines:?}");
+}
+
+#[test]
+fn unreadable_dead_letter_is_listed_and_dropped() {
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let count = || fleet.json(&["dead", "list"]).1.len();
+    for (id, letters) in [
+        ("later", stored("bh.dead.b.acme.later", "Bulkhead-Outcome: {}\r\n")),
+        ("=zz", stored("bh.dead.b.acme.=zz", "")),
+        ("sound", letter_message("acme", "sound")),
+    ] {
+        let before = count();
+        fleet.send(&letters);
+        wait_for(&format!("the letter {id} is stored"), || (count() > before).then_some(()));
+    }
+    let (code, listed) = fleet.json(&["dead", "list"]);
+    assert_eq!((code, listed.len()), (0, 3), "{listed:?}");
+    let ids = ["sound", "bh.dead.b.acme.=zz", "later"];
+    assert!(listed.iter().zip(ids).all(|(letter, id)| letter["id"] == id), "{listed:?}");
+    assert!(listed[0]["error"].is_null() && listed[1]["error"].is_string(), "{listed:?}");
+    assert!(listed[2]["error"].is_string() && listed[2]["tenant"] == "acme", "{listed:?}");
+    let shown = text(&fleet.command(&["dead", "list"]).stdout);
+    assert!(shown.contains("unreadable: ") && shown.contains("sound"), "{shown}");
+    for command in ["show", "requeue"] {
+        let output = fleet.command(&["dead", command, "later"]);
+        assert_eq!(output.status.code(), Some(65), "{output:?}");
+    }
+
+    let (code, dropped) = fleet.json(&["dead", "drop", "later"]);
+    assert_eq!((code, &dropped[0]["id"]), (0, &"later".into()), "{dropped:?}");
+    assert_eq!(fleet.json(&["dead", "drop", "--all"]).0, 0);
+    assert_eq!(fleet.json(&["dead", "list"]), (0, Vec::new()));
 }
 
 #[test]

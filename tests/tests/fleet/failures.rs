@@ -1,8 +1,9 @@
 //! Failures of agents, supervisors and servers, which are killed, frozen or stopped.
 
+use std::fs::File;
 use std::net::{Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bulkhead_fleet::{Fleet, FleetError};
@@ -308,6 +309,27 @@ fn losing_a_supervisor_ends_only_non_idempotent_jobs() {
         assert_eq!(outcome(&client, "again").await, "ok");
     });
     assert_eq!(begun(&fleet), 2);
+}
+
+#[test]
+fn agent_whose_log_cannot_be_written_keeps_running() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let host = fleet.prepare_host("host-a", Supervisor::start(BULKHEADS));
+    // Standard error without room, and without a reader.
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let (_, closed) = std::io::pipe().unwrap();
+    for log in [Stdio::from(full), Stdio::from(closed)] {
+        fleet.hosts[host].start_agent_logging_to(log);
+        fleet.wait_agent("host-a");
+        run(async {
+            let client = fleet.connect().await;
+            result_of(client.job("b", "").submit().await.unwrap()).await.unwrap();
+        });
+        fleet.hosts[host].signal_agent(Signal::SIGTERM);
+        let agent = fleet.hosts[host].agent.as_mut().unwrap();
+        let status = wait_for("the agent exits", || agent.try_wait().unwrap());
+        assert_eq!(status.code(), Some(0));
+    }
 }
 
 #[test]

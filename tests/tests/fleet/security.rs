@@ -1,5 +1,7 @@
 //! The server configuration of `deploy/nats`: TLS, NKeys, and an account for each tenant, on three servers.
 
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -226,4 +228,24 @@ fn client_with_wrong_key_or_authority_is_refused() {
         let (code, _) = fleet.json(&["--config", file.to_str().unwrap(), "status"]);
         assert_eq!(code, 69, "{name}");
     }
+}
+
+#[test]
+fn server_without_tls_receives_no_credentials() {
+    let server = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let plain = server.local_addr().unwrap();
+    let received = std::thread::spawn(move || {
+        let (mut client, _) = server.accept().unwrap();
+        let info = "{\"server_id\":\"n1\",\"version\":\"2.12.8\",\"max_payload\":1048576,\"headers\":true}";
+        write!(client, "INFO {info}\r\n").unwrap();
+        let mut bytes = vec![0; 1024];
+        let length = client.read(&mut bytes).unwrap_or(0);
+        String::from_utf8_lossy(&bytes[..length]).into_owned()
+    });
+    // Like an address that a server with TLS announces, the address of the second server does not begin with `tls://`.
+    let closed = free_port();
+    let connected = run(Fleet::connect(&format!(" TLS://127.0.0.1:{closed}, nats://{plain}")));
+    assert!(connected.is_err());
+    let received = received.join().unwrap();
+    assert!(!received.contains("CONNECT"), "{received}");
 }

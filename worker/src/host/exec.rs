@@ -21,6 +21,7 @@ use super::folder::{Folder, Folders};
 use super::launch::{self, ChildSetup, Environment, Launch, Program};
 use super::orphans::Orphans;
 use crate::context::{Ctx, Job};
+use crate::log;
 use crate::reply::{HandlerError, Reply};
 use crate::rules::{Rules, Temporary};
 use crate::server::Server;
@@ -114,7 +115,7 @@ fn check_limit(resource: Resource, limit: Rlimit) -> Result<(), HandlerError> {
 /// Serves jobs until the supervisor stops the host.
 pub(super) fn run(plan: Plan) -> ExitCode {
     if let Err(error) = rustix::process::set_child_subreaper(Some(rustix::process::getpid())) {
-        eprintln!("failed to become a child subreaper: {error}");
+        log::line(format_args!("failed to become a child subreaper: {error}"));
         return ExitCode::FAILURE;
     }
     let (orphans, requests) = Orphans::new();
@@ -129,7 +130,7 @@ pub(super) fn run(plan: Plan) -> ExitCode {
         std::process::exit(if code == ExitCode::SUCCESS { 0 } else { 2 });
     });
     if let Err(error) = serving {
-        eprintln!("failed to start a thread: {error}");
+        log::line(format_args!("failed to start a thread: {error}"));
         return ExitCode::FAILURE;
     }
     orphans.serve(&requests);
@@ -172,9 +173,9 @@ impl Host {
         // Creates the rules once at startup, to detect errors that would affect every program.
         rules.for_program(None).map_err(|error| failed("create Landlock rules for a program", error))?;
         if rules.exposes_temporary_files() {
-            eprintln!(
+            log::line(
                 "programs in this worker can read each other's temporary files because `read` or `write` \
-                 grants a parent directory of these files"
+                 grants a parent directory of these files",
             );
         }
         let rules = Arc::new(rules);
