@@ -119,10 +119,19 @@ impl<'a> SubmitRun<'a> {
             if code != exit::OK && self.first_failure.get().is_none_or(|(first, _)| index < first) {
                 self.first_failure.set(Some((index, code)));
             }
-            let code_so_far = self.first_failure.get().map_or(exit::OK, |(_, code)| code);
-            self.print(&result).map_err(|failure| failure.or_code(code_so_far))?;
+            self.print(&result).map_err(|failure| self.output_failure(failure))?;
         }
         Ok(())
+    }
+
+    /// Describes a failure to write a result, which is then lost. Also reports how many jobs are not submitted because
+    /// of the failure.
+    fn output_failure(&self, failure: Failure) -> Failure {
+        let failure = failure.or_lost_output();
+        match self.count - self.next.get() {
+            0 => failure,
+            count => failure.with_note(&format!("jobs not submitted: {count}")),
+        }
     }
 
     /// Starts a job and waits for the outcome. On ^C, cancels the job and waits for the supervisor to report whether

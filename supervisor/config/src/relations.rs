@@ -258,7 +258,7 @@ impl<'c> Checker<'c> {
             health: raw.health.checked(),
             recycle: raw.recycle.checked(),
             rlimits: raw.rlimits.checked(),
-            sandbox: self.sandbox(&raw.sandbox),
+            sandbox: self.sandbox(&raw.sandbox, runs_programs),
             cgroup: raw.cgroup.checked_if_present(),
             output_grace: runs_programs.then(|| raw.output_grace.value_or(defaults::OUTPUT_GRACE)),
             exit_status: runs_programs.then(|| self.exit_status(&raw.exit_status)),

@@ -42,6 +42,7 @@ mod wait;
 
 pub use client::detached::ProbeResult;
 pub use client::{Keeper, KeeperLauncher, become_subreaper, reap_after_keeper, spawn_failure_advice};
+pub use confine::paths::is_fixed;
 pub use confine::reach::can_list;
 pub use confine::seccomp::{Seal, seal};
 pub use probe::{FORKED_WORKERS, TREE_END, probe};

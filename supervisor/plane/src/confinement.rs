@@ -285,6 +285,13 @@ impl Sandbox {
         }
     }
 
+    /// Removes the granted paths that lead through one of these folders. The folders themselves stay granted.
+    pub(crate) fn without_paths_through(mut self, folders: &[PathBuf]) -> Self {
+        retain_fixed(&mut self.programs, folders);
+        retain_fixed(&mut self.read, folders);
+        self
+    }
+
     /// Returns the files that a worker executes or loads.
     pub(crate) fn programs(&self) -> Vec<PathBuf> {
         self.programs.iter().map(PathBuf::from).collect()
@@ -475,6 +482,12 @@ fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
         |path: &Path| real(path).is_none_or(|real| secrets.iter().any(|one| real.starts_with(one)));
     let files = paths.filter(|path| !path.starts_with("/proc") && path.is_file() && !is_secret(path));
     files.map(|path| text(&path)).collect()
+}
+
+/// Removes the paths whose targets a worker can change by writing to `folders`.
+fn retain_fixed(paths: &mut Vec<String>, folders: &[PathBuf]) {
+    let folders: Vec<&Path> = folders.iter().map(PathBuf::as_path).collect();
+    paths.retain(|path| keeper::is_fixed(Path::new(path), &folders));
 }
 
 /// Environment variables that contain search paths for programs and libraries.
@@ -785,5 +798,25 @@ impl LayerResolver<'_> {
              `bulkhead-supervisor doctor`, or run without the layer: {without}",
             first.name(),
         ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_through_written_folder_are_not_fixed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for name in ["written", "written/inner", "other"] {
+            std::fs::create_dir(path(name)).unwrap();
+        }
+        std::os::unix::fs::symlink(path("other"), path("written/link")).unwrap();
+        std::os::unix::fs::symlink(path("written/link"), path("to-link")).unwrap();
+        let names = ["written", "written/inner", "written/link", "to-link", "other", "written/../other"];
+        let mut paths: Vec<String> = names.iter().map(|name| text(&path(name))).collect();
+        retain_fixed(&mut paths, &[path("written")]);
+        assert_eq!(paths, ["written", "other", "written/../other"].map(|name| text(&path(name))));
     }
 }

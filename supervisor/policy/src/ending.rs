@@ -223,8 +223,8 @@ impl fmt::Display for Death {
             Self::Signal(signal) => write!(f, "killed by {}", signal_name(*signal)),
             Self::Violation("") => write!(
                 f,
-                "made a system call that the sandbox forbids; the kernel does not report which call (32-bit \
-                 calls have no name)"
+                "killed by SIGSYS: it made a system call that the sandbox forbids and the kernel does not name, such \
+                 as a 32-bit call, or a process sent it the signal"
             ),
             Self::Violation(call) => write!(f, "made the system call {call}, which the sandbox forbids"),
             Self::TmpFull => {

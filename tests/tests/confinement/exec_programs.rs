@@ -320,6 +320,32 @@ fn failed_program_returns_its_output() {
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 
+/// The host cannot tell a forbidden call that the kernel does not name from a signal that a process has sent.
+#[test]
+fn sent_sigsys_is_named_as_a_possible_cause() {
+    if !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let place = start_shell(DEFAULT, "");
+    let error = place.client().job("x", "").operation("kill -SYS $$").send().unwrap_err();
+    let message = error.to_string();
+    assert!(message.contains("killed by SIGSYS") && message.contains("a process sent"), "{message}");
+}
+
+/// A call that the host makes for each job is refused, and other calls can be denied.
+#[test]
+fn exec_worker_runs_jobs_with_denied_calls() {
+    if !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let calls =
+        "syscalls = { deny = [\"symlink\", \"symlinkat\", \"socket\", \"mkdir\", \"kill\", \"chmod\"] }";
+    let place = start_shell(&format!("{DEFAULT}, {calls}"), "");
+    let job = |operation: &str| place.client().job("x", "").operation(operation).send();
+    assert_eq!(text(job("echo some > file; sleep 1000 > /dev/null & echo ok")), "ok\n");
+    assert_eq!(text(job("cat file || echo removed")), "removed\n");
+}
+
 /// The grace period is an hour, so a job that waited for the end of the grace period would miss its deadline.
 #[test]
 fn job_that_already_failed_skips_output_grace() {
@@ -464,9 +490,13 @@ fn program_can_use_files_for_payload_and_result() {
             }
             let large = job("head -c 1048577 /dev/zero > out.txt").unwrap_err();
             assert_eq!(code_of(&large), "result_too_large", "{large}");
-            let failed = job("echo some > out.txt; echo why >&2; exit 3").unwrap_err();
+            let failed = job("echo some > out.txt; echo chatter; echo why >&2; exit 3").unwrap_err();
             assert_eq!((code_of(&failed), failed.payload()), ("exit_3", &b""[..]));
-            assert!(failed.to_string().contains("why"), "{failed}");
+            let message = failed.to_string();
+            assert!(message.contains("why") && !message.contains("chatter"), "{message}");
+            wait_for("all of standard output is in the log", || {
+                place.supervisor.log().contains("chatter").then_some(())
+            });
             assert_eq!(text(job("echo some > out.txt; chmod 0 .")), "some\n");
         },
     );

@@ -503,6 +503,41 @@ fn check_uses_the_same_start_timeout_as_the_supervisor() {
     assert_eq!(error.matches("did not become ready in time").count(), 2, "{error}");
 }
 
+/// Replaces the program with a link to a private folder, as a worker that can write there could, until the next worker
+/// has started.
+#[test]
+fn link_in_place_of_program_does_not_reveal_private_folder() {
+    for profile in profiles() {
+        let home = tempfile::tempdir().unwrap();
+        set_mode(home.path(), 0o755);
+        let path = |name: &str| home.path().join(name);
+        for (name, mode) in [("work", 0o777), ("private", 0o700)] {
+            std::fs::create_dir(path(name)).unwrap();
+            set_mode(&path(name), mode);
+        }
+        let (tool, aside, private) = (path("work/tool"), path("work/aside"), path("private"));
+        std::fs::write(private.join("note"), "a secret").unwrap();
+        let script = format!("#!/bin/sh\ncat {}/note 2>/dev/null || echo hidden\n", private.display());
+        std::fs::write(&tool, script).unwrap();
+        set_mode(&tool, 0o755);
+        let config = format!(
+            "{SOCKETS}[bulkhead.x]\nexec = [\"work/tool\"]\nmax_queue = 10\nenv = {{ PATH = \"/usr/bin:/bin\" }}\n\
+             sandbox = {{ profile = \"{profile}\", write = [\"work\"], tmp = 0 }}\n"
+        );
+        let supervisor = start_in(home, &config);
+        let client = client(&supervisor);
+        assert_eq!(answer(&client, "x", "", ""), "hidden\n", "{profile}");
+        let ready = || supervisor.events("worker_ready").len();
+        let before = ready();
+        std::fs::rename(&tool, &aside).unwrap();
+        std::os::unix::fs::symlink(&private, &tool).unwrap();
+        kill_pid(supervisor.worker_pids("x")[0], Signal::SIGKILL);
+        wait_for("another worker is ready", || (ready() > before).then_some(()));
+        std::fs::rename(&aside, &tool).unwrap();
+        assert_eq!(answer(&client, "x", "", ""), "hidden\n", "{profile}");
+    }
+}
+
 /// A host can open a program or library by descriptor instead of by path. A program must be a single ELF file. A
 /// library must not load other libraries from its folder.
 #[test]

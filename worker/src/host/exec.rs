@@ -267,7 +267,6 @@ impl Host {
             ruleset: ruleset.as_ref(),
             hidden_folder: hidden_folder.as_ref().map(AsFd::as_fd),
             directory: folder.filter(|_| self.plan.has_files()).map(Folder::place),
-            logs_output: self.plan.output.is_some(),
         };
         self.orphans.start(|| launch.start(&setup), Program::id)
     }
@@ -310,8 +309,11 @@ impl Host {
         // Closes standard input immediately if there is nothing to write.
         let mut unsent = if self.plan.input.is_some() { &[][..] } else { payload };
         let mut stdin = program.stdin.take().filter(|_| !unsent.is_empty());
+        let stdout = program.stdout.take();
+        let (logged, stdout) = if self.plan.output.is_some() { (stdout, None) } else { (None, stdout) };
         let mut run = Run {
-            stdout: program.stdout.take(),
+            stdout,
+            logged,
             stderr: program.stderr.take(),
             output: Vec::new(),
             tail: Vec::new(),
@@ -325,18 +327,23 @@ impl Host {
                 (Some(program.child.pidfd.as_fd()).filter(|_| until.is_none()), PollFlags::IN),
                 (stdin.as_ref().map(AsFd::as_fd), PollFlags::OUT),
                 (run.stdout.as_ref().map(AsFd::as_fd), PollFlags::IN),
+                (run.logged.as_ref().map(AsFd::as_fd), PollFlags::IN),
                 (run.stderr.as_ref().map(AsFd::as_fd), PollFlags::IN),
             ];
             let mut timeout = until.map(|until| until.saturating_duration_since(Instant::now()));
             if run.stdout.is_none() {
                 timeout = timeout.map(|time| time.min(LEFT_CHECK_INTERVAL));
             }
-            let [is_cancelled, has_ended, takes_input, has_output, has_errors] = wait(sources, timeout);
+            let [is_cancelled, has_ended, takes_input, has_output, has_logged, has_errors] =
+                wait(sources, timeout);
             if takes_input {
                 write_stdin(&mut stdin, &mut unsent);
             }
             if has_output && run.read_output() == 0 {
                 run.stdout = None;
+            }
+            if has_logged && run.read_logged() == 0 {
+                run.logged = None;
             }
             if has_errors && run.read_errors() == 0 {
                 run.stderr = None;
@@ -460,7 +467,10 @@ enum Ending {
 
 /// The output of a program, and the reason why the host stopped reading it.
 struct Run {
+    /// Standard output, if it is the result.
     stdout: Option<PipeReader>,
+    /// Standard output, if the result is a file. It is forwarded to the log.
+    logged: Option<PipeReader>,
     stderr: Option<PipeReader>,
     output: Vec<u8>,
     tail: Vec<u8>,
@@ -478,6 +488,7 @@ impl Run {
             |pipe: Option<BorrowedFd<'_>>| pipe.and_then(|pipe| ioctl_fionread(pipe).ok()).unwrap_or(0);
         let sources = [
             (held(self.stdout.as_ref().map(AsFd::as_fd)), most, Self::read_output as fn(&mut Self) -> usize),
+            (held(self.logged.as_ref().map(AsFd::as_fd)), u64::MAX, Self::read_logged),
             (held(self.stderr.as_ref().map(AsFd::as_fd)), u64::MAX, Self::read_errors),
         ];
         for (mut left, most, read) in sources {
@@ -496,6 +507,11 @@ impl Run {
     /// Reads standard output once. Returns the number of bytes read.
     fn read_output(&mut self) -> usize {
         read_some(&mut self.stdout, |bytes| self.output.extend_from_slice(bytes))
+    }
+
+    /// Reads standard output once, and forwards it to the log. Returns the number of bytes read.
+    fn read_logged(&mut self) -> usize {
+        read_some(&mut self.logged, log)
     }
 
     /// Reads standard error once. Returns the number of bytes read.
@@ -542,10 +558,14 @@ fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize
     count
 }
 
+/// Writes a program's output to the log. Ignores errors, because a job must not fail if the log cannot be written.
+fn log(bytes: &[u8]) {
+    let _ = io::stderr().write_all(bytes);
+}
+
 /// Forwards standard error to the log. Keeps the last bytes for the job's error message.
 fn keep_tail(tail: &mut Vec<u8>, bytes: &[u8]) {
-    // Errors are ignored, because a job must not fail if the log cannot be written.
-    let _ = io::stderr().write_all(bytes);
+    log(bytes);
     tail.extend_from_slice(bytes);
     if tail.len() > TAIL_BYTES {
         tail.drain(..tail.len() - TAIL_BYTES);

@@ -84,8 +84,6 @@ pub(super) struct ChildSetup<'s> {
     pub(super) hidden_folder: Option<BorrowedFd<'s>>,
     /// Working directory of the program. `None` selects the host's working directory.
     pub(super) directory: Option<BorrowedFd<'s>>,
-    /// True if standard output is forwarded to the log like standard error.
-    pub(super) logs_output: bool,
 }
 
 /// A program that is ready to be executed.
@@ -116,14 +114,12 @@ impl Launch {
 
     /// Starts the program with pipes for its standard streams.
     pub(super) fn start(self, setup: &ChildSetup<'_>) -> io::Result<Program> {
-        let ((child_stdin, stdin), (stderr, child_stderr)) = (pipe()?, pipe()?);
-        let (stdout, child_stdout) = (!setup.logs_output).then(pipe).transpose()?.unzip();
-        for own in [stdin.as_fd(), stderr.as_fd()].into_iter().chain(stdout.as_ref().map(AsFd::as_fd)) {
+        let (child_stdin, stdin) = pipe()?;
+        let ((stdout, child_stdout), (stderr, child_stderr)) = (pipe()?, pipe()?);
+        for own in [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()] {
             ioctl_fionbio(own, true)?;
         }
-        let log = child_stderr.as_raw_fd();
-        let streams =
-            [child_stdin.as_raw_fd(), child_stdout.as_ref().map_or(log, PipeWriter::as_raw_fd), log];
+        let streams = [child_stdin.as_raw_fd(), child_stdout.as_raw_fd(), child_stderr.as_raw_fd()];
         let host = rustix::process::getpid();
         let execute = || {
             let apply_setup = || -> io::Result<()> {
@@ -156,7 +152,7 @@ impl Launch {
         // that was prepared in advance. The closure neither allocates memory nor takes a lock.
         #[expect(unsafe_code, reason = "the child of vfork(2) shares this process's memory")]
         let child = unsafe { vfork::spawn(execute) }?;
-        Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
+        Ok(Program { child, stdin: Some(stdin), stdout: Some(stdout), stderr: Some(stderr) })
     }
 
     /// Executes the program. Does not use `execvp`, which would pass files in an unknown format to a shell.

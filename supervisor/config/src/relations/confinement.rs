@@ -11,13 +11,13 @@ use crate::diagnostics::shown;
 use crate::keys::confinement::SandboxKeys;
 use crate::reader::{Arguments, Field, Origin};
 use crate::resolved::Resolved;
-use crate::system_calls::{NEEDED, is_system_call};
+use crate::system_calls::{NEEDED, NEEDED_FOR_EXEC, is_system_call};
 use crate::values::ValueError;
 use crate::{Layer, Network, Profile, SandboxConfig, SandboxUser};
 use crate::{identities, programs};
 
 impl Checker<'_> {
-    pub(super) fn sandbox(&mut self, raw: &SandboxKeys) -> SandboxConfig {
+    pub(super) fn sandbox(&mut self, raw: &SandboxKeys, runs_programs: bool) -> SandboxConfig {
         let profile = raw.profile.resolved();
         let sandbox = SandboxConfig {
             profile: profile.value,
@@ -35,7 +35,7 @@ impl Checker<'_> {
             return no_confinement();
         }
         self.check_allowed_and_denied(raw);
-        self.check_denied(raw);
+        self.check_denied(raw, runs_programs);
         sandbox
     }
 
@@ -161,18 +161,24 @@ impl Checker<'_> {
         }
     }
 
-    /// Rejects a configuration that denies a system call that every worker needs.
-    fn check_denied(&mut self, raw: &SandboxKeys) {
+    /// Rejects a configuration that denies a system call that every worker needs, or that every `exec` worker needs.
+    fn check_denied(&mut self, raw: &SandboxKeys, runs_programs: bool) {
         let Some(deny) = raw.syscalls.deny.given() else { return };
-        for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {
+        for denied in &deny.value {
+            let name = denied.value.as_str();
+            let (user, help) = if NEEDED.contains(&name) {
+                let help = "remove the name; with the \"strict\" profile, a worker drops execve automatically when \
+                            it is ready";
+                ("every worker needs to start", help)
+            } else if runs_programs && NEEDED_FOR_EXEC.contains(&name) {
+                ("the worker of an `exec` bulkhead needs for each job", "remove the name")
+            } else {
+                continue;
+            };
             self.problems.report(
                 denied.span.clone(),
-                format!(
-                    "`sandbox.syscalls.deny` contains `{}`, which every worker needs to start",
-                    denied.value
-                ),
-                "remove the name; with the \"strict\" profile, a worker drops execve automatically when it \
-                 is ready",
+                format!("`sandbox.syscalls.deny` contains `{name}`, which {user}"),
+                help,
             );
         }
     }

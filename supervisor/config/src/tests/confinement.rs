@@ -355,6 +355,20 @@ fn sandbox_rejects_unknown_system_calls() {
 }
 
 #[test]
+fn exec_cannot_deny_calls_of_its_worker() {
+    let folder = Folder::new();
+    let exec = |name: &str| sandbox(&format!("syscalls = {{ deny = [\"{name}\"] }}"));
+    let at = (3, column("syscalls = { deny = ["));
+    for name in crate::system_calls::NEEDED_FOR_EXEC {
+        let message = format!("contains `{name}`, which the worker of an `exec` bulkhead needs for each job");
+        folder.reject_one(&exec(name), at, &message, "remove the name");
+        folder.accept(&exec(name).replace("exec", "command"));
+    }
+    folder.reject_one(&exec("brk"), at, "contains `brk`, which every worker needs to start", "");
+    ["symlink", "socket", "mkdir", "kill", "chmod"].iter().for_each(|name| drop(folder.accept(&exec(name))));
+}
+
+#[test]
 fn best_effort_rejects_unknown_layers() {
     let folder = Folder::new();
     let all: Vec<_> = Layer::ALL.iter().map(|layer| format!("\"{}\"", layer.name())).collect();

@@ -23,7 +23,8 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum pause after measuring the temporary folders, as a multiple of the time that the measurement took.
 const PAUSE_FACTOR: u32 = 10;
 
-/// Maximum number of entries to visit when measuring one temporary folder.
+/// Maximum number of entries to visit when measuring one temporary folder. A folder with more entries counts as too
+/// large.
 const ENTRIES_MAX: u64 = 1 << 20;
 
 /// Minimum number of bytes counted for each entry of a temporary folder. Otherwise, a worker could evade the limit
@@ -104,6 +105,10 @@ fn forked_worker_folders(path: &Path) -> Vec<(u64, PathBuf)> {
 /// Returns the disk usage of a folder in bytes, optionally without the folders of forked workers. Stops early
 /// if the disk usage exceeds `max`.
 fn measure(path: &Path, max: u64, without_workers: bool) -> u64 {
+    measure_entries(path, max, ENTRIES_MAX, without_workers)
+}
+
+fn measure_entries(path: &Path, max: u64, entries_max: u64, without_workers: bool) -> u64 {
     let top = match folder::open(rustix::fs::CWD, path, FOLDER_ACCESS) {
         Ok(top) => top,
         // The worker has removed the permissions again during the measurement, which a well-behaved worker would not
@@ -136,8 +141,11 @@ fn measure(path: &Path, max: u64, without_workers: bool) -> u64 {
         let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
         // A file with several hard links is counted once per link.
         bytes = bytes.saturating_add((blocks * BLOCK_BYTES).max(ENTRY_BYTES));
-        if bytes > max || entry_count > ENTRIES_MAX {
+        if bytes > max {
             return bytes;
+        }
+        if entry_count > entries_max {
+            return u64::MAX;
         }
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory
             && let Ok(inner) = folder::open(here.as_fd(), name, FOLDER_ACCESS)
@@ -181,6 +189,8 @@ mod tests {
             std::fs::write(path(&format!("small-{number}")), "").unwrap();
         }
         assert!(measure(folder.path(), enough, false) > bytes + 1000 * ENTRY_BYTES);
+        assert!((bytes..enough).contains(&measure_entries(folder.path(), enough, 1100, false)));
+        assert_eq!(measure_entries(folder.path(), enough, 500, false), u64::MAX);
         assert!(measure(folder.path(), 10 * ENTRY_BYTES, false) <= 12 * ENTRY_BYTES + (1 << 21));
         let deep = (0..DEPTH_MAX + 1).fold(path("deep"), |path, _| path.join("d"));
         std::fs::create_dir_all(deep).unwrap();

@@ -243,7 +243,7 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     grants.extend(if_present(&paths::RANDOM_DEVICES, AccessFs::ReadFile.into()));
     grants.extend(if_present(&[PROC_FOLDER], read));
     for folder in paths::program_folders(rules.programs, rules.directory, rules.write) {
-        let parts = paths::grantable_parts(&folder, rules.withheld);
+        let parts = paths::grantable_parts(&folder, rules.withheld, rules.write);
         let parts = parts.map_err(|error| list_failure(&folder, &error))?;
         if parts.len() != 1 || parts[0] != folder {
             grants.extend(Grant::all([folder], AccessFs::ReadDir.into(), Condition::IfPresent));

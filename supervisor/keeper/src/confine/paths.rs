@@ -5,12 +5,13 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
 use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 use bulkhead_linux::errno;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 /// System folders with programs, libraries and their data. Workers can read and execute the files in these folders.
@@ -201,11 +202,11 @@ pub(crate) fn program_folders(programs: &[&Path], directory: Option<&Path>, writ
 }
 
 /// Returns the real path of each path in `paths` that exists.
-fn real_paths(paths: &[&Path]) -> Vec<PathBuf> {
+pub(super) fn real_paths(paths: &[&Path]) -> Vec<PathBuf> {
     paths.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect()
 }
 
-fn is_in(path: &Path, folders: &[PathBuf]) -> bool {
+pub(super) fn is_in(path: &Path, folders: &[PathBuf]) -> bool {
     folders.iter().any(|folder| path.starts_with(folder))
 }
 
@@ -227,6 +228,24 @@ pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> 
         Ok(_) => Ok(false),
         Err(error) => Err(errno::from_io(&error, Errno::NOENT)),
     }
+}
+
+/// Returns true if a path does not lead through a folder in `write`. A worker with access to these folders then cannot
+/// change the path's target.
+pub fn is_fixed(path: &Path, write: &[&Path]) -> bool {
+    is_grantable(path, write) == Ok(true)
+}
+
+/// Opens a file inside a folder in `write` without following links, so that a worker cannot redirect the path.
+pub(crate) fn open_inside(path: &Path, write: &[&Path]) -> Result<OwnedFd, Errno> {
+    let real = std::fs::canonicalize(path).map_err(|error| errno::from_io(&error, Errno::NOENT))?;
+    let fixed: Vec<&Path> = write.iter().copied().filter(|folder| is_fixed(folder, write)).collect();
+    let within = |folder: &PathBuf| Some((folder.clone(), real.strip_prefix(folder).ok()?.to_owned()));
+    let (folder, inner) = real_paths(&fixed).iter().find_map(within).ok_or(Errno::XDEV)?;
+    let folder = rustix::fs::open(folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    rustix::fs::openat2(folder, inner, flags, Mode::empty(), resolve)
 }
 
 /// Resolves a path to a real path. Returns `None` if the path leads through one of the `writable` folders, or through
@@ -302,9 +321,15 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
 }
 
 /// Returns the folder itself if it contains no withheld path. Otherwise returns the folder's current entries without
-/// the withheld ones.
-pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
+/// the withheld ones. Omits the entries of folders in `write`, because the worker could replace them with links. Writable
+/// paths are granted separately.
+pub(crate) fn grantable_parts(
+    folder: &Path,
+    withheld: &[&Path],
+    write: &[&Path],
+) -> io::Result<Vec<PathBuf>> {
     let real = std::fs::canonicalize(folder)?;
+    let writable = real_paths(write);
     let mut secrets: Vec<PathBuf> =
         withheld.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
     secrets.extend(hard_links(&real, &secrets)?);
@@ -317,6 +342,9 @@ pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<V
         }
         if !secrets.iter().any(|secret| secret.starts_with(&real)) {
             given.push(named);
+            continue;
+        }
+        if is_in(&real, &writable) {
             continue;
         }
         for entry in std::fs::read_dir(&named)? {
@@ -458,11 +486,16 @@ mod tests {
         }
         std::os::unix::fs::symlink(path("config"), path("link")).unwrap();
         let (config, token) = (path("config"), path("deep/token"));
-        let mut given = grantable_parts(folder.path(), &[&config, &token]).unwrap();
-        given.sort();
-        assert_eq!(given, [path("data"), path("deep/data")]);
-        assert_eq!(grantable_parts(folder.path(), &[Path::new("/etc/passwd")]).unwrap(), [folder.path()]);
-        assert_eq!(grantable_parts(&path("deep"), &[&config]).unwrap(), [path("deep")]);
-        assert!(grantable_parts(&path("deep"), &[folder.path()]).unwrap().contains(&path("deep")));
+        let parts = |folder: &Path, withheld: &[&Path], write: &[&Path]| {
+            let mut given = grantable_parts(folder, withheld, write).unwrap();
+            given.sort();
+            given
+        };
+        assert_eq!(parts(folder.path(), &[&config, &token], &[]), [path("data"), path("deep/data")]);
+        assert_eq!(parts(folder.path(), &[&config, &token], &[&path("deep")]), [path("data")]);
+        assert_eq!(parts(folder.path(), &[Path::new("/etc/passwd")], &[]), [folder.path()]);
+        assert_eq!(parts(&path("deep"), &[&config], &[]), [path("deep")]);
+        assert_eq!(parts(&path("deep"), &[&config], &[&path("deep")]), [path("deep")]);
+        assert!(parts(&path("deep"), &[folder.path()], &[]).contains(&path("deep")));
     }
 }

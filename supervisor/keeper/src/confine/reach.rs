@@ -70,7 +70,7 @@ impl Unreachable {
     /// Returns true if the only hidden paths are the working directory, the programs, and the paths next to the
     /// programs. In this case, the child can open the paths before it changes to the worker's user. This does not work
     /// for scripts, which the interpreter opens by name, or for libraries that load other libraries from the same
-    /// folder.
+    /// folder. Returns false if the worker could redirect one of the paths.
     pub(crate) fn hides_only_programs(&self, granted: &GrantedPaths<'_>) -> bool {
         let others = granted.programs.iter();
         let others = others.filter(|path| **path != granted.program && !elf::is_self_contained(path));
@@ -81,7 +81,10 @@ impl Unreachable {
             Purpose::Read => !needed_by_path.contains(&hidden.real),
             Purpose::Write | Purpose::MountPoint => false,
         };
-        self.hidden.iter().all(is_opened_before) && elf::is_elf(granted.program)
+        let mut opened = granted.programs.iter().chain([&granted.directory]);
+        self.hidden.iter().all(is_opened_before)
+            && opened.all(|path| paths::is_fixed(path, granted.write))
+            && elf::is_elf(granted.program)
     }
 
     /// Returns the path of the library or program that the host loads or runs, if the worker's user cannot access this
@@ -150,6 +153,7 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
     let mut unreachable = Unreachable::default();
     let mut folders = BTreeSet::new();
     let mut known_folders = BTreeMap::new();
+    let writable = paths::real_paths(granted.write);
     let unusable = |path: &Path, wanted| UnusablePath {
         path: path.to_owned(),
         wanted,
@@ -164,7 +168,10 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
         if found.is_dir() {
             match purpose {
                 Purpose::Write if !has(READ | WRITE | SEARCH) => return Err(unusable(&path, "write")),
-                Purpose::Read if !has(READ | SEARCH) => drop(unreachable.expanded.insert(real.clone())),
+                // Shows a writable folder as a whole, because the worker could replace its entries with links.
+                Purpose::Read if !has(READ | SEARCH) && !paths::is_in(&real, &writable) => {
+                    unreachable.expanded.insert(real.clone());
+                }
                 Purpose::WorkingDirectory if !has(SEARCH) => drop(folders.insert(real.clone())),
                 _ => {}
             }
@@ -205,17 +212,20 @@ fn is_system_path(path: &Path) -> bool {
     is_in(&WITH_CONTENTS) || depth == 1 && is_in(&WITHOUT_CONTENTS) || depth <= 2 && is_in(&WITH_FOLDERS)
 }
 
-/// Returns all granted paths as given, each with its purpose.
+/// Returns the granted paths as given, each with its purpose. Omits paths that the worker could redirect.
 fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
     let own = paths::program_folders(granted.programs, Some(granted.directory), granted.write);
-    let mut all = vec![(granted.directory.to_owned(), Purpose::WorkingDirectory)];
-    all.extend(own.into_iter().map(|path| (path, Purpose::Read)));
-    all.extend(granted.programs.iter().map(|path| (path.to_path_buf(), Purpose::Read)));
-    // Omits paths that lead through a link in a writable folder, because the worker could change the link's target; see
-    // `is_grantable`.
-    let is_grantable = |path: &&&Path| paths::is_grantable(path, granted.write) == Ok(true);
-    all.extend(granted.read.iter().filter(is_grantable).map(|path| (path.to_path_buf(), Purpose::Read)));
-    all.extend(granted.write.iter().filter(is_grantable).map(|path| (path.to_path_buf(), Purpose::Write)));
+    let named = [
+        (&[granted.directory][..], Purpose::WorkingDirectory),
+        (granted.programs, Purpose::Read),
+        (granted.read, Purpose::Read),
+        (granted.write, Purpose::Write),
+    ];
+    let mut all: Vec<_> = own.into_iter().map(|path| (path, Purpose::Read)).collect();
+    for (given, purpose) in named {
+        let fixed = given.iter().filter(|path| paths::is_fixed(path, granted.write));
+        all.extend(fixed.map(|path| (path.to_path_buf(), purpose)));
+    }
     let temporary = if granted.temporary_is_mounted { Purpose::MountPoint } else { Purpose::Write };
     all.extend(granted.temporary.map(|path| (path.to_owned(), temporary)));
     all
@@ -335,6 +345,33 @@ mod tests {
         folder(&checkout, 0o700);
         let unreachable = look_at(outer.path(), &[], &[]).unwrap();
         assert_eq!((unreachable.folders, unreachable.expanded), (vec![checkout.clone()], [checkout].into()));
+    }
+
+    #[test]
+    fn private_folder_behind_replaced_path_stays_hidden() {
+        let outer = home(0o755);
+        let path = |name: &str| outer.path().join(name);
+        folder(&path("secret"), 0o700);
+        file(&path("secret/program"), 0o755);
+        folder(&path("work"), 0o777);
+        std::os::unix::fs::symlink(path("secret"), path("work/link")).unwrap();
+        let (work, plain) = (path("work"), path("home/checkout/program"));
+        for (program, directory) in [("work/link", "work"), ("work/link/program", "work"), ("", "work/link")]
+        {
+            let program = if program.is_empty() { plain.clone() } else { path(program) };
+            let directory = path(directory);
+            let granted = GrantedPaths {
+                program: &program,
+                programs: &[&program],
+                directory: &directory,
+                read: &[],
+                write: &[&work],
+                temporary: None,
+                temporary_is_mounted: false,
+            };
+            assert_eq!(check(&granted, STRANGER), Ok(Unreachable::default()), "{granted:?}");
+            assert!(!Unreachable::default().hides_only_programs(&granted), "{granted:?}");
+        }
     }
 
     #[test]

@@ -19,6 +19,7 @@ use super::mounts::covers::Covers;
 use super::mounts::root::PrivateRoot;
 use super::progress;
 use super::{LINK_FD, SpawnError};
+use crate::confine::paths;
 use crate::protocol::confinement::TemporaryFiles;
 use crate::protocol::socket;
 use crate::protocol::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
@@ -98,9 +99,15 @@ pub(crate) struct ChildConnections {
     pub(crate) extra_descriptors: u32,
 }
 
-/// Reads the value of an environment variable from a file.
-fn variable_from_file(name: &str, path: &str) -> Result<CString, SpawnError> {
-    let value = secret_file::read_variable(Path::new(path)).map_err(|error| {
+/// Reads the value of an environment variable from a file. If the path leads through a folder in `write`, the file must
+/// be inside such a folder, because the worker could replace it with a link to another user's file.
+fn variable_from_file(name: &str, path: &str, write: &[&Path]) -> Result<CString, SpawnError> {
+    let unreadable = |errno| SpawnError::new(&format!("env_files.{name}: read {path}"), errno);
+    let is_fixed = paths::is_fixed(Path::new(path), write);
+    let opened =
+        (!is_fixed).then(|| paths::open_inside(Path::new(path), write)).transpose().map_err(unreadable)?;
+    let place = opened.as_ref().map(|file| format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let value = secret_file::read_variable(Path::new(place.as_deref().unwrap_or(path))).map_err(|error| {
         let step = match &error {
             SecretFileError::Unreadable(_) => format!("env_files.{name}: read {path}"),
             error => format!("env_files.{name}: {path} {error} ({})", error.help()),
@@ -120,8 +127,9 @@ fn variable_from_file(name: &str, path: &str) -> Result<CString, SpawnError> {
 /// `HOME`, unless the order sets them. With a private `/tmp`, sets only `HOME`.
 fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Environment, SpawnError> {
     let mut environment = Environment(c_strings(&order.environment)?);
+    let write: Vec<&Path> = order.confinement.write.iter().map(Path::new).collect();
     for (name, path) in &order.environment_files {
-        environment.0.push(variable_from_file(name, path)?);
+        environment.0.push(variable_from_file(name, path, &write)?);
     }
     let has_private_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));
     let home = temporary.or(has_private_tmp.then_some(Path::new(PRIVATE_TMP)));
@@ -194,5 +202,36 @@ impl Prepared {
             confinement,
         };
         Ok((Box::new(prepared), connections))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn secret_that_the_worker_can_replace_is_not_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::create_dir(path("work")).unwrap();
+        for name in ["secret", "work/own"] {
+            std::fs::write(path(name), "sesame\n").unwrap();
+            std::fs::set_permissions(path(name), std::fs::Permissions::from_mode(0o600)).unwrap();
+        }
+        std::os::unix::fs::symlink(path("secret"), path("work/link")).unwrap();
+        std::os::unix::fs::symlink(folder.path(), path("work/inner")).unwrap();
+        let read =
+            |name: &str, write: &[&Path]| variable_from_file("NAME", path(name).to_str().unwrap(), write);
+        let (work, inner) = (path("work"), path("work/inner"));
+        for name in ["secret", "work/own"] {
+            assert_eq!(read(name, &[&work]).unwrap().to_bytes(), b"NAME=sesame");
+        }
+        for (name, write) in [("work/link", &[&*work][..]), ("work/inner/secret", &[&inner, &work])] {
+            let error = read(name, write).unwrap_err();
+            assert!(error.errno == Errno::XDEV && error.step.contains("env_files.NAME"), "{}", error.step);
+        }
+        assert_eq!(read("work/missing", &[&work]).unwrap_err().errno, Errno::NOENT);
     }
 }

@@ -117,7 +117,7 @@ impl PrivateRoot {
             steps.extend(folders_to(folder).into_iter().map(LayoutStep::Folder));
         }
         // Creates the working directory, which must exist even if the worker cannot access its contents.
-        if paths::is_grantable(granted.directory, granted.write) == Ok(true) {
+        if paths::is_fixed(granted.directory, granted.write) {
             steps.extend(folders_to(granted.directory).into_iter().map(LayoutStep::Folder));
         }
         for (at, to) in inner_links {
@@ -246,7 +246,7 @@ impl Layout {
     ) -> Result<Vec<(PathBuf, PathBuf)>, SpawnError> {
         let mut links = Vec::new();
         for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
-            links.extend(self.add_program_folder(&folder, withheld, unreachable)?);
+            links.extend(self.add_program_folder(&folder, granted, withheld, unreachable)?);
         }
         let named = granted.read.iter().map(|path| (*path, Access::Read));
         for (path, access) in named.chain(granted.write.iter().map(|path| (*path, Access::Write))) {
@@ -254,9 +254,9 @@ impl Layout {
                 let step = format!("{ROOT_STEP}: show {}", path.display());
                 return Err(SpawnError::new(&step, Errno::NOENT));
             }
-            if paths::is_grantable(path, granted.write) == Ok(true) {
+            if paths::is_fixed(path, granted.write) {
                 if access == Access::Read && is_expanded(path, unreachable) {
-                    links.extend(self.add_program_folder(path, withheld, unreachable)?);
+                    links.extend(self.add_program_folder(path, granted, withheld, unreachable)?);
                 } else {
                     self.bind(path, access);
                 }
@@ -301,6 +301,7 @@ impl Layout {
     fn add_program_folder(
         &mut self,
         folder: &Path,
+        granted: &GrantedPaths<'_>,
         withheld: &[&Path],
         unreachable: &Unreachable,
     ) -> Result<Vec<(PathBuf, PathBuf)>, SpawnError> {
@@ -310,7 +311,7 @@ impl Layout {
             Some(entries.map(|entry| entry.path()).filter(|path| !is_link(path)).collect::<Vec<_>>())
         };
         let is_expanded = is_expanded(folder, unreachable);
-        let parts = match paths::grantable_parts(folder, withheld) {
+        let parts = match paths::grantable_parts(folder, withheld, granted.write) {
             Ok(parts) if parts == [folder] && is_expanded => entries(folder),
             Ok(parts) if parts != [folder] => Some(parts),
             _ => None,
