@@ -398,8 +398,14 @@ fn letter(message: StoredMessage) -> Result<DeadLetter, Box<UnreadableLetter>> {
             return Err(Box::new(UnreadableLetter { bulkhead, tenant, id, at, error, sequence }));
         }
     };
-    let (mut options, _) = JobOptions::parse((bulkhead, tenant), Some(&message.headers), sequence);
+    let (mut options, invalid) = JobOptions::parse((bulkhead, tenant), Some(&message.headers), sequence);
     options.id = id;
+    // A job that was rejected as invalid has no valid options, and cannot be requeued.
+    let is_rejected = matches!(outcome.verdict, Verdict::Rejected { reason: RejectReason::Invalid, .. });
+    if let Some(error) = invalid.filter(|_| !is_rejected) {
+        let JobOptions { bulkhead, tenant, id, .. } = options;
+        return Err(Box::new(UnreadableLetter { bulkhead, tenant, id, at, error, sequence }));
+    }
     let dropped = message.headers.get(format::PAYLOAD_DROPPED);
     Ok(DeadLetter {
         options,

@@ -7,5 +7,6 @@ use bulkhead_linux::blocking::Blocking;
 
 /// Writes a line. Ignores errors, unlike `eprintln!`, which would panic and end the worker.
 pub(crate) fn line(text: impl Display) {
-    let _ = writeln!(Blocking(io::stderr()), "{text}");
+    // One write, because other threads may be writing at the same time.
+    let _ = Blocking(io::stderr()).write_all(format!("{text}\n").as_bytes());
 }

@@ -61,6 +61,8 @@ class Connection(Client):
         # During a TLS handshake, `nats-py` waits for a stream whose end is never reported. It also ignores a
         # cancellation, so `wait_for` would not end the wait.
         closing = asyncio.ensure_future(super().close())
+        # Python would otherwise print an error that occurs after the time limit.
+        closing.add_done_callback(lambda task: task.cancelled() or task.exception())
         is_closed = False
         try:
             await asyncio.wait((closing,), timeout=CLOSE_TIMEOUT)
@@ -165,7 +167,9 @@ async def connect(
     ca: str | Path | None,
 ) -> Connection:
     """Connects to the servers. Raises ``Disconnected`` with the cause."""
-    addresses = servers.split(",") if isinstance(servers, str) else list(servers)
+    # A password can contain a comma.
+    separator = r",(?=\s*\w+://)" if "@" in servers else ","
+    addresses = re.split(separator, servers) if isinstance(servers, str) else list(servers)
     # `nats-py` ignores spaces around an address.
     addresses = [address.strip() for address in addresses]
     if not addresses:

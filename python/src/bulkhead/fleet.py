@@ -177,7 +177,7 @@ class AsyncFleet:
         try:
             request = json.dumps({"subject": subject}).encode()
             names = await self._nats.request_fleet_account(STREAM_NAMES, request, REQUEST_TIMEOUT)
-        except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+        except (nats.errors.Error, asyncio.TimeoutError, OSError, AttributeError, ValueError) as error:
             return "unavailable", (
                 "the fleet has no such bulkhead, or the job stream has no leader; the servers did not say which: "
                 f"{str(error) or type(error).__name__}"

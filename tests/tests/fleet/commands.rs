@@ -236,9 +236,14 @@ fn unreadable_outcome_ends_the_wait() {
 fn unreadable_dead_letter_is_listed_and_dropped() {
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let count = || fleet.json(&["dead", "list"]).1.len();
+    let outcome = json!({"outcome": "crashed", "reason": "host_lost", "message": "lost", "bulkhead": "b",
+        "executed": "unknown", "attempts": 1, "queued_ms": 0, "ran_ms": 0, "retryable": true, "job": "7"});
+    let crashed =
+        format!("Bulkhead-Id: urgent\r\nBulkhead-Priority: urgent\r\nBulkhead-Outcome: {outcome}\r\n");
     for (id, letters) in [
         ("later", stored("bh.dead.b.acme.later", "Bulkhead-Outcome: {}\r\n")),
         ("=zz", stored("bh.dead.b.acme.=zz", "")),
+        ("urgent", stored("bh.dead.b.acme.urgent", &crashed)),
         ("sound", letter_message("acme", "sound")),
     ] {
         let before = count();
@@ -246,15 +251,16 @@ fn unreadable_dead_letter_is_listed_and_dropped() {
         wait_for(&format!("the letter {id} is stored"), || (count() > before).then_some(()));
     }
     let (code, listed) = fleet.json(&["dead", "list"]);
-    assert_eq!((code, listed.len()), (0, 3), "{listed:?}");
-    let ids = ["sound", "bh.dead.b.acme.=zz", "later"];
+    assert_eq!((code, listed.len()), (0, 4), "{listed:?}");
+    let ids = ["sound", "urgent", "bh.dead.b.acme.=zz", "later"];
     assert!(listed.iter().zip(ids).all(|(letter, id)| letter["id"] == id), "{listed:?}");
-    assert!(listed[0]["error"].is_null() && listed[1]["error"].is_string(), "{listed:?}");
-    assert!(listed[2]["error"].is_string() && listed[2]["tenant"] == "acme", "{listed:?}");
+    assert!(listed[0]["error"].is_null() && listed[2]["error"].is_string(), "{listed:?}");
+    assert!(listed[1]["error"].as_str().is_some_and(|error| error.contains("Priority")), "{listed:?}");
+    assert!(listed[3]["error"].is_string() && listed[3]["tenant"] == "acme", "{listed:?}");
     let shown = text(&fleet.command(&["dead", "list"]).stdout);
     assert!(shown.contains("unreadable: ") && shown.contains("sound"), "{shown}");
-    for command in ["show", "requeue"] {
-        let output = fleet.command(&["dead", command, "later"]);
+    for (command, id) in [("show", "later"), ("requeue", "later"), ("requeue", "urgent")] {
+        let output = fleet.command(&["dead", command, id]);
         assert_eq!(output.status.code(), Some(65), "{output:?}");
     }
 
