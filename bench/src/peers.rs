@@ -1,4 +1,4 @@
-//! Compares the supervisor with other software that runs the same workloads (`--peers`).
+//! Compares the supervisor with other software that runs the same workloads (`--peers`), for `main`.
 //!
 //! Each peer is a separate process. It reads commands from standard input, and replies to each command with a
 //! JSON object:
@@ -7,8 +7,8 @@
 //! - `rate LANES BYTES TOTAL`: sends `TOTAL` requests, `LANES` at a time; `{"rate": answers per second}`.
 //! - `recovery TOTAL`: kills the worker with SIGKILL `TOTAL` times; `{"ms": median time to the next answer}`.
 //!
-//! In all peers, one worker process returns its input. The driver restarts the worker of a peer that has no
-//! supervision.
+//! In all peers, one worker process returns its input. The programs in `bench/peers` restart the worker if their library
+//! does not.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;

@@ -1,5 +1,6 @@
-//! Programs that the bench starts repeatedly: a worker, and its counterparts in bare chains. These programs
-//! are separate from the bench program, because the bench's supervisor and client would add pages and
+//! Code of `bulkhead-bench-parts`, the program that `bulkhead-bench` starts for each part of a chain: the worker, the
+//! echo process or the bare fork server. `main` runs the requested part. `bulkhead-bench` shares the constants and takes
+//! all measurements. The program is separate, because the supervisor and client in `bulkhead-bench` would add pages and
 //! relocations to each start and each fork.
 
 pub mod echo;

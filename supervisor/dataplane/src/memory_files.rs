@@ -1,9 +1,7 @@
-//! Creates, sends and frees the memory files of leases. Also creates the sealed files for journals and stack samples.
-//! `leases` decides when files are created, lent or freed, and the `memory-files` thread calls the slow functions. For
-//! the purpose of leases, see [`bulkhead_shared::memory_files`].
-//!
-//! The supervisor does not map the files of leases. Each file is opened twice, for writing by one side and for reading
-//! by the other. The file mode prevents other processes from opening the file again.
+//! Creates, sends and frees memory files. `leases` decides about the files of leases, `background` creates and frees
+//! them on the `memory-files` thread, and `wiring` and `sessions` send them. `journal` and `wiring::samples` also create
+//! files here. The supervisor does not map lease files. Mode and owner of a lease file keep unprivileged processes from
+//! reopening the file. If the owner cannot be changed, processes of the supervisor's user can still reopen the file.
 
 use std::ffi::CStr;
 use std::io::{self, IoSlice};

@@ -1,6 +1,7 @@
-//! Describes why a worker or program died or was replaced. Derives the verdict for its jobs, and the cause of the
-//! restart that is counted in metrics. Other modules of `bulkhead`, such as `life`, decide when a worker is killed or
-//! replaced.
+//! Types for the death of a worker or program, and for the reason of a kill or replacement. Derives the verdict for the
+//! jobs, and the cause of the restart for metrics. `bulkhead` decides when a worker is killed or replaced, and which
+//! jobs get the verdict. The data plane determines the cause of a death, unless the keeper has died, and reports the
+//! death to operators. `plane::crash` classifies deaths for crash reports.
 
 use std::fmt;
 

@@ -1,9 +1,7 @@
-//! Keeps the table of a bulkhead's tenants, with their numbers of jobs, rate-limit buckets and own settings. `bulkhead`
-//! reads these values to enforce the limits. The table itself rejects no jobs.
-//!
-//! Each tenant has a small number that stays the same as long as the tenant has jobs. The table remembers a bounded
-//! number of tenants without jobs. The tenants that have been idle the longest are forgotten first. This has little
-//! effect, because the rate-limit buckets of these tenants are empty by then.
+//! Table of a bulkhead's tenants, with each tenant's number of jobs, rate-limit bucket and settings. `bulkhead` updates
+//! these values and enforces the limits; the table rejects no jobs. A tenant's number is valid while the tenant has
+//! jobs. Once `IDLE_MAX` tenants have no jobs, a new tenant replaces the tenant that has been idle the longest. A
+//! replaced tenant that returns keeps its settings, but starts with an empty bucket and new counters.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

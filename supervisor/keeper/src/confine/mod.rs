@@ -1,6 +1,7 @@
-//! Layers of confinement, except namespaces and rlimits, which are in `spawn`. The keeper prepares the layers before
-//! the fork. A child that the keeper forks starts in its control group, and applies the other layers right before
-//! `execve`. The supervisor decides which layers a worker gets.
+//! Layers of confinement that restrict what a worker can access. `spawn` prepares rules and filters before the fork, and
+//! the child applies them before `execve`; `process` creates the control groups. `probe` and the `plane` crate also call
+//! these modules. Namespaces, mounts, users, capabilities and rlimits are in `spawn`. The supervisor decides which
+//! layers a worker gets.
 //!
 //! - [`cgroup`]: limits for a worker and all its descendants together.
 //! - [`landlock`]: access to files and sockets.
