@@ -212,7 +212,9 @@ fn replacement_of_dead_worker_reads_current_secret() {
 fn worker_with_invalid_secret_starts_after_correction() {
     const NAMES: [&str; 2] = ["worker", "forked"];
     let (folder, path) = folder_with("sesame");
-    let bulkheads = hostile("worker", "") + &hostile("forked", "start.mode = \"fork\"");
+    // On a busy machine, a start can be slow. A failed restart is not repeated.
+    let bulkheads = hostile("worker", "start.handshake = \"60s\"")
+        + &hostile("forked", "start = { mode = \"fork\", handshake = \"60s\" }");
     let supervisor = Supervisor::launch(folder, "", &bulkheads).until_ready();
     let pid_of = |name: &str| wait_for("a worker runs", || supervisor.worker_pids(name).first().copied());
     let spoil = |how: &dyn Fn(&Path), cause: &str| {
