@@ -154,7 +154,9 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
             (is_alone && report.get("native").is_some()).then_some(())
         });
     }
-    let before = Traces::of(&place);
+    // On a busy machine, the keeper may not have reaped the crashed worker's processes yet.
+    let before =
+        wait_for("all zombies are reaped", || Some(Traces::of(&place)).filter(|traces| traces.zombies == 0));
     let own = cgroup(place.supervisor.pid());
     let cgroups = start_and_kill(&place, PROCESSES as usize);
     settled();
