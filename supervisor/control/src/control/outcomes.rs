@@ -126,8 +126,8 @@ pub(super) fn reject_request(request: &Request, reason: RejectReason, message: &
 }
 
 /// Adds the fields of an outcome to an error that occurred before the request became a job, and counts the job.
-/// `bulkhead` is the bulkhead that the request names. The client has a valid token, but possibly no permission for the
-/// bulkhead.
+/// `bulkhead` is the bulkhead that the request names. The client is authenticated, but it may have no permission for
+/// the bulkhead.
 pub(super) async fn reject_early(
     error: Response,
     bulkhead: Option<&str>,
