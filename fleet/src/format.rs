@@ -1,6 +1,6 @@
 //! Encodes and decodes ledger records, and the outcomes in dead letters. The fields of a record are stored as headers,
-//! and the result is stored as the body. `server/ledger.rs` reads and writes the records. Headers of submitted jobs are
-//! encoded in `job.rs`.
+//! and the result is stored as the body. `server/ledger.rs` reads and writes the records, `agent/runner.rs` writes
+//! dead letters, and `operate.rs` reads them. Headers of submitted jobs are encoded in `job.rs`.
 
 use async_nats::HeaderMap;
 use bulkhead_api::JobOutcome;

@@ -1,9 +1,9 @@
 """Encodes arrays, images and frames as plain fields, so that results from compromised workers can be read safely.
 
-The functions in ``_FIELDS`` convert a value to fields in the worker. The caller checks the fields and builds the value
-with public constructors of the library. A function named ``allocate`` limits the total memory, because a pickle can use
-the same fields many times. The caller never imports a library for this purpose, so a value from a library that is not
-imported yet is refused.
+In the worker, ``_pool_worker`` calls ``dumps``, which converts a value to fields. In the caller, ``_data`` reads the
+pickle and calls the functions in ``MAKERS``, which check the fields and build the value with public constructors of the
+library. Its function ``allocate`` limits the total memory, because a pickle can use the same fields many times. The
+caller never imports a library for this purpose, so a value from a library that is not imported yet is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Defines ``Reply``, the result of a job with the outcome ``ok``. Jobs with other outcomes raise a ``JobError``."""
+"""Defines ``Reply``, the result of a job with the outcome ``ok``. Jobs with other outcomes raise a ``JobError``.
+
+The clients and ``fleet`` return replies. ``BulkheadExecutor`` returns the values of its functions instead.
+"""
 
 from __future__ import annotations
 

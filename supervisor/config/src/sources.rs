@@ -1,5 +1,6 @@
 //! Stores the contents of all files of a configuration, which are the main file and the files in `conf.d`. `loading`
-//! reads the files, and `diagnostics` quotes them in error messages.
+//! reads the files, `diagnostics` quotes them in error messages, and `relations` resolves relative paths with their
+//! folders.
 //!
 //! A position is an offset into the concatenated contents, so it also identifies the file. Modules that report problems
 //! therefore do not have to know that there are several files.
