@@ -172,6 +172,7 @@ impl Host {
             }
             None => plan.program.clone(),
         };
+        launch::check(&plan.program, &place).map_err(|message| HandlerError::new("program", message))?;
         // Creates the rules once at startup, to detect errors that would affect every program.
         rules.for_program(None).map_err(|error| failed("create Landlock rules for a program", error))?;
         if rules.exposes_temporary_files() {
