@@ -107,6 +107,20 @@ pub(crate) enum Assignment {
     Displaced { slot: u32, charged_slot: u32, is_at_job_limit: bool },
 }
 
+/// Exchange of two slots' numbers.
+#[derive(Clone, Copy)]
+pub(crate) struct SlotExchange(pub(crate) u32, pub(crate) u32);
+
+impl SlotExchange {
+    pub(crate) fn apply(self, slot: &mut u32) {
+        if *slot == self.0 {
+            *slot = self.1;
+        } else if *slot == self.1 {
+            *slot = self.0;
+        }
+    }
+}
+
 impl Default for Assignment {
     fn default() -> Self {
         Self::Spare { slot: 0 }
@@ -133,6 +147,19 @@ impl Assignment {
         match self {
             Self::Replaced { charged_slot, .. } | Self::Displaced { charged_slot, .. } => charged_slot,
             _ => self.slot(),
+        }
+    }
+
+    /// Applies an exchange of two slots' numbers.
+    pub(crate) fn renumber(&mut self, exchange: SlotExchange) {
+        match self {
+            Self::Active { slot, .. } | Self::Spare { slot } | Self::Successor { slot, .. } => {
+                exchange.apply(slot);
+            }
+            Self::Replaced { slot, charged_slot, .. } | Self::Displaced { slot, charged_slot, .. } => {
+                exchange.apply(slot);
+                exchange.apply(charged_slot);
+            }
         }
     }
 

@@ -19,7 +19,7 @@ use crate::messages::WorkerId;
 use crate::restart::FailureHistory;
 use crate::time::{Time, earlier};
 use crate::timers::Timers;
-use crate::worker::{Assignment, Exclusivity, Phase, SilenceCheck, Worker};
+use crate::worker::{Assignment, Exclusivity, Phase, SilenceCheck, SlotExchange, Worker};
 
 /// Maximum number of prefetched jobs per worker.
 const PREFETCHED_MAX: usize = 64;
@@ -388,12 +388,12 @@ impl Workers {
     }
 
     pub(crate) fn set_slot(&mut self, limits: &Limits, slot: u32, state: SlotState) {
-        match state {
-            SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => {
-                self.slot_timers.set(slot, at);
-            }
-            _ => self.slot_timers.clear(slot),
-        }
+        let at = match state {
+            SlotState::Backoff { until } => Some(until),
+            SlotState::Stopped { probe_at } => probe_at,
+            _ => None,
+        };
+        self.set_slot_timer(slot, at);
         self.edit_slot(limits, slot, |slot| slot.state = state);
     }
 
@@ -406,6 +406,25 @@ impl Workers {
                     worker.assignment = Assignment::of_slot(slot, is_spare_slot);
                 }
             });
+        }
+    }
+
+    /// Exchanges the numbers of two slots of the same kind. Both slots keep their workers, timers and records.
+    pub(crate) fn exchange_slots(&mut self, exchange: SlotExchange) {
+        let SlotExchange(one, other) = exchange;
+        self.slots.swap(one as usize, other as usize);
+        for entry in self.table.iter_mut().flatten() {
+            entry.worker.assignment.renumber(exchange);
+        }
+        let at = self.slot_timers.at(one);
+        self.set_slot_timer(one, self.slot_timers.at(other));
+        self.set_slot_timer(other, at);
+    }
+
+    fn set_slot_timer(&mut self, slot: u32, at: Option<Time>) {
+        match at {
+            Some(at) => self.slot_timers.set(slot, at),
+            None => self.slot_timers.clear(slot),
         }
     }
 

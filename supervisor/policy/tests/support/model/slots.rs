@@ -341,6 +341,8 @@ impl Model {
     pub(super) fn resize_slots(&mut self) {
         let at_work = self.limits.processes as usize;
         let wanted = at_work + self.limits.start.spares as usize;
+        self.keep_most_useful_slots(false, at_work);
+        self.keep_most_useful_slots(true, wanted);
         while self.slots.len() < wanted {
             self.slots.push(Slot { state: SlotState::Closed, ..Slot::default() });
         }
@@ -358,6 +360,57 @@ impl Model {
             }
         }
         self.reject_without_workers();
+    }
+
+    /// Exchanges slots so that the slots beyond `count` are the least useful ones of their kind.
+    fn keep_most_useful_slots(&mut self, is_spare_slot: bool, count: usize) {
+        loop {
+            let of_kind = (0..self.slots.len()).filter(|&slot| {
+                self.slots[slot].is_spare_slot == is_spare_slot && self.slots[slot].state != SlotState::Closed
+            });
+            let (kept, surplus): (Vec<usize>, Vec<usize>) = of_kind.partition(|&slot| slot < count);
+            let Some(&least) = kept.iter().min_by_key(|&&slot| self.usefulness(slot)) else { return };
+            let Some(&most) = surplus.iter().rev().max_by_key(|&&slot| self.usefulness(slot)) else { return };
+            if self.usefulness(least) >= self.usefulness(most) {
+                return;
+            }
+            let is_ready = matches!(self.usefulness(most), 3 | 4);
+            self.coverage.see(if is_ready { "ready worker changes its slot" } else { "slots exchanged" });
+            self.exchange_slots(least, most);
+        }
+    }
+
+    fn exchange_slots(&mut self, one: usize, other: usize) {
+        let renumbered = |slot: usize| match slot {
+            slot if slot == one => other,
+            slot if slot == other => one,
+            slot => slot,
+        };
+        self.slots.swap(one, other);
+        for worker in self.workers.values_mut() {
+            worker.slot = renumbered(worker.slot as usize) as u32;
+            worker.charged_slot = renumbered(worker.charged_slot as usize) as u32;
+        }
+        self.rolling = self.rolling.iter().map(|&slot| renumbered(slot as usize) as u32).collect();
+        self.withheld.iter_mut().for_each(|(_, slot, _)| *slot = renumbered(*slot));
+    }
+
+    /// Returns a rank that is higher the sooner the slot can run jobs.
+    fn usefulness(&self, slot: usize) -> u32 {
+        let entry = &self.slots[slot];
+        match entry.saved_state.unwrap_or(entry.state) {
+            SlotState::Stopped { .. } => 0,
+            SlotState::Occupied { current, .. } => {
+                let worker = &self.workers[&current];
+                match worker.phase {
+                    _ if !worker.is_alive() || self.is_stuck(worker) => 1,
+                    Phase::Spawned | Phase::Initializing { .. } => 2,
+                    Phase::Ready => 3 + u32::from(!worker.jobs.is_empty()),
+                    Phase::Draining { .. } => 1,
+                }
+            }
+            _ => 1,
+        }
     }
 
     /// Opens a slot for a new worker. If another worker still occupies the slot, the new worker starts after
