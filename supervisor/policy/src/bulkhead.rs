@@ -199,7 +199,9 @@ impl<T> Bulkhead<T> {
             Event::MemoryExhausted { job } => self.memory_exhausted(now, job),
             Event::Start => self.start(now),
             Event::Spawned { worker, pid } => self.spawned(now, worker, pid),
-            Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message),
+            Event::SpawnFailed { worker, message, lacks_id } => {
+                self.spawn_failed(now, worker, message, lacks_id);
+            }
             Event::Hello { worker, capabilities, journal } => self.hello(now, worker, capabilities, journal),
             Event::StartStatus { worker, text } => self.start_status(now, worker, text),
             Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),

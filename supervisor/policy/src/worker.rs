@@ -268,6 +268,8 @@ impl Default for Phase {
 pub(crate) struct EndEffect {
     /// The worker failed to start, or exited while idle without having completed a job.
     pub(crate) is_failure: bool,
+    /// The worker was not started because no user ID was free.
+    pub(crate) lacks_id: bool,
     /// The worker exited with status 0 while idle.
     pub(crate) is_clean: bool,
     /// The worker became ready and died during its first jobs.
@@ -286,6 +288,7 @@ impl EndEffect {
         let is_due_to_jobs = is_fault || ending.killed == Some(KillReason::Deadline);
         Self {
             is_failure,
+            lacks_id: false,
             is_clean: ending.is_clean() && is_idle && was_ready,
             is_early_death: is_due_to_jobs && !is_failure && worker.served == 0,
             is_not_needed: ending.killed == Some(KillReason::NotNeeded),

@@ -50,7 +50,8 @@ fn policy_follows_the_rules_in_random_histories() {
 }
 
 /// Situations that must occur at least once in every long simulation.
-const REQUIRED: [&str; 127] = [
+const REQUIRED: [&str; 128] = [
+    "no user ID",
     "ready worker changes its slot",
     "slots exchanged",
     "death withholds no permit",

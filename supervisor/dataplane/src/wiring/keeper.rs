@@ -49,7 +49,7 @@ impl DataPlane {
             "failed to start {program}: {step}: {error}{}",
             keeper::spawn_failure_advice(step, error)
         );
-        let event = Event::SpawnFailed { worker: link.worker(), message };
+        let event = Event::SpawnFailed { worker: link.worker(), message, lacks_id: false };
         self.apply(link.compartment(), event, Incoming::None);
     }
 

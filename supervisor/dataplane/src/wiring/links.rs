@@ -63,7 +63,8 @@ impl DataPlane {
             };
             if let Err((what, error)) = prepared {
                 let message = format!("failed to prepare the {what}: {error}");
-                self.links.defer_spawn_failure(compartment, worker, message);
+                let lacks_id = error.kind() == io::ErrorKind::ResourceBusy;
+                self.links.defer_spawn_failure(compartment, worker, message, lacks_id);
             }
         }
     }
@@ -129,8 +130,8 @@ impl DataPlane {
     }
 
     pub(crate) fn report_failed_spawns(&mut self) {
-        for (compartment, worker, message) in self.links.take_failed_spawns() {
-            self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
+        for (compartment, event) in self.links.take_failed_spawns() {
+            self.apply(compartment, event, Incoming::None);
         }
     }
 
@@ -142,9 +143,9 @@ impl DataPlane {
             }
         } else if self.keeper.cancel_worker_order(compartment, worker) {
             let message = "the worker's start was cancelled".to_owned();
-            self.links.defer_spawn_failure(compartment, worker, message);
+            self.links.defer_spawn_failure(compartment, worker, message, false);
         } else if let Some(message) = self.templates.cancel(compartment, worker) {
-            self.links.defer_spawn_failure(compartment, worker, message);
+            self.links.defer_spawn_failure(compartment, worker, message, false);
         }
     }
 

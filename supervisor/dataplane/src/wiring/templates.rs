@@ -23,7 +23,11 @@ impl DataPlane {
                     self.keeper.queue_worker(WorkerOrder { compartment, worker, slot });
                 }
                 Effect::FailSpawn(compartment, worker, message) => {
-                    self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
+                    self.apply(
+                        compartment,
+                        Event::SpawnFailed { worker, message, lacks_id: false },
+                        Incoming::None,
+                    );
                 }
                 Effect::ReleaseId(id) => self.links.give_back(Some(id)),
             }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
-    BulkheadState, Death, Event, KillReason, Limits, OperatorEvent, Overflow, RecycleReason, Reply,
-    RestartCause, RestartPolicy, RetryLimits, Submission, Time,
+    Activity, BulkheadState, Death, Event, KillReason, Limits, OperatorEvent, Overflow, RecycleReason, Reply,
+    Restart, RestartCause, RestartPolicy, RetryLimits, Submission, Time,
 };
 use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, Priority, RejectReason, Verdict};
 
@@ -741,7 +741,7 @@ fn restarts_report_their_causes() {
     fixture.wait(SECOND);
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Protocol)));
     let worker = fixture.newest_worker();
-    fixture.apply(Event::SpawnFailed { worker, message: "no such file".into() });
+    fixture.apply(Event::SpawnFailed { worker, message: "no such file".into(), lacks_id: false });
     fixture.wait(SECOND);
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::NotStarted)));
     let worker = fixture.newest_worker();

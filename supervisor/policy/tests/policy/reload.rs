@@ -3,9 +3,9 @@
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
-    BreakerLimits, BreakerState, Death, Event, Health, KillReason, LimitChange, Limits, OperatorEvent,
-    RARE_HEARTBEATS_MISSED, RateLimit, RatePer, RecycleReason, Restart, RestartCause, RestartPolicy,
-    TenantLimits, TenantOverrides,
+    BreakerLimits, BreakerState, BulkheadState, Death, Event, Health, KillReason, LimitChange, Limits,
+    OperatorEvent, RARE_HEARTBEATS_MISSED, RateLimit, RatePer, RecycleReason, Restart, RestartCause,
+    RestartPolicy, TenantLimits, TenantOverrides,
 };
 use bulkhead_shared::{Priority, RejectReason};
 
@@ -280,7 +280,8 @@ fn unneeded_worker_that_never_started_is_no_failure() {
     let first = fixture.newest_worker();
     fixture.apply(Event::ReplaceWorkers);
     assert_eq!(fixture.killed, [(first, KillReason::NotNeeded)]);
-    fixture.apply(Event::SpawnFailed { worker: first, message: "the template was not ready in time".into() });
+    let message = "the template was not ready in time".to_owned();
+    fixture.apply(Event::SpawnFailed { worker: first, message, lacks_id: false });
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Stopped)));
     let is_failure = |event: &OperatorEvent| matches!(event, OperatorEvent::WorkerNotStarted { .. });
     assert!(!fixture.events.iter().any(is_failure), "{:?}", fixture.events);
@@ -299,3 +300,17 @@ fn newer_program_restarts_an_ongoing_replacement() {
     assert_eq!(fixture.drained.len(), 1);
     fixture.wait(10 * MS);
 }
+#[test]
+fn replacement_without_a_user_id_is_retried_every_second() {
+    let mut fixture = Fixture::ready(limits(1, 1, 0));
+    fixture.apply(Event::ReplaceWorkers);
+    for started in 2..10 {
+        assert_eq!(fixture.spawned.len(), started);
+        let (worker, message) = (fixture.newest_worker(), "no user ID is free".to_owned());
+        fixture.apply(Event::SpawnFailed { worker, message, lacks_id: true });
+        fixture.wait(SECOND);
+    }
+    fixture.bring_up(fixture.newest_worker());
+    assert_eq!(fixture.drained, [fixture.spawned[0]]);
+}
+

@@ -20,6 +20,9 @@ const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 /// Minimum time between the failure of a successor and the start of the next successor.
 const SUCCESSOR_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
+/// Interval between attempts to start a worker for which no user ID is free.
+const ID_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
 #[derive(Default)]
 pub(super) struct Slot {
     pub(super) state: SlotState,
@@ -200,7 +203,7 @@ impl Model {
 
     /// Removes a worker and decides what happens to its slot.
     pub(super) fn worker_gone(&mut self, id: WorkerId, dead: Dead) {
-        let Dead { is_failure, is_clean, is_early_death } = dead;
+        let Dead { lacks_id, is_failure, is_clean, is_early_death } = dead;
         let worker = self.workers.remove(&id.place).expect("the worker must be in the model");
         let slot = worker.slot as usize;
         // The worker was killed while starting, because a restart or a program change had made it outdated.
@@ -226,6 +229,7 @@ impl Model {
         } else if current == id.place {
             self.slots[slot].state = match successor {
                 _ if self.is_stopping() => SlotState::Empty,
+            let pause = if lacks_id { ID_RETRY_INTERVAL } else { pause };
                 Some(current) => SlotState::Occupied { current, successor: None },
                 None if is_unwanted => SlotState::Vacant(NextStart::Now),
                 None => SlotState::Vacant(match self.limits.restart.policy {
@@ -238,6 +242,7 @@ impl Model {
             self.owe_if_none_is_left(slot);
         }
     }
+                None if lacks_id => SlotState::Waiting { until: self.now + ID_RETRY_INTERVAL },
 
     fn owe_if_none_is_left(&mut self, slot: usize) {
         let has_ended =
