@@ -189,7 +189,12 @@ mod tests {
             for (i, from) in passed.iter().enumerate() {
                 for (j, to) in passed.iter().enumerate().skip(i) {
                     let most = 50.0 * (to - from) as f64 / 1000.0 + 10.0;
-                    assert!((j - i + 1) as f64 <= most + 1e-6, "seed {seed}: {} jobs in {} ms", j - i + 1, to - from);
+                    assert!(
+                        (j - i + 1) as f64 <= most + 1e-6,
+                        "seed {seed}: {} jobs in {} ms",
+                        j - i + 1,
+                        to - from
+                    );
                 }
             }
         }
@@ -201,7 +206,11 @@ mod tests {
         let mut bucket = Bucket::default();
         assert_eq!(bucket.take(ms(0), &limit(10), 10), Ok(()));
         bucket.rescale(ms(0), Some(&limit(10)), &limit(3));
-        assert_eq!(bucket.take(ms(1000), &limit(3), 1), Ok(()), "a lower burst must not delay jobs for longer");
+        assert_eq!(
+            bucket.take(ms(1000), &limit(3), 1),
+            Ok(()),
+            "a lower burst must not delay jobs for longer"
+        );
         bucket.rescale(ms(1000), Some(&limit(3)), &limit(10));
         assert!(bucket.take(ms(1000), &limit(10), 1).is_err());
         assert_eq!(bucket.take(ms(2000), &limit(10), 1), Ok(()));
