@@ -36,7 +36,7 @@ use crate::tenants::Tenants;
 use crate::time::{Time, earlier};
 use crate::timers::Timers;
 use crate::worker::{Phase, Worker};
-use crate::workers::Workers;
+use crate::workers::{SlotState, Workers};
 
 use admission::Evictions;
 use handover::Handover;
@@ -695,7 +695,10 @@ impl<T> Bulkhead<T> {
             self.worker_timer_due(now, place);
         }
         while let Some(slot) = self.workers.pop_due_slot(now) {
-            self.spawn(now, slot, None);
+            match self.workers.slot(slot).state {
+                SlotState::Empty => self.workers.record(slot).saved_state = None,
+                _ => self.spawn(now, slot, None),
+            }
         }
         if let Mode::Stopping { by } = self.mode
             && by <= now

@@ -52,7 +52,7 @@ pub(crate) struct SlotRecord {
     pub(crate) failures: FailureHistory,
     pub(crate) restarts: u64,
     /// State of the slot before the bulkhead was scaled to zero. Saved only if the slot was waiting for its next
-    /// worker.
+    /// worker, and until the worker may start.
     pub(crate) saved_state: Option<SlotState>,
     /// True if the slot has had a worker before. Starting the slot's next worker then counts as a restart.
     pub(crate) has_had_worker: bool,
@@ -85,6 +85,15 @@ impl SlotState {
     /// Returns the table index of the worker that fills the slot, or `None` if no worker fills the slot.
     pub(crate) fn worker(self) -> Option<u32> {
         if let Self::Occupied(place) = self { Some(place) } else { None }
+    }
+
+    /// Returns the time at which the next worker starts, or `None` if no time is set.
+    pub(crate) fn next_start(self) -> Option<Time> {
+        match self {
+            Self::Backoff { until } => Some(until),
+            Self::Stopped { probe_at } => probe_at,
+            _ => None,
+        }
     }
 
     /// Returns true if the slot has a worker or will get one. Returns false for a stopped slot, even if a worker will
@@ -388,12 +397,9 @@ impl Workers {
     }
 
     pub(crate) fn set_slot(&mut self, limits: &Limits, slot: u32, state: SlotState) {
-        let at = match state {
-            SlotState::Backoff { until } => Some(until),
-            SlotState::Stopped { probe_at } => probe_at,
-            _ => None,
-        };
-        self.set_slot_timer(slot, at);
+        let waiting_state =
+            if state == SlotState::Empty { self.slot(slot).record.saved_state } else { Some(state) };
+        self.set_slot_timer(slot, waiting_state.and_then(SlotState::next_start));
         self.edit_slot(limits, slot, |slot| slot.state = state);
     }
 
@@ -442,7 +448,8 @@ impl Workers {
         earlier(self.timers.next(), self.slot_timers.next())
     }
 
-    /// Returns a slot whose next worker is due to start, and clears the slot's timer.
+    /// Returns a slot whose next worker is due to start, and clears the slot's timer. If the bulkhead is scaled to zero,
+    /// the worker starts with the next job.
     pub(crate) fn pop_due_slot(&mut self, now: Time) -> Option<u32> {
         self.slot_timers.pop_due(now)
     }

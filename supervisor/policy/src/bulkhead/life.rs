@@ -776,6 +776,7 @@ impl<T> Bulkhead<T> {
             self.rolling.clear();
             self.reject_queue(now, RejectReason::Draining, "");
             for slot in self.workers.slot_numbers() {
+                self.workers.record(slot).saved_state = None;
                 if self.workers.slot(slot).state.worker().is_none() {
                     self.set_slot(slot, SlotState::Empty);
                 }

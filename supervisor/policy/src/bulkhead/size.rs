@@ -189,8 +189,8 @@ impl<T> Bulkhead<T> {
         if matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
-        self.keep_most_useful_slots(wanted, false);
-        self.keep_most_useful_slots(in_all, true);
+        self.keep_most_useful_slots(now, wanted, false);
+        self.keep_most_useful_slots(now, in_all, true);
         self.workers.add_slots(in_all);
         for slot in self.workers.slot_numbers() {
             let entry = self.workers.slot(slot);
@@ -219,12 +219,12 @@ impl<T> Bulkhead<T> {
 
     /// Exchanges slots' numbers until no slot numbered `count` or higher is more useful than a lower slot of the same
     /// kind. Otherwise, a decrease could stop the only worker that is ready.
-    fn keep_most_useful_slots(&mut self, count: usize, are_spare_slots: bool) {
+    fn keep_most_useful_slots(&mut self, now: Time, count: usize, are_spare_slots: bool) {
         loop {
             let slots = self.workers.slots().iter().zip(0..);
             let (kept, surplus): (Vec<_>, Vec<_>) = slots
                 .filter(|(slot, _)| slot.is_spare_slot == are_spare_slots && slot.state != SlotState::Closed)
-                .map(|(slot, number)| (self.usefulness(slot), number))
+                .map(|(slot, number)| (self.usefulness(now, slot), number))
                 .partition(|&(_, number): &(_, u32)| (number as usize) < count);
             let least = kept.into_iter().min();
             let most = surplus.into_iter().min_by_key(|&(usefulness, number)| (Reverse(usefulness), number));
@@ -240,13 +240,19 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    fn usefulness(&self, slot: &Slot) -> Usefulness {
+    fn usefulness(&self, now: Time, slot: &Slot) -> Usefulness {
+        let is_waiting = |state: &SlotState| state.next_start().is_none_or(|at| at > now);
+        let saved_state = slot.record.saved_state.filter(is_waiting);
         let worker = slot.state.worker().and_then(|place| self.workers.get(place));
-        match (slot.record.saved_state.unwrap_or(slot.state), worker) {
+        match (saved_state.unwrap_or(slot.state), worker) {
             (SlotState::Stopped { .. }, _) => Usefulness::Stopped,
             (_, Some(worker)) if worker.is_starting() => Usefulness::Starting,
             (_, Some(worker)) if worker.is_ready() && worker.kill_at.is_none() => {
-                if worker.jobs.is_empty() { Usefulness::Idle } else { Usefulness::Busy }
+                if worker.jobs.is_empty() {
+                    Usefulness::Idle
+                } else {
+                    Usefulness::Busy
+                }
             }
             _ => Usefulness::Waiting,
         }

@@ -69,6 +69,16 @@ pub(super) enum NextStart {
     Never,
 }
 
+impl SlotState {
+    /// Returns true if the slot must not get a worker yet.
+    fn waits(self, now: Time) -> bool {
+        match self {
+            Self::Waiting { until: at } | Self::Stopped { probe_at: Some(at) } => at > now,
+            state => matches!(state, Self::Stopped { probe_at: None }),
+        }
+    }
+}
+
 impl Slot {
     pub(super) fn is_live(&self) -> bool {
         match self.state {
@@ -219,6 +229,7 @@ impl Model {
                 return;
             }
             let pause = self.limits.restart.backoff_max.max(SUCCESSOR_INTERVAL_MIN);
+            let pause = if lacks_id { ID_RETRY_INTERVAL } else { pause };
             let after = self.now + pause;
             self.workers.entry(current).and_modify(|worker| worker.next_replacement_at = after);
             self.rolling.clear();
@@ -229,9 +240,9 @@ impl Model {
         } else if current == id.place {
             self.slots[slot].state = match successor {
                 _ if self.is_stopping() => SlotState::Empty,
-            let pause = if lacks_id { ID_RETRY_INTERVAL } else { pause };
                 Some(current) => SlotState::Occupied { current, successor: None },
                 None if is_unwanted => SlotState::Vacant(NextStart::Now),
+                None if lacks_id => SlotState::Waiting { until: self.now + ID_RETRY_INTERVAL },
                 None => SlotState::Vacant(match self.limits.restart.policy {
                     RestartPolicy::Never if !(is_clean && worker.is_at_job_limit) => NextStart::Never,
                     RestartPolicy::OnFailure if is_clean && !worker.is_at_job_limit => NextStart::Never,
@@ -242,7 +253,6 @@ impl Model {
             self.owe_if_none_is_left(slot);
         }
     }
-                None if lacks_id => SlotState::Waiting { until: self.now + ID_RETRY_INTERVAL },
 
     fn owe_if_none_is_left(&mut self, slot: usize) {
         let has_ended =
@@ -403,7 +413,8 @@ impl Model {
     /// Returns a rank that is higher the sooner the slot can run jobs.
     fn usefulness(&self, slot: usize) -> u32 {
         let entry = &self.slots[slot];
-        match entry.saved_state.unwrap_or(entry.state) {
+        let saved_state = entry.saved_state.filter(|state| state.waits(self.now));
+        match saved_state.unwrap_or(entry.state) {
             SlotState::Stopped { .. } => 0,
             SlotState::Occupied { current, .. } => {
                 let worker = &self.workers[&current];
@@ -435,11 +446,7 @@ impl Model {
     /// Restores the backoff or stopped state that the slot had before the bulkhead was scaled to zero.
     fn restore_backoff(&mut self, slot: usize) -> bool {
         let now = self.now;
-        let waits = |state: &SlotState| match state {
-            SlotState::Waiting { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
-            state => matches!(state, SlotState::Stopped { probe_at: None }),
-        };
-        let state = self.slots[slot].saved_state.take().filter(waits);
+        let state = self.slots[slot].saved_state.take().filter(|state| state.waits(now));
         if let Some(state) = state {
             self.coverage.see("backoff continues after scaling to zero");
             self.slots[slot].state = state;
