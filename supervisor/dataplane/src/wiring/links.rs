@@ -46,6 +46,11 @@ enum SpawnOrigin {
     Waits,
 }
 
+/// Returns true if a worker was not started because no user ID was free.
+fn lacks_id(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::ResourceBusy
+}
+
 impl DataPlane {
     // Ordering workers.
 
@@ -63,8 +68,7 @@ impl DataPlane {
             };
             if let Err((what, error)) = prepared {
                 let message = format!("failed to prepare the {what}: {error}");
-                let lacks_id = error.kind() == io::ErrorKind::ResourceBusy;
-                self.links.defer_spawn_failure(compartment, worker, message, lacks_id);
+                self.links.defer_spawn_failure(compartment, worker, message, lacks_id(&error));
             }
         }
     }
