@@ -27,7 +27,7 @@ use bulkhead_plane::program::Program;
 use bulkhead_plane::reload::BulkheadSpec;
 use bulkhead_plane::service::Window;
 use bulkhead_policy::{
-    BreakerState, Bulkhead, BulkheadState, Counters, Digest, Event, Limits, Time, WorkerId,
+    Activity, BreakerState, Bulkhead, BulkheadState, Counters, Digest, Event, Limits, Time, WorkerId,
 };
 use foldhash::quality::RandomState;
 
@@ -129,6 +129,8 @@ struct Isolated {
     active: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is open, half open or forced open.
     tripped: BTreeSet<CompartmentIndex>,
+    /// Compartments that have been scaled to zero, but with failed slots that reject jobs.
+    failed: BTreeSet<CompartmentIndex>,
     /// Compartments waiting for another compartment to release its workers.
     waiting: VecDeque<CompartmentIndex>,
     /// Number of compartments with workers, including those whose workers are exiting.
@@ -163,6 +165,8 @@ pub(super) struct Compartment {
     tenant_state: TenantState,
     /// True if this compartment is currently listed in `Isolated::tripped`.
     is_listed_tripped: bool,
+    /// True if this compartment is currently listed in `Isolated::failed`.
+    is_listed_failed: bool,
 }
 
 impl Compartment {
@@ -184,7 +188,20 @@ impl Compartment {
             load: Load::default(),
             tenant_state: TenantState::Unused(now),
             is_listed_tripped: false,
+            is_listed_failed: false,
         }
+    }
+
+    /// Returns the compartment's contribution to the bulkhead's state, or `None` if the compartment's tenant has no
+    /// workers and needs none. Failed slots of such a tenant only degrade the bulkhead, because they affect no other
+    /// tenant.
+    fn counted_state(&self) -> Option<BulkheadState> {
+        let state = self.policy.state();
+        if self.tenant.is_none() || self.policy.activity() != Activity::ScaledToZero {
+            return Some(state);
+        }
+        let is_failed = matches!(state, BulkheadState::Degraded | BulkheadState::Failed);
+        is_failed.then_some(BulkheadState::Degraded)
     }
 
     /// Returns false if the supervisor is not ready because of this compartment. Compartments of isolated tenants do not

@@ -17,14 +17,14 @@ use bulkhead_api::Confinement;
 use bulkhead_keeper::{self as keeper, Exit, Observed, Usage};
 use bulkhead_plane::program::Program;
 use bulkhead_plane::worker_ids::IdAllocator;
-use bulkhead_policy::{Death, Time, WorkerId};
+use bulkhead_policy::{Death, Event, Time, WorkerId};
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
 use bulkhead_shared::{HandlerFailure, JobId};
 
 pub(super) use read_position::{JobPosition, ReadPosition};
 use unsolicited_frames::UnsolicitedFrames;
 
-use super::bulkheads::{Compartments, DescribeWorker, WorkerDetails};
+use super::bulkheads::{CompartmentEvent, Compartments, DescribeWorker, WorkerDetails};
 use super::crashes::Hang;
 use super::journal::Journal;
 use super::keeper_link::WorkerOrder;
@@ -489,7 +489,7 @@ pub(super) struct Links {
     resume_at: Option<Time>,
     /// Workers that could not be started, because the request to the keeper could not be sent. The failures are
     /// reported to policy at the end of the iteration.
-    failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
+    failed_spawns: Vec<CompartmentEvent>,
     /// Silent workers whose processor time could not be checked. At the end of the iteration, they are reported to
     /// policy as lacking processor time.
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
@@ -627,11 +627,12 @@ impl Links {
         compartment: CompartmentIndex,
         worker: WorkerId,
         message: String,
+        lacks_id: bool,
     ) {
-        self.failed_spawns.push((compartment, worker, message));
+        self.failed_spawns.push((compartment, Event::SpawnFailed { worker, message, lacks_id }));
     }
 
-    pub(super) fn take_failed_spawns(&mut self) -> Vec<(CompartmentIndex, WorkerId, String)> {
+    pub(super) fn take_failed_spawns(&mut self) -> Vec<CompartmentEvent> {
         std::mem::take(&mut self.failed_spawns)
     }
 

@@ -133,7 +133,8 @@ impl IdAllocator {
         Ok(ids)
     }
 
-    /// Allocates an ID that is not in use by any other worker.
+    /// Allocates an ID that is not in use by any other worker. Fails with [`io::ErrorKind::ResourceBusy`] if no ID is
+    /// free.
     pub fn allocate(&self) -> io::Result<u32> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for _ in 0..self.count().min(CANDIDATES_MAX) {
@@ -237,12 +238,13 @@ impl IdAllocator {
     }
 
     fn exhausted_error(&self, wanted_by: &str, or: &str) -> io::Error {
-        io::Error::other(format!(
+        let message = format!(
             "no user ID of {} is free for {wanted_by} because users of this system, processes, and workers of this \
              and other supervisors use the whole range: set another or a larger range in `worker_uids` in \
              [supervisor], or {or}",
             self.range
-        ))
+        );
+        io::Error::new(io::ErrorKind::ResourceBusy, message)
     }
 
     /// Returns candidates for a bulkhead's permanent ID, in the order in which to try them. For a given range, they

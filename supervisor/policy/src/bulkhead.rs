@@ -36,7 +36,7 @@ use crate::tenants::Tenants;
 use crate::time::{Time, earlier};
 use crate::timers::Timers;
 use crate::worker::{Phase, Worker};
-use crate::workers::Workers;
+use crate::workers::{SlotState, Workers};
 
 use admission::Evictions;
 use handover::Handover;
@@ -199,7 +199,9 @@ impl<T> Bulkhead<T> {
             Event::MemoryExhausted { job } => self.memory_exhausted(now, job),
             Event::Start => self.start(now),
             Event::Spawned { worker, pid } => self.spawned(now, worker, pid),
-            Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message),
+            Event::SpawnFailed { worker, message, lacks_id } => {
+                self.spawn_failed(now, worker, message, lacks_id);
+            }
             Event::Hello { worker, capabilities, journal } => self.hello(now, worker, capabilities, journal),
             Event::StartStatus { worker, text } => self.start_status(now, worker, text),
             Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),
@@ -693,7 +695,10 @@ impl<T> Bulkhead<T> {
             self.worker_timer_due(now, place);
         }
         while let Some(slot) = self.workers.pop_due_slot(now) {
-            self.spawn(now, slot, None);
+            match self.workers.slot(slot).state {
+                SlotState::Empty => self.workers.record(slot).saved_state = None,
+                _ => self.spawn(now, slot, None),
+            }
         }
         if let Mode::Stopping { by } = self.mode
             && by <= now

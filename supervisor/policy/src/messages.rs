@@ -153,6 +153,8 @@ pub enum Event<T> {
         worker: WorkerId,
         /// Human-readable cause.
         message: String,
+        /// True if no user ID was free for the worker. This is no failure of the worker.
+        lacks_id: bool,
     },
     /// A worker has sent HELLO and received its welcome message.
     Hello {

@@ -42,7 +42,11 @@ pub(crate) enum Excess {
 /// Leaky bucket, represented by the time at which it will be empty, in nanoseconds on the clock of [`Time`]. If this
 /// time has passed, the bucket is empty. With 128 bits, the time cannot overflow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Bucket(u128);
+pub(crate) struct Bucket {
+    empty_at: u128,
+    /// Value that `empty_at` would have if the burst had never been lowered. Restored when the burst is raised again.
+    uncapped_empty_at: u128,
+}
 
 impl Bucket {
     /// Charges the bucket for a job. If the job exceeds the limit, charges nothing and returns the [`Excess`].
@@ -51,29 +55,31 @@ impl Bucket {
             return Err(Excess::Never);
         }
         let now = u128::from(now.0);
-        let drained = self.0.max(now) + limit.nanos_for(cost);
+        let drained = self.empty_at.max(now) + limit.nanos_for(cost);
         match (drained - now).checked_sub(limit.nanos_for(limit.burst)) {
             None | Some(0) => {
-                self.0 = drained;
+                self.empty_at = drained;
+                self.uncapped_empty_at = self.uncapped_empty_at.max(now) + limit.nanos_for(cost);
                 Ok(())
             }
             Some(wait) => Err(Excess::RetryIn(Duration::from_nanos(u64::try_from(wait).unwrap_or(u64::MAX)))),
         }
     }
 
-    /// Converts the bucket to another limit. The cost of earlier charges that have not drained yet is capped at the new
-    /// burst, and drains at the new rate. If there was no limit before, empties the bucket, because the limit
-    /// under which the bucket was charged is unknown.
+    /// Converts the bucket to another limit. The cost of earlier charges that have not drained yet drains at the new
+    /// rate. At most the new burst of this cost delays jobs, but a higher burst later includes the rest. If there was
+    /// no limit before, empties the bucket, because the limit under which the bucket was charged is unknown.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
         let Some(before) = before else {
             *self = Self::default();
             return;
         };
         let now = u128::from(now.0);
-        let owed = self.0.saturating_sub(now);
+        let owed = self.uncapped_empty_at.saturating_sub(now);
         let (old, new) = (before.nanos_for(1), after.nanos_for(1));
         let rescaled = owed.checked_mul(new).map_or(u128::MAX, |product| product / old.max(1));
-        self.0 = now.saturating_add(rescaled.min(after.nanos_for(after.burst)));
+        self.uncapped_empty_at = now.saturating_add(rescaled);
+        self.empty_at = now.saturating_add(rescaled.min(after.nanos_for(after.burst)));
     }
 }
 
@@ -161,6 +167,53 @@ mod tests {
                 );
             }
         }
+    }
+
+    /// Checks the bound for limits that change while jobs pass. The largest rate and burst that were in force apply.
+    #[test]
+    fn every_window_is_bounded_while_the_limit_changes() {
+        let limit = |burst| RateLimit { per_second: 50.0, burst, per: RatePer::Bulkhead };
+        for seed in 1..200_u64 {
+            let (mut bucket, mut current, mut state) = (Bucket::default(), limit(10), seed);
+            let mut passed = Vec::new();
+            for t in 0..1000 {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                if (state >> 33).is_multiple_of(20) {
+                    let next = limit((state >> 40) as u32 % 10 + 1);
+                    bucket.rescale(ms(t), Some(&current), &next);
+                    current = next;
+                }
+                let jobs = (state >> 50) % 15;
+                passed.extend((0..jobs).filter(|_| bucket.take(ms(t), &current, 1).is_ok()).map(|_| t));
+            }
+            for (i, from) in passed.iter().enumerate() {
+                for (j, to) in passed.iter().enumerate().skip(i) {
+                    let most = 50.0 * (to - from) as f64 / 1000.0 + 10.0;
+                    assert!(
+                        (j - i + 1) as f64 <= most + 1e-6,
+                        "seed {seed}: {} jobs in {} ms",
+                        j - i + 1,
+                        to - from
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn raised_burst_includes_charges_from_before_it_was_lowered() {
+        let limit = |burst| RateLimit { per_second: 1.0, burst, per: RatePer::Bulkhead };
+        let mut bucket = Bucket::default();
+        assert_eq!(bucket.take(ms(0), &limit(10), 10), Ok(()));
+        bucket.rescale(ms(0), Some(&limit(10)), &limit(3));
+        assert_eq!(
+            bucket.take(ms(1000), &limit(3), 1),
+            Ok(()),
+            "a lower burst must not delay jobs for longer"
+        );
+        bucket.rescale(ms(1000), Some(&limit(3)), &limit(10));
+        assert!(bucket.take(ms(1000), &limit(10), 1).is_err());
+        assert_eq!(bucket.take(ms(2000), &limit(10), 1), Ok(()));
     }
 
     #[test]

@@ -107,6 +107,20 @@ pub(crate) enum Assignment {
     Displaced { slot: u32, charged_slot: u32, is_at_job_limit: bool },
 }
 
+/// Exchange of two slots' numbers.
+#[derive(Clone, Copy)]
+pub(crate) struct SlotExchange(pub(crate) u32, pub(crate) u32);
+
+impl SlotExchange {
+    pub(crate) fn apply(self, slot: &mut u32) {
+        if *slot == self.0 {
+            *slot = self.1;
+        } else if *slot == self.1 {
+            *slot = self.0;
+        }
+    }
+}
+
 impl Default for Assignment {
     fn default() -> Self {
         Self::Spare { slot: 0 }
@@ -133,6 +147,19 @@ impl Assignment {
         match self {
             Self::Replaced { charged_slot, .. } | Self::Displaced { charged_slot, .. } => charged_slot,
             _ => self.slot(),
+        }
+    }
+
+    /// Applies an exchange of two slots' numbers.
+    pub(crate) fn renumber(&mut self, exchange: SlotExchange) {
+        match self {
+            Self::Active { slot, .. } | Self::Spare { slot } | Self::Successor { slot, .. } => {
+                exchange.apply(slot);
+            }
+            Self::Replaced { slot, charged_slot, .. } | Self::Displaced { slot, charged_slot, .. } => {
+                exchange.apply(slot);
+                exchange.apply(charged_slot);
+            }
         }
     }
 
@@ -241,6 +268,8 @@ impl Default for Phase {
 pub(crate) struct EndEffect {
     /// The worker failed to start, or exited while idle without having completed a job.
     pub(crate) is_failure: bool,
+    /// The worker was not started because no user ID was free.
+    pub(crate) lacks_id: bool,
     /// The worker exited with status 0 while idle.
     pub(crate) is_clean: bool,
     /// The worker became ready and died during its first jobs.
@@ -259,6 +288,7 @@ impl EndEffect {
         let is_due_to_jobs = is_fault || ending.killed == Some(KillReason::Deadline);
         Self {
             is_failure,
+            lacks_id: false,
             is_clean: ending.is_clean() && is_idle && was_ready,
             is_early_death: is_due_to_jobs && !is_failure && worker.served == 0,
             is_not_needed: ending.killed == Some(KillReason::NotNeeded),

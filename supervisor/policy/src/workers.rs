@@ -19,7 +19,7 @@ use crate::messages::WorkerId;
 use crate::restart::FailureHistory;
 use crate::time::{Time, earlier};
 use crate::timers::Timers;
-use crate::worker::{Assignment, Exclusivity, Phase, SilenceCheck, Worker};
+use crate::worker::{Assignment, Exclusivity, Phase, SilenceCheck, SlotExchange, Worker};
 
 /// Maximum number of prefetched jobs per worker.
 const PREFETCHED_MAX: usize = 64;
@@ -52,7 +52,7 @@ pub(crate) struct SlotRecord {
     pub(crate) failures: FailureHistory,
     pub(crate) restarts: u64,
     /// State of the slot before the bulkhead was scaled to zero. Saved only if the slot was waiting for its next
-    /// worker.
+    /// worker, and until the worker may start.
     pub(crate) saved_state: Option<SlotState>,
     /// True if the slot has had a worker before. Starting the slot's next worker then counts as a restart.
     pub(crate) has_had_worker: bool,
@@ -85,6 +85,15 @@ impl SlotState {
     /// Returns the table index of the worker that fills the slot, or `None` if no worker fills the slot.
     pub(crate) fn worker(self) -> Option<u32> {
         if let Self::Occupied(place) = self { Some(place) } else { None }
+    }
+
+    /// Returns the time at which the next worker starts, or `None` if no time is set.
+    pub(crate) fn next_start(self) -> Option<Time> {
+        match self {
+            Self::Backoff { until } => Some(until),
+            Self::Stopped { probe_at } => probe_at,
+            _ => None,
+        }
     }
 
     /// Returns true if the slot has a worker or will get one. Returns false for a stopped slot, even if a worker will
@@ -388,12 +397,9 @@ impl Workers {
     }
 
     pub(crate) fn set_slot(&mut self, limits: &Limits, slot: u32, state: SlotState) {
-        match state {
-            SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => {
-                self.slot_timers.set(slot, at);
-            }
-            _ => self.slot_timers.clear(slot),
-        }
+        let waiting_state =
+            if state == SlotState::Empty { self.slot(slot).record.saved_state } else { Some(state) };
+        self.set_slot_timer(slot, waiting_state.and_then(SlotState::next_start));
         self.edit_slot(limits, slot, |slot| slot.state = state);
     }
 
@@ -406,6 +412,25 @@ impl Workers {
                     worker.assignment = Assignment::of_slot(slot, is_spare_slot);
                 }
             });
+        }
+    }
+
+    /// Exchanges the numbers of two slots of the same kind. Both slots keep their workers, timers and records.
+    pub(crate) fn exchange_slots(&mut self, exchange: SlotExchange) {
+        let SlotExchange(one, other) = exchange;
+        self.slots.swap(one as usize, other as usize);
+        for entry in self.table.iter_mut().flatten() {
+            entry.worker.assignment.renumber(exchange);
+        }
+        let at = self.slot_timers.at(one);
+        self.set_slot_timer(one, self.slot_timers.at(other));
+        self.set_slot_timer(other, at);
+    }
+
+    fn set_slot_timer(&mut self, slot: u32, at: Option<Time>) {
+        match at {
+            Some(at) => self.slot_timers.set(slot, at),
+            None => self.slot_timers.clear(slot),
         }
     }
 
@@ -423,7 +448,8 @@ impl Workers {
         earlier(self.timers.next(), self.slot_timers.next())
     }
 
-    /// Returns a slot whose next worker is due to start, and clears the slot's timer.
+    /// Returns a slot whose next worker is due to start, and clears the slot's timer. If the bulkhead is scaled to zero,
+    /// the worker starts with the next job.
     pub(crate) fn pop_due_slot(&mut self, now: Time) -> Option<u32> {
         self.slot_timers.pop_due(now)
     }

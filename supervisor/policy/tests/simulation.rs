@@ -50,7 +50,10 @@ fn policy_follows_the_rules_in_random_histories() {
 }
 
 /// Situations that must occur at least once in every long simulation.
-const REQUIRED: [&str; 125] = [
+const REQUIRED: [&str; 128] = [
+    "no user ID",
+    "ready worker changes its slot",
+    "slots exchanged",
     "death withholds no permit",
     "death withholds the permit of a tenant",
     "death withholds permits of several tenants",

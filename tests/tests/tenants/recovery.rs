@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
+use bulkhead_tests::confined::{DEFAULT_LAYERS, has_layers, is_root};
 use bulkhead_tests::tenants::{assert_balanced, isolated, part, pids, wait_for_rest, wait_part};
 use bulkhead_tests::{
     Ended, PATIENCE, Running, Supervisor, connect, is_alive, kill_pid, outcome, run, spawn, wait_for,
@@ -122,6 +123,52 @@ fn failed_starts_of_one_tenant_do_not_affect_others() {
         assert_eq!(outcome(&send(&client, "ill", "").await), "ok");
         assert_eq!(supervisor.snapshot("b")["state"], "ready");
         assert_balanced(&supervisor.snapshot("b"));
+    });
+}
+
+/// The states show a tenant's failure for as long as its slots reject jobs, even after `idle` without jobs.
+#[test]
+fn failed_tenant_is_shown_after_idle_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let marker = folder.path().join("broken");
+    std::fs::write(&marker, "").unwrap();
+    let tenants = "max_active = 3, idle = \"20ms\"";
+    let supervisor = Supervisor::start(&failing_while(&marker, tenants, "max_queue = 5"));
+    run(async {
+        let client = connect(&supervisor).await;
+        assert_eq!(outcome(&send(&client, "ill", "").await), "rejected/unavailable");
+        // The capacity of the queue is zero once the tenant's workers have been stopped.
+        wait_for("the tenant is idle", || (part(&supervisor, "ill")["queue_capacity"] == 0).then_some(()));
+        assert_eq!(outcome(&send(&client, "ill", "").await), "rejected/unavailable");
+        wait_for("the tenant is idle", || (part(&supervisor, "ill")["queue_capacity"] == 0).then_some(()));
+        let (ill, all) = (part(&supervisor, "ill"), supervisor.snapshot("b"));
+        assert_eq!((&ill["state"], &all["state"]), (&"failed".into(), &"degraded".into()), "{ill} {all}");
+        assert!(all["detail"].as_str().unwrap().contains("status 3"), "{all}");
+        let (status, body) = supervisor.try_get("/readyz?bulkhead=b").unwrap();
+        assert!(status == 200 && body.contains("degraded"), "{body}");
+
+        std::fs::remove_file(&marker).unwrap();
+        assert_eq!(supervisor.post("/v1/bulkheads/b/reset").0, 200);
+        assert_eq!(supervisor.snapshot("b")["state"], "ready");
+        assert_eq!(outcome(&send(&client, "ill", "").await), "ok");
+    });
+}
+
+/// A worker waits until a user ID is free. The shortage does not count as a failed start.
+#[test]
+fn tenant_waits_for_user_id_of_other_tenant() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let restart = "restart = { max = 1, backoff_max = \"10m\", backoff = \"10ms\", within = \"10m\" }";
+    let bulkhead = isolated("max_active = 3, idle = \"500ms\"", &format!("{restart}\nmax_queue = 5"));
+    let ids = "worker_uids = \"60604-60604\"";
+    let supervisor = Supervisor::start_with(ids, &bulkhead.replace("\"none\"", "\"default\""));
+    run(async {
+        let client = connect(&supervisor).await;
+        for tenant in ["a", "b", "a"] {
+            assert_eq!(outcome(&send(&client, tenant, "").await), "ok", "{}", supervisor.log());
+        }
     });
 }
 

@@ -106,8 +106,8 @@ impl BulkheadEntry {
         let mut states = CombinedState::default();
         let mut trouble = None;
         let mut add = |compartment: &Compartment| {
-            if compartment.tenant.is_none() || compartment.policy.activity() != Activity::ScaledToZero {
-                states.add(compartment.policy.state());
+            if let Some(state) = compartment.counted_state() {
+                states.add(state);
                 trouble = trouble.take().or_else(|| {
                     Some(compartment.policy.last_failure()).filter(|text| !text.is_empty()).map(str::to_owned)
                 });
@@ -118,7 +118,8 @@ impl BulkheadEntry {
             Layout::Shared(index) => add(&compartments[*index]),
             Layout::Isolated(isolated) => {
                 is_draining = isolated.is_draining;
-                isolated.active.iter().for_each(|&index| add(&compartments[index]));
+                let shown = isolated.active.union(&isolated.failed);
+                shown.for_each(|&index| add(&compartments[index]));
             }
         }
         let state = states.combined();

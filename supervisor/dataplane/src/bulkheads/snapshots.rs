@@ -113,6 +113,7 @@ impl<'a> SnapshotSource<'a> {
         let mut snapshot = sum.snapshot(self, entry);
         snapshot.tenant = Some(tenant.to_owned());
         if let Some(compartment) = compartment {
+            snapshot.state = compartment.policy.state().into();
             snapshot.latency_ms = compartment.latency.percentiles();
         }
         let limits = isolated.limits_of(tenant);
@@ -326,8 +327,8 @@ impl Sum {
         self.counters.add(policy.counters());
         self.restarts += policy.restarts();
         let is_resting = policy.activity() == Activity::ScaledToZero;
-        if compartment.tenant.is_none() || !is_resting {
-            self.states.add(policy.state());
+        if let Some(state) = compartment.counted_state() {
+            self.states.add(state);
         }
         if !is_resting {
             self.capacity += u64::from(policy.limits().max_queue);

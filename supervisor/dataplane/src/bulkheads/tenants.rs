@@ -184,6 +184,7 @@ impl Bulkheads {
     fn forget_tenant(&mut self, bulkhead: BulkheadIndex, index: CompartmentIndex, gone: Compartment) {
         let isolated = self.tenants(bulkhead);
         isolated.tripped.remove(&index);
+        isolated.failed.remove(&index);
         isolated.active.remove(&index);
         isolated.forgotten_counters.add(gone.policy.counters());
         isolated.forgotten_restarts += gone.policy.restarts();
@@ -236,10 +237,16 @@ impl Bulkheads {
         let compartment = &mut compartments[index];
         let (bulkhead, after) = (compartment.bulkhead, compartment.current_tenant_state(now));
         let is_tripped = compartment.policy.breaker() != BreakerState::Closed;
+        let is_failed =
+            compartment.policy.activity() == Activity::ScaledToZero && compartment.counted_state().is_some();
         let isolated = self.tenants(bulkhead);
         if std::mem::replace(&mut compartment.is_listed_tripped, is_tripped) != is_tripped {
             let tripped = &mut isolated.tripped;
             let _ = if is_tripped { tripped.insert(index) } else { tripped.remove(&index) };
+        }
+        if std::mem::replace(&mut compartment.is_listed_failed, is_failed) != is_failed {
+            let failed = &mut isolated.failed;
+            let _ = if is_failed { failed.insert(index) } else { failed.remove(&index) };
         }
         let before = std::mem::replace(&mut compartment.tenant_state, after);
         if before == after {

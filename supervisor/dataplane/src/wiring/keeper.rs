@@ -51,7 +51,7 @@ impl DataPlane {
             return self.keeper.queue_worker(order);
         }
         let message = spawn_failure_message(&link, step, error);
-        self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
+        self.apply(compartment, Event::SpawnFailed { worker, message, lacks_id: false }, Incoming::None);
     }
 
     /// Handles the exit of a worker's process. If the worker runs one program per job, the death is not reported to

@@ -46,6 +46,11 @@ enum SpawnOrigin {
     Waits,
 }
 
+/// Returns true if a worker was not started because no user ID was free.
+fn lacks_id(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::ResourceBusy
+}
+
 impl DataPlane {
     // Ordering workers.
 
@@ -63,7 +68,7 @@ impl DataPlane {
             };
             if let Err((what, error)) = prepared {
                 let message = format!("failed to prepare the {what}: {error}");
-                self.links.defer_spawn_failure(compartment, worker, message);
+                self.links.defer_spawn_failure(compartment, worker, message, lacks_id(&error));
             }
         }
     }
@@ -129,8 +134,8 @@ impl DataPlane {
     }
 
     pub(crate) fn report_failed_spawns(&mut self) {
-        for (compartment, worker, message) in self.links.take_failed_spawns() {
-            self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
+        for (compartment, event) in self.links.take_failed_spawns() {
+            self.apply(compartment, event, Incoming::None);
         }
     }
 
@@ -142,9 +147,9 @@ impl DataPlane {
             }
         } else if self.keeper.cancel_worker_order(compartment, worker) {
             let message = "the worker's start was cancelled".to_owned();
-            self.links.defer_spawn_failure(compartment, worker, message);
+            self.links.defer_spawn_failure(compartment, worker, message, false);
         } else if let Some(message) = self.templates.cancel(compartment, worker) {
-            self.links.defer_spawn_failure(compartment, worker, message);
+            self.links.defer_spawn_failure(compartment, worker, message, false);
         }
     }
 

@@ -14,6 +14,10 @@ use crate::slab::CompartmentIndex;
 use crate::templates::{Effect, Fork, TemplateOrder, Templates};
 use crate::{DataPlane, Incoming};
 
+fn spawn_failed<T>(worker: WorkerId, message: String) -> Event<T> {
+    Event::SpawnFailed { worker, message, lacks_id: false }
+}
+
 impl DataPlane {
     fn perform_template_effects(&mut self) {
         while let Some(effect) = self.templates.next_effect() {
@@ -24,7 +28,7 @@ impl DataPlane {
                     self.keeper.queue_worker(WorkerOrder { compartment, worker, slot });
                 }
                 Effect::FailSpawn(compartment, worker, message) => {
-                    self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
+                    self.apply(compartment, spawn_failed(worker, message), Incoming::None);
                 }
                 Effect::ReleaseId(id) => self.links.give_back(Some(id)),
             }

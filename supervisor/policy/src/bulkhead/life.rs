@@ -24,6 +24,9 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// counts as hung.
 const EXCUSED_SILENCES_MAX: u32 = 20;
 
+/// Interval between attempts to start a worker for which no user ID is free.
+const ID_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Interval between attempts to replace the same worker.
 pub(super) const RECYCLE_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -73,7 +76,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    pub(super) fn spawn_failed(&mut self, now: Time, id: WorkerId, message: String) {
+    pub(super) fn spawn_failed(&mut self, now: Time, id: WorkerId, message: String, lacks_id: bool) {
         let Some(worker) = self.workers.by_id(id) else { return };
         let slot = worker.assignment.slot();
         let is_not_needed = worker.phase == Phase::Killing(KillReason::NotNeeded);
@@ -81,16 +84,19 @@ impl<T> Bulkhead<T> {
         if is_not_needed {
             record.last_end = Some(RestartCause::Stopped);
         } else {
-            record.last_exit = Some(message.clone());
+            let before = record.last_exit.replace(message.clone());
             record.last_end = Some(RestartCause::NotStarted);
-            let what = OperatorEvent::WorkerNotStarted { slot, message: message.clone() };
-            self.actions.push(Action::Report(what));
+            // A shortage of user IDs can last long, so it is reported once.
+            if !lacks_id || before.is_none_or(|before| before != message) {
+                let what = OperatorEvent::WorkerNotStarted { slot, message: message.clone() };
+                self.actions.push(Action::Report(what));
+            }
             self.last_failure = message;
         }
         self.remove_and_replace(
             now,
             id.place,
-            EndEffect { is_failure: true, is_not_needed, ..EndEffect::default() },
+            EndEffect { is_failure: true, is_not_needed, lacks_id, ..EndEffect::default() },
         );
     }
 
@@ -615,7 +621,7 @@ impl<T> Bulkhead<T> {
                 self.continue_rolling_restart(now);
                 self.start_successor_at_job_limit(now, slot);
             }
-            Assignment::Successor { reason, .. } => self.successor_failed(now, slot, reason),
+            Assignment::Successor { reason, .. } => self.successor_failed(now, slot, reason, effect.lacks_id),
             _ if is_not_needed && self.workers.slot(slot).successor.is_none() => {
                 // If the bulkhead is stopping, the slot stays empty, because `spawn` then does nothing.
                 self.set_slot(slot, SlotState::Empty);
@@ -627,8 +633,9 @@ impl<T> Bulkhead<T> {
 
     /// Handles the failure of a successor. The slot keeps its current worker. The replacement is attempted again later,
     /// unless an operator's restart requested it.
-    fn successor_failed(&mut self, now: Time, slot: u32, reason: RecycleReason) {
+    fn successor_failed(&mut self, now: Time, slot: u32, reason: RecycleReason, lacks_id: bool) {
         let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
+        let pause = if lacks_id { ID_RETRY_INTERVAL } else { pause };
         if let SlotState::Occupied(place) = self.workers.slot(slot).state {
             self.edit_timing(place, |worker| {
                 (worker.next_replacement_at, worker.next_age_check) = (now + pause, now + pause);
@@ -645,7 +652,7 @@ impl<T> Bulkhead<T> {
                 }
             });
         }
-        if stops_restart || reason == RecycleReason::Reload {
+        if stops_restart || reason == RecycleReason::Reload && !lacks_id {
             let message = self.workers.slot(slot).record.last_exit.clone().unwrap_or_default();
             if stops_restart {
                 self.restart_failure = Some(message.clone());
@@ -669,6 +676,10 @@ impl<T> Bulkhead<T> {
             self.reassign(successor, |worker| worker.assignment = Assignment::of_slot(slot, false));
             // The successor now fills the slot, so the next slot in the rolling restart can get a successor.
             self.continue_rolling_restart(now);
+            return;
+        }
+        if effect.lacks_id {
+            self.set_slot(slot, SlotState::Backoff { until: now + ID_RETRY_INTERVAL });
             return;
         }
         if !self.may_restart(effect) {
@@ -765,6 +776,7 @@ impl<T> Bulkhead<T> {
             self.rolling.clear();
             self.reject_queue(now, RejectReason::Draining, "");
             for slot in self.workers.slot_numbers() {
+                self.workers.record(slot).saved_state = None;
                 if self.workers.slot(slot).state.worker().is_none() {
                     self.set_slot(slot, SlotState::Empty);
                 }

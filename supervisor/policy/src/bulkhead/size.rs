@@ -2,13 +2,15 @@
 //! effect immediately. After a decrease, surplus workers finish their jobs. `life` starts and stops single workers, and
 //! `adapt` changes the adaptive limit.
 
+use std::cmp::Reverse;
+
 use super::{Bulkhead, Mode};
 use crate::ending::{KillReason, RecycleReason};
 use crate::limits::{Limits, RestartPolicy, TenantOverrides};
 use crate::messages::{Action, LimitChange};
 use crate::time::Time;
-use crate::worker::{Phase, SilenceCheck, Worker};
-use crate::workers::SlotState;
+use crate::worker::{Phase, SilenceCheck, SlotExchange, Worker};
+use crate::workers::{Slot, SlotState};
 
 /// Maximum number of replaced workers that are still exiting although their slots have new workers. If there are more,
 /// the oldest one is killed.
@@ -24,6 +26,21 @@ pub enum Activity {
     StartAnnounced,
     /// Workers are needed.
     Started,
+}
+
+/// Order in which slots are kept when their number decreases, the least useful slots first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Usefulness {
+    /// The slot is stopped, because its workers failed or must not be restarted.
+    Stopped,
+    /// The slot waits for its next worker, or its worker is about to exit.
+    Waiting,
+    /// The slot's worker is not ready yet.
+    Starting,
+    /// The slot's worker is ready and has no jobs.
+    Idle,
+    /// The slot's worker is ready and has jobs.
+    Busy,
 }
 
 impl<T> Bulkhead<T> {
@@ -172,6 +189,8 @@ impl<T> Bulkhead<T> {
         if matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
+        self.keep_most_useful_slots(now, wanted, false);
+        self.keep_most_useful_slots(now, in_all, true);
         self.workers.add_slots(in_all);
         for slot in self.workers.slot_numbers() {
             let entry = self.workers.slot(slot);
@@ -196,6 +215,47 @@ impl<T> Bulkhead<T> {
             }
         }
         self.reject_without_workers(now);
+    }
+
+    /// Exchanges slots' numbers until no slot numbered `count` or higher is more useful than a lower slot of the same
+    /// kind. Otherwise, a decrease could stop the only worker that is ready.
+    fn keep_most_useful_slots(&mut self, now: Time, count: usize, are_spare_slots: bool) {
+        loop {
+            let slots = self.workers.slots().iter().zip(0..);
+            let (kept, surplus): (Vec<_>, Vec<_>) = slots
+                .filter(|(slot, _)| slot.is_spare_slot == are_spare_slots && slot.state != SlotState::Closed)
+                .map(|(slot, number)| (self.usefulness(now, slot), number))
+                .partition(|&(_, number): &(_, u32)| (number as usize) < count);
+            let least = kept.into_iter().min();
+            let most = surplus.into_iter().min_by_key(|&(usefulness, number)| (Reverse(usefulness), number));
+            let (Some(least), Some(most)) = (least, most) else { return };
+            if least.0 >= most.0 {
+                return;
+            }
+            let exchange = SlotExchange(least.1, most.1);
+            self.workers.exchange_slots(exchange);
+            self.renumber_withheld(exchange);
+            self.rolling.iter_mut().for_each(|(slot, _)| exchange.apply(slot));
+            self.spares_changed = true;
+        }
+    }
+
+    fn usefulness(&self, now: Time, slot: &Slot) -> Usefulness {
+        let is_waiting = |state: &SlotState| state.next_start().is_none_or(|at| at > now);
+        let saved_state = slot.record.saved_state.filter(is_waiting);
+        let worker = slot.state.worker().and_then(|place| self.workers.get(place));
+        match (saved_state.unwrap_or(slot.state), worker) {
+            (SlotState::Stopped { .. }, _) => Usefulness::Stopped,
+            (_, Some(worker)) if worker.is_starting() => Usefulness::Starting,
+            (_, Some(worker)) if worker.is_ready() && worker.kill_at.is_none() => {
+                if worker.jobs.is_empty() {
+                    Usefulness::Idle
+                } else {
+                    Usefulness::Busy
+                }
+            }
+            _ => Usefulness::Waiting,
+        }
     }
 
     /// Starts a worker in a slot, either immediately or as soon as the slot becomes available.

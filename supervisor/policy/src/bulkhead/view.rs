@@ -16,7 +16,7 @@ use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::worker::{Exclusivity, SilenceCheck, Worker};
-use crate::workers::Slot;
+use crate::workers::{Slot, SlotState};
 
 // The codes of reject reasons start at 1 and are contiguous.
 const REASONS: usize = RejectReason::ALL.len() + 1;
@@ -399,10 +399,25 @@ impl<T> Bulkhead<T> {
         self.restart_failure.as_deref()
     }
 
-    /// Returns the state of the bulkhead.
+    /// Returns the state of the bulkhead. While the bulkhead is scaled to zero, the state depends on the slots that
+    /// would reject its next job.
     pub fn state(&self) -> BulkheadState {
         if self.mode != Mode::Open {
             return BulkheadState::Draining;
+        }
+        if self.activity == Activity::ScaledToZero {
+            let slots = || {
+                self.workers
+                    .slots()
+                    .iter()
+                    .filter(|slot| slot.state == SlotState::Empty && !slot.is_spare_slot)
+            };
+            let is_stopped = |slot: &Slot| matches!(slot.record.saved_state, Some(SlotState::Stopped { .. }));
+            return match slots().filter(|slot| is_stopped(slot)).count() {
+                0 => BulkheadState::Ready,
+                stopped if stopped == slots().count() => BulkheadState::Failed,
+                _ => BulkheadState::Degraded,
+            };
         }
         let slots = self.slots_at_work().count() as u32;
         let has_worker = |slot: &&Slot| {

@@ -7,7 +7,7 @@ use crate::ending::{Ending, KillReason};
 use crate::jobs::JobState;
 use crate::tenants::TenantId;
 use crate::time::Time;
-use crate::worker::Worker;
+use crate::worker::{SlotExchange, Worker};
 
 /// A place in a tenant's quota that is withheld because one of the tenant's jobs may have caused a worker to end. The
 /// place is released once another worker is ready in the ended worker's slot. For each ended worker, a tenant loses at
@@ -62,6 +62,11 @@ impl<T> Bulkhead<T> {
             stays
         });
         self.withheld = places;
+    }
+
+    /// Applies an exchange of two slots' numbers to the withheld places.
+    pub(super) fn renumber_withheld(&mut self, exchange: SlotExchange) {
+        self.withheld.iter_mut().for_each(|place| exchange.apply(&mut place.slot));
     }
 
     fn awaits_worker(&self, slot: u32) -> bool {

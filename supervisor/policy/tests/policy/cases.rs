@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
-    BulkheadState, Death, Event, KillReason, Limits, OperatorEvent, Overflow, RecycleReason, Reply,
-    RestartCause, RestartPolicy, RetryLimits, Submission, Time,
+    Activity, BulkheadState, Death, Event, KillReason, Limits, OperatorEvent, Overflow, RecycleReason, Reply,
+    Restart, RestartCause, RestartPolicy, RetryLimits, Submission, Time,
 };
 use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, Priority, RejectReason, Verdict};
 
@@ -469,6 +469,56 @@ fn failed_starts_are_retried_with_backoff() {
     assert_eq!(fixture.bulkhead.state(), BulkheadState::Ready);
 }
 
+/// A bulkhead that is scaled to zero stays `failed` as long as it would reject its next job.
+#[test]
+fn scaling_to_zero_does_not_hide_a_failed_slot() {
+    for (policy, heals) in [(RestartPolicy::Always, true), (RestartPolicy::Never, false)] {
+        let base = limits(1, 1, 5);
+        let restart = Restart { policy, max: 0, ..base.restart.clone() };
+        let mut fixture = Fixture::starting(Limits { restart, idle: Some(SECOND), ..base });
+        fixture.exit_worker(fixture.newest_worker(), Death::Exit(1));
+        fixture.wait(10 * SECOND);
+        let state = |fixture: &Fixture| (fixture.bulkhead.activity(), fixture.bulkhead.state());
+        assert_eq!(state(&fixture), (Activity::ScaledToZero, BulkheadState::Failed));
+        fixture.apply(Event::Start);
+        assert_eq!(fixture.submit(), None, "the slot must still reject jobs");
+        fixture.wait(10 * SECOND);
+        assert_eq!(state(&fixture), (Activity::ScaledToZero, BulkheadState::Failed));
+        fixture.wait(60 * SECOND);
+        let expected = if heals { BulkheadState::Ready } else { BulkheadState::Failed };
+        assert_eq!(state(&fixture), (Activity::ScaledToZero, expected));
+        fixture.apply(Event::Start);
+        assert_eq!(fixture.submit().is_some(), heals);
+        fixture.apply(Event::ScaleToZero);
+        fixture.apply(Event::Reset);
+        assert_eq!(state(&fixture), (Activity::ScaledToZero, BulkheadState::Ready));
+    }
+}
+
+/// A shortage of user IDs is no failure of the worker, regardless of the restart policy.
+#[test]
+fn worker_without_a_user_id_is_retried_without_limit() {
+    for policy in [RestartPolicy::Always, RestartPolicy::Never] {
+        let base = limits(1, 1, 5);
+        let restart = Restart { policy, max: 1, ..base.restart.clone() };
+        let mut fixture = Fixture::starting(Limits { restart, deadline: 60 * SECOND, ..base });
+        let job = fixture.job();
+        for started in 1..10 {
+            assert_eq!(fixture.spawned.len(), started);
+            let (worker, message) = (fixture.newest_worker(), "no user ID is free".to_owned());
+            fixture.apply(Event::SpawnFailed { worker, message, lacks_id: true });
+            assert_eq!(fixture.bulkhead.state(), BulkheadState::Degraded);
+            fixture.wait(SECOND);
+        }
+        let is_report = |event: &&OperatorEvent| matches!(event, OperatorEvent::WorkerNotStarted { .. });
+        assert_eq!(fixture.events.iter().filter(is_report).count(), 1);
+        let worker = fixture.newest_worker();
+        fixture.bring_up(worker);
+        fixture.reply(job);
+        fixture.expect(job, "ok", None);
+    }
+}
+
 /// Checks a rule in `docs/semantics.md`: crashes during jobs and kills at a deadline do not count as failed starts, so
 /// that bad payloads cannot stop a bulkhead for all clients.
 #[test]
@@ -741,7 +791,7 @@ fn restarts_report_their_causes() {
     fixture.wait(SECOND);
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Protocol)));
     let worker = fixture.newest_worker();
-    fixture.apply(Event::SpawnFailed { worker, message: "no such file".into() });
+    fixture.apply(Event::SpawnFailed { worker, message: "no such file".into(), lacks_id: false });
     fixture.wait(SECOND);
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::NotStarted)));
     let worker = fixture.newest_worker();

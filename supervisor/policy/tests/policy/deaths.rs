@@ -26,7 +26,7 @@ fn slot_waits_for_descendants_of_a_dead_worker() {
 
     // Later events about this worker, even a second exit, have no effect.
     fixture.apply(Event::Exited { worker, death: Death::Exit(0) });
-    fixture.apply(Event::SpawnFailed { worker, message: String::new() });
+    fixture.apply(Event::SpawnFailed { worker, message: String::new(), lacks_id: false });
     fixture.apply(Event::ProtocolViolated { worker, message: String::new() });
     fixture.apply(Event::Ready { worker });
     assert_eq!((fixture.spawned.len(), fixture.outcomes.len(), fixture.killed.len()), (1, 2, 0));

@@ -3,9 +3,9 @@
 
 use crate::fixture::{Fixture, MS, SECOND, limits};
 use bulkhead_policy::{
-    BreakerLimits, BreakerState, Death, Event, Health, KillReason, LimitChange, Limits, OperatorEvent,
-    RARE_HEARTBEATS_MISSED, RateLimit, RatePer, RecycleReason, Restart, RestartCause, RestartPolicy,
-    TenantLimits, TenantOverrides,
+    BreakerLimits, BreakerState, BulkheadState, Death, Event, Health, KillReason, LimitChange, Limits,
+    OperatorEvent, RARE_HEARTBEATS_MISSED, RateLimit, RatePer, RecycleReason, Restart, RestartCause,
+    RestartPolicy, TenantLimits, TenantOverrides,
 };
 use bulkhead_shared::{Priority, RejectReason};
 
@@ -46,6 +46,72 @@ fn lower_limits_do_not_drop_any_jobs() {
     }
     fixture.reply(jobs[3]);
     assert!(fixture.was_dispatched(jobs[4]) && !fixture.was_dispatched(jobs[5]));
+}
+
+/// Returns the slot and the state of each worker that fills a slot.
+fn slots(fixture: &Fixture) -> Vec<(u32, &'static str)> {
+    let views = fixture.bulkhead.workers(fixture.now).into_iter();
+    views.filter(|view| view.is_current).map(|view| (view.slot, view.state)).collect()
+}
+
+fn resize(fixture: &mut Fixture, processes: u32) {
+    let change = LimitChange { processes: Some(processes), ..LimitChange::default() };
+    fixture.apply(Event::ChangeLimits(change));
+}
+
+/// The worker in slot 0 is gone, so a decrease must not stop the ready worker in slot 1.
+#[test]
+fn decrease_keeps_the_only_ready_worker() {
+    let with = |policy, max| {
+        let base = limits(2, 1, 5);
+        Limits { restart: Restart { policy, max, ..base.restart.clone() }, ..base }
+    };
+    let stopped = [with(RestartPolicy::Never, 5), with(RestartPolicy::Always, 0)];
+    for limits in stopped {
+        let mut fixture = Fixture::ready(limits.clone());
+        fixture.exit_worker(fixture.spawned[0], Death::Exit(1));
+        assert_eq!(slots(&fixture), [(1, "ready")]);
+        let running = fixture.job();
+        let waiting = fixture.job();
+        resize(&mut fixture, 1);
+        assert_eq!(slots(&fixture), [(0, "busy")]);
+        assert_eq!((fixture.bulkhead.state(), fixture.drained.len()), (BulkheadState::Ready, 0));
+        fixture.reply(running);
+        fixture.reply(waiting);
+        fixture.expect(waiting, "ok", None);
+        resize(&mut fixture, 2);
+        assert_eq!(fixture.spawned.len(), 3, "the second slot must get a worker again");
+    }
+}
+
+#[test]
+fn decrease_stops_starting_workers_before_ready_ones() {
+    let mut fixture = Fixture::starting(limits(3, 1, 5));
+    let kept = fixture.spawned[1];
+    fixture.bring_up(kept);
+    let job = fixture.job();
+    resize(&mut fixture, 1);
+    assert_eq!(slots(&fixture), [(0, "busy")]);
+    assert_eq!((fixture.killed.len(), fixture.drained.len()), (2, 0));
+    fixture.reply(job);
+    fixture.expect(job, "ok", None);
+}
+
+#[test]
+fn decrease_removes_stopped_slots_first() {
+    let base = limits(2, 1, 5);
+    let restart = Restart { max: 1, backoff: SECOND, backoff_max: 60 * SECOND, ..base.restart.clone() };
+    let mut fixture = Fixture::starting(Limits { restart, ..base });
+    let second = fixture.spawned[1];
+    fixture.exit_worker(fixture.spawned[0], Death::Exit(1));
+    fixture.exit_worker(fixture.newest_worker(), Death::Exit(1));
+    fixture.exit_worker(second, Death::Exit(1));
+    let coming = fixture.newest_worker();
+    let job = fixture.job();
+    resize(&mut fixture, 1);
+    fixture.bring_up(coming);
+    fixture.reply(job);
+    fixture.expect(job, "ok", None);
 }
 
 #[test]
@@ -259,6 +325,20 @@ fn retries_failed_replacement_while_old_workers_run_jobs() {
 }
 
 #[test]
+fn replacement_without_a_user_id_is_retried_every_second() {
+    let mut fixture = Fixture::ready(limits(1, 1, 0));
+    fixture.apply(Event::ReplaceWorkers);
+    for started in 2..10 {
+        assert_eq!(fixture.spawned.len(), started);
+        let (worker, message) = (fixture.newest_worker(), "no user ID is free".to_owned());
+        fixture.apply(Event::SpawnFailed { worker, message, lacks_id: true });
+        fixture.wait(SECOND);
+    }
+    fixture.bring_up(fixture.newest_worker());
+    assert_eq!(fixture.drained, [fixture.spawned[0]]);
+}
+
+#[test]
 fn new_program_kills_starting_workers() {
     let base = limits(1, 1, 5);
     let never = Limits { restart: Restart { policy: RestartPolicy::Never, ..base.restart.clone() }, ..base };
@@ -280,7 +360,8 @@ fn unneeded_worker_that_never_started_is_no_failure() {
     let first = fixture.newest_worker();
     fixture.apply(Event::ReplaceWorkers);
     assert_eq!(fixture.killed, [(first, KillReason::NotNeeded)]);
-    fixture.apply(Event::SpawnFailed { worker: first, message: "the template was not ready in time".into() });
+    let message = "the template was not ready in time".to_owned();
+    fixture.apply(Event::SpawnFailed { worker: first, message, lacks_id: false });
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Stopped)));
     let is_failure = |event: &OperatorEvent| matches!(event, OperatorEvent::WorkerNotStarted { .. });
     assert!(!fixture.events.iter().any(is_failure), "{:?}", fixture.events);

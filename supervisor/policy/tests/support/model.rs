@@ -198,6 +198,7 @@ struct Worker {
 
 #[derive(Clone, Copy)]
 struct Dead {
+    lacks_id: bool,
     is_failure: bool,
     is_clean: bool,
     is_early_death: bool,

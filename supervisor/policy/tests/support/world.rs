@@ -311,7 +311,7 @@ impl World {
         let message = "a stale message".to_owned();
         Some(match self.random.range(0, 14) {
             0 => Event::Spawned { worker, pid: 1 },
-            1 => Event::SpawnFailed { worker, message },
+            1 => Event::SpawnFailed { worker, message, lacks_id: false },
             2 => Event::Hello {
                 worker,
                 capabilities: Capabilities { has_dispatch_thread: true, can_resize: true },
@@ -346,7 +346,8 @@ impl World {
             }
             WorkerMessage::SpawnFailed => {
                 self.retire(worker);
-                Event::SpawnFailed { worker, message: "no such program".into() }
+                let lacks_id = worker.generation.is_multiple_of(4);
+                Event::SpawnFailed { worker, message: "no such program".into(), lacks_id }
             }
             WorkerMessage::Exited(death) => {
                 if let Some(job) = process.unread.pop() {

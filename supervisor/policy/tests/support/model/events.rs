@@ -79,10 +79,15 @@ impl Model {
             Event::Submit(submission) => self.submit(submission),
             Event::Cancel { job, unless_begun } => self.cancel(*job, *unless_begun),
             Event::MemoryExhausted { job } => self.memory_exhausted(*job),
-            Event::SpawnFailed { worker, .. } => {
-                self.coverage.see("spawn failed");
+            Event::SpawnFailed { worker, lacks_id, .. } => {
+                self.coverage.see(if *lacks_id { "no user ID" } else { "spawn failed" });
                 if self.live(*worker).is_some() {
-                    let dead = Dead { is_failure: true, is_clean: false, is_early_death: false };
+                    let dead = Dead {
+                        is_failure: true,
+                        lacks_id: *lacks_id,
+                        is_clean: false,
+                        is_early_death: false,
+                    };
                     self.worker_gone(*worker, dead);
                 }
             }
@@ -646,7 +651,7 @@ impl Model {
         }
         begun.into_iter().for_each(|job| self.job_lost(job, is_crash, &verdict));
         self.requeue_prefetched(id.place, &verdict);
-        self.worker_dead(id, Dead { is_failure, is_clean, is_early_death });
+        self.worker_dead(id, Dead { is_failure, lacks_id: false, is_clean, is_early_death });
     }
 
     fn job_lost(&mut self, job: JobId, is_suspect: bool, verdict: &Verdict) {

@@ -20,6 +20,9 @@ const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 /// Minimum time between the failure of a successor and the start of the next successor.
 const SUCCESSOR_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
+/// Interval between attempts to start a worker for which no user ID is free.
+const ID_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
 #[derive(Default)]
 pub(super) struct Slot {
     pub(super) state: SlotState,
@@ -64,6 +67,16 @@ pub(super) enum NextStart {
     AfterAtMost(Duration),
     Failed,
     Never,
+}
+
+impl SlotState {
+    /// Returns true if the slot must not get a worker yet.
+    fn waits(self, now: Time) -> bool {
+        match self {
+            Self::Waiting { until: at } | Self::Stopped { probe_at: Some(at) } => at > now,
+            state => matches!(state, Self::Stopped { probe_at: None }),
+        }
+    }
 }
 
 impl Slot {
@@ -200,7 +213,7 @@ impl Model {
 
     /// Removes a worker and decides what happens to its slot.
     pub(super) fn worker_gone(&mut self, id: WorkerId, dead: Dead) {
-        let Dead { is_failure, is_clean, is_early_death } = dead;
+        let Dead { lacks_id, is_failure, is_clean, is_early_death } = dead;
         let worker = self.workers.remove(&id.place).expect("the worker must be in the model");
         let slot = worker.slot as usize;
         // The worker was killed while starting, because a restart or a program change had made it outdated.
@@ -216,6 +229,7 @@ impl Model {
                 return;
             }
             let pause = self.limits.restart.backoff_max.max(SUCCESSOR_INTERVAL_MIN);
+            let pause = if lacks_id { ID_RETRY_INTERVAL } else { pause };
             let after = self.now + pause;
             self.workers.entry(current).and_modify(|worker| worker.next_replacement_at = after);
             self.rolling.clear();
@@ -228,6 +242,7 @@ impl Model {
                 _ if self.is_stopping() => SlotState::Empty,
                 Some(current) => SlotState::Occupied { current, successor: None },
                 None if is_unwanted => SlotState::Vacant(NextStart::Now),
+                None if lacks_id => SlotState::Waiting { until: self.now + ID_RETRY_INTERVAL },
                 None => SlotState::Vacant(match self.limits.restart.policy {
                     RestartPolicy::Never if !(is_clean && worker.is_at_job_limit) => NextStart::Never,
                     RestartPolicy::OnFailure if is_clean && !worker.is_at_job_limit => NextStart::Never,
@@ -341,6 +356,8 @@ impl Model {
     pub(super) fn resize_slots(&mut self) {
         let at_work = self.limits.processes as usize;
         let wanted = at_work + self.limits.start.spares as usize;
+        self.keep_most_useful_slots(false, at_work);
+        self.keep_most_useful_slots(true, wanted);
         while self.slots.len() < wanted {
             self.slots.push(Slot { state: SlotState::Closed, ..Slot::default() });
         }
@@ -360,6 +377,58 @@ impl Model {
         self.reject_without_workers();
     }
 
+    /// Exchanges slots so that the slots beyond `count` are the least useful ones of their kind.
+    fn keep_most_useful_slots(&mut self, is_spare_slot: bool, count: usize) {
+        loop {
+            let of_kind = (0..self.slots.len()).filter(|&slot| {
+                self.slots[slot].is_spare_slot == is_spare_slot && self.slots[slot].state != SlotState::Closed
+            });
+            let (kept, surplus): (Vec<usize>, Vec<usize>) = of_kind.partition(|&slot| slot < count);
+            let Some(&least) = kept.iter().min_by_key(|&&slot| self.usefulness(slot)) else { return };
+            let Some(&most) = surplus.iter().rev().max_by_key(|&&slot| self.usefulness(slot)) else { return };
+            if self.usefulness(least) >= self.usefulness(most) {
+                return;
+            }
+            let is_ready = matches!(self.usefulness(most), 3 | 4);
+            self.coverage.see(if is_ready { "ready worker changes its slot" } else { "slots exchanged" });
+            self.exchange_slots(least, most);
+        }
+    }
+
+    fn exchange_slots(&mut self, one: usize, other: usize) {
+        let renumbered = |slot: usize| match slot {
+            slot if slot == one => other,
+            slot if slot == other => one,
+            slot => slot,
+        };
+        self.slots.swap(one, other);
+        for worker in self.workers.values_mut() {
+            worker.slot = renumbered(worker.slot as usize) as u32;
+            worker.charged_slot = renumbered(worker.charged_slot as usize) as u32;
+        }
+        self.rolling = self.rolling.iter().map(|&slot| renumbered(slot as usize) as u32).collect();
+        self.withheld.iter_mut().for_each(|(_, slot, _)| *slot = renumbered(*slot));
+    }
+
+    /// Returns a rank that is higher the sooner the slot can run jobs.
+    fn usefulness(&self, slot: usize) -> u32 {
+        let entry = &self.slots[slot];
+        let saved_state = entry.saved_state.filter(|state| state.waits(self.now));
+        match saved_state.unwrap_or(entry.state) {
+            SlotState::Stopped { .. } => 0,
+            SlotState::Occupied { current, .. } => {
+                let worker = &self.workers[&current];
+                match worker.phase {
+                    _ if !worker.is_alive() || self.is_stuck(worker) => 1,
+                    Phase::Spawned | Phase::Initializing { .. } => 2,
+                    Phase::Ready => 3 + u32::from(!worker.jobs.is_empty()),
+                    Phase::Draining { .. } => 1,
+                }
+            }
+            _ => 1,
+        }
+    }
+
     /// Opens a slot for a new worker. If another worker still occupies the slot, the new worker starts after
     /// that worker is gone.
     pub(super) fn open(&mut self, slot: usize) {
@@ -377,11 +446,7 @@ impl Model {
     /// Restores the backoff or stopped state that the slot had before the bulkhead was scaled to zero.
     fn restore_backoff(&mut self, slot: usize) -> bool {
         let now = self.now;
-        let waits = |state: &SlotState| match state {
-            SlotState::Waiting { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
-            state => matches!(state, SlotState::Stopped { probe_at: None }),
-        };
-        let state = self.slots[slot].saved_state.take().filter(waits);
+        let state = self.slots[slot].saved_state.take().filter(|state| state.waits(now));
         if let Some(state) = state {
             self.coverage.see("backoff continues after scaling to zero");
             self.slots[slot].state = state;
