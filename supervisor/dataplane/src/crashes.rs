@@ -426,7 +426,7 @@ fn crash_job(held: &HeldJob, record: Option<&JobData>, room: &mut usize) -> Cras
         operation: text(record.map(|record| &*record.operation)),
         tenant: text(record.map(|record| &*record.tenant)),
         trace_id: record.and_then(JobData::trace_id).map(str::to_owned),
-        attempts: held.attempts,
+        attempts: record.map_or(0, |record| record.earlier_attempts) + held.attempts,
         ran_ms: millis(held.ran),
         is_answered: record.is_none(),
         is_unread: held.is_unread,

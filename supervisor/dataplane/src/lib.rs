@@ -146,6 +146,8 @@ pub(crate) struct JobData {
     priority: Priority,
     /// Metrics label of the job's tenant.
     label: u32,
+    /// Number of attempts in all bulkheads that passed the job on. Policy does not count these attempts.
+    earlier_attempts: u32,
     held: HeldPayload,
     /// Position of the job's frame among the bytes sent to the worker.
     position: JobPosition,
@@ -168,6 +170,12 @@ impl JobData {
 
     fn trace_id(&self) -> Option<&str> {
         self.trace.as_deref().map(Trace::id)
+    }
+
+    /// Prepares the record of a job that is passed on after `attempts` attempts in the current bulkhead.
+    fn pass_on(&mut self, attempts: u32) {
+        self.earlier_attempts += attempts;
+        self.status = None;
     }
 }
 
