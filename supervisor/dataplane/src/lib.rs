@@ -85,7 +85,7 @@ use background::{Background, Done};
 use buffers::Buffers;
 use bulkheads::{Bulkheads, Compartments, JobListQueue, JobListSource, SnapshotQueue, SnapshotSource};
 use commands::CommandQueue;
-use crashes::Crashes;
+use crashes::{Crashes, RetriedCrash};
 use descriptors::Intake;
 use fallback::FallbackState;
 use handover::Handover;
@@ -154,6 +154,8 @@ pub(crate) struct JobData {
     charge: Charge,
     /// Exit status of the program that ran the job, if known.
     status: Option<i32>,
+    /// Last crash after which policy decided to retry the job in the current bulkhead.
+    retried: Option<Box<RetriedCrash>>,
     /// State needed to pass the job on to a fallback.
     fallback: Option<Box<FallbackState>>,
 }
@@ -175,7 +177,7 @@ impl JobData {
     /// Prepares the record of a job that is passed on after `attempts` attempts in the current bulkhead.
     fn pass_on(&mut self, attempts: u32) {
         self.earlier_attempts += attempts;
-        self.status = None;
+        (self.status, self.retried) = (None, None);
     }
 }
 
