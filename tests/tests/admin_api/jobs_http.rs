@@ -113,6 +113,20 @@ fn kept_alive_connection_serves_jobs_of_any_size() {
 }
 
 #[test]
+fn chunked_payload_with_expect_keeps_the_connection() {
+    let (supervisor, place) = start();
+    let mut connection = place.keep_alive();
+    for _ in 0..2 {
+        let head = [TOKEN, "Transfer-Encoding: chunked", "Expect: 100-continue"];
+        connection.socket().send_head("POST", JOBS, &head, None);
+        connection.socket().write_all(b"2\r\nhi\r\n0\r\n\r\n").unwrap();
+        let answer = connection.answer().expect("an answer");
+        assert_eq!((answer.status, answer.header("connection")), (200, ""), "{}", answer.text());
+    }
+    assert_eq!(supervisor.number("b", "done"), 2);
+}
+
+#[test]
 fn pipelined_jobs_are_answered_in_order() {
     let (supervisor, place) = start();
     let mut connection = place.keep_alive();
