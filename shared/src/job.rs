@@ -9,11 +9,11 @@ use std::time::Duration;
 use crate::Vocabulary as _;
 use crate::vocabulary::codes;
 
-/// Job ID, unique within one bulkhead of one supervisor. Used in outcomes, events, logs and crash reports, and on the
-/// worker's link. [`Display`](fmt::Display) defines the text form.
+/// Job ID, unique within one supervisor. Used in outcomes, events, logs and crash reports, and on the worker's link.
+/// [`Display`](fmt::Display) defines the text form.
 ///
-/// The low 24 bits are an index into the job table that the supervisor keeps for the bulkhead. The other bits
-/// are a sequence number, so that a late reply never matches another job.
+/// The low 24 bits are an index into the job table of the bulkhead that first accepted the job. The other bits are a
+/// sequence number, so that a late reply never matches another job. A fallback does not change the ID.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub u64);
 

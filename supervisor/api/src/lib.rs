@@ -33,7 +33,7 @@ pub use native::{
     NativeFrame, NativeThread, hex,
 };
 pub use outcome::{JobOutcome, Problem, millis};
-pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
+pub use reload::{BulkheadChange, ChangeKind, Changes, ConfigProblem, RejectedConfig, Reloaded};
 pub use responses::{Done, LogLine, Readiness, ShortState, UpgradeStep};
 pub use snapshot::{
     Adaptive, Bulkheads, Confinement, Latencies, Percentiles, Rate, Snapshot, Tenant, Worker,

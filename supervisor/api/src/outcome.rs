@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::crash::base64_text;
-use crate::{Text, Word};
+use crate::{RejectedConfig, Text, Word};
 
 /// The outcome of a job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -125,11 +125,14 @@ pub struct Problem {
     pub fields: Map<String, Value>,
 }
 
-/// Additional fields that a problem document can have: the fields of a job's outcome, and a trace ID.
+/// Additional fields that a problem document can have: the fields of a job's outcome, a trace ID, and the errors of a
+/// configuration.
 #[derive(Serialize, JsonSchema)]
 struct ProblemFields {
     #[serde(flatten)]
     outcome: Option<JobOutcome>,
+    #[serde(flatten)]
+    config: Option<RejectedConfig>,
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
 }

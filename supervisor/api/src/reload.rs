@@ -19,6 +19,32 @@ pub struct Reloaded {
     pub changes: Changes,
 }
 
+/// Fields of the problem document for a configuration with errors.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
+pub struct RejectedConfig {
+    /// All errors in the configuration, sorted by file and line.
+    pub errors: Vec<ConfigProblem>,
+    /// Path of the configuration file.
+    pub file: String,
+}
+
+/// An error in the configuration.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
+pub struct ConfigProblem {
+    /// Path of the file that contains the error: the configuration file or a file in `conf.d`.
+    pub file: String,
+    /// Line number, starting at 1. Absent if the file as a whole could not be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub line: Option<usize>,
+    /// Column number in characters, starting at 1. Absent if the file as a whole could not be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub column: Option<usize>,
+    /// Description of the error.
+    pub message: String,
+    /// Suggested correction.
+    pub help: Option<String>,
+}
+
 /// Changes between two versions of the configuration.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]

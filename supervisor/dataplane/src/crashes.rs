@@ -21,7 +21,9 @@ use bulkhead_plane::crash::{
     self, CrashRecord, REPORTS_WAITING_MAX, RecordKind, cause_of, late_job_cause, recorded_signal,
 };
 use bulkhead_plane::program::Program;
-use bulkhead_policy::{Bulkhead, Death, Ending, HeldJob, JobOutcome, KillReason, PostMortem, Time, WorkerId};
+use bulkhead_policy::{
+    Bulkhead, Death, Ending, HeldJob, JobOutcome, KillReason, OperatorEvent, PostMortem, Time, WorkerId,
+};
 use bulkhead_shared::{JobId, Verdict};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -57,6 +59,13 @@ struct BulkheadCrashes {
     limit: ReportLimit,
     /// Deaths of workers that occurred before the workers became ready.
     start_failures: StartFailures,
+}
+
+/// A crash after which a job is retried.
+pub(super) struct RetriedCrash {
+    /// Number of attempts in the bulkhead so far, including the attempt that crashed.
+    attempts: u32,
+    report: Option<CrashId>,
 }
 
 /// Permission to create a single crash report.
@@ -330,11 +339,28 @@ impl Crashes {
         (pid == Some(dead)).then_some(id)
     }
 
-    /// Returns the ID of the crash report about the worker whose death ended a job. Returns `None` unless this death is
-    /// currently being handled.
+    /// If `event` reports a retry, records the crash in the job's record. Also adds the attempts in other bulkheads to
+    /// the event.
+    pub(super) fn record_retry(&self, policy: &mut Bulkhead<Box<JobData>>, event: &mut OperatorEvent) {
+        if let OperatorEvent::JobRetried { job, attempts, worker_pid, .. } = event
+            && let Some(record) = policy.record_mut(*job)
+        {
+            let report = self.report_about(*worker_pid);
+            record.retried = Some(Box::new(RetriedCrash { attempts: *attempts, report }));
+            *attempts += record.earlier_attempts;
+        }
+    }
+
+    /// Returns the ID of the crash report about the last attempt of a crashed job. This crash is currently being
+    /// handled, unless a retry was decided but never ran.
     pub(super) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
-        let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
-        self.report_about(answer.worker_pid.filter(|_| has_crashed))
+        if !matches!(answer.verdict, Verdict::Crashed { .. }) {
+            return None;
+        }
+        match answer.record.retried.as_deref().filter(|crash| crash.attempts == answer.attempts) {
+            Some(crash) => crash.report,
+            None => self.report_about(answer.worker_pid),
+        }
     }
 
     /// Records that a death has been handled. Later events do not contain the ID of its crash report.
@@ -426,7 +452,7 @@ fn crash_job(held: &HeldJob, record: Option<&JobData>, room: &mut usize) -> Cras
         operation: text(record.map(|record| &*record.operation)),
         tenant: text(record.map(|record| &*record.tenant)),
         trace_id: record.and_then(JobData::trace_id).map(str::to_owned),
-        attempts: held.attempts,
+        attempts: record.map_or(0, |record| record.earlier_attempts) + held.attempts,
         ran_ms: millis(held.ran),
         is_answered: record.is_none(),
         is_unread: held.is_unread,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_policy::{JobOutcome, Submission, Time};
-use bulkhead_shared::{Executed, Outcome, Priority, RejectReason, Verdict};
+use bulkhead_shared::{Executed, JobId, Outcome, Priority, RejectReason, Verdict};
 
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{JobData, link_bytes};
@@ -25,6 +25,8 @@ pub(super) struct FallbackState {
     priority: Priority,
     idempotent: bool,
     cost: u32,
+    /// ID that the job got in the first bulkhead that accepted the job. All later bulkheads use the same ID.
+    job: Option<JobId>,
     /// Combined result of all bulkheads that passed the job on. `None` if the job is still in the bulkhead to which it
     /// was submitted.
     earlier: Option<EarlierResult>,
@@ -35,7 +37,6 @@ struct EarlierResult {
     /// First crash or, if the job has not run, the outcome in the bulkhead to which the job was submitted. The client
     /// receives this outcome if no fallback produces a better one.
     outcome: Outcome,
-    attempts: u32,
     ran: Duration,
     worker_pid: Option<u32>,
 }
@@ -69,7 +70,19 @@ impl FallbackState {
         (received, limit): (Time, Duration),
         (run_limit, priority, idempotent, cost): (Option<Duration>, Priority, bool, u32),
     ) -> Self {
-        Self { entry, chain, next: 0, received, limit, run_limit, priority, idempotent, cost, earlier: None }
+        Self {
+            entry,
+            chain,
+            next: 0,
+            received,
+            limit,
+            run_limit,
+            priority,
+            idempotent,
+            cost,
+            job: None,
+            earlier: None,
+        }
     }
 
     /// Returns the bulkhead to which the client submitted the job.
@@ -90,11 +103,6 @@ impl FallbackState {
     /// Returns true if the job was already passed on to a fallback.
     pub(super) fn is_at_fallback(&self) -> bool {
         self.earlier.is_some()
-    }
-
-    /// Returns true if the job has run in a bulkhead that passed the job on.
-    pub(super) fn has_run(&self) -> bool {
-        self.earlier.as_ref().is_some_and(|earlier| earlier.attempts > 0)
     }
 
     /// Returns the name of the fallback that has the job, or `None` if the job was not passed on.
@@ -141,18 +149,18 @@ impl FallbackState {
         answer: &JobOutcome<Box<JobData>>,
         outcome: impl FnOnce() -> Outcome,
     ) {
-        let (attempts, ran, worker_pid) = (answer.attempts, answer.ran, answer.worker_pid);
+        let (ran, worker_pid) = (answer.ran, answer.worker_pid);
         match &mut self.earlier {
             Some(earlier) => {
-                earlier.attempts += attempts;
                 earlier.ran += ran;
                 earlier.worker_pid = worker_pid.or(earlier.worker_pid);
                 if is_crash(&answer.verdict) && !is_crash(&earlier.outcome.verdict) {
                     earlier.outcome = outcome();
                 }
             }
-            None => self.earlier = Some(EarlierResult { outcome: outcome(), attempts, ran, worker_pid }),
+            None => self.earlier = Some(EarlierResult { outcome: outcome(), ran, worker_pid }),
         }
+        self.job = self.job.or(answer.job);
         self.next = position + 1;
     }
 
@@ -164,6 +172,7 @@ impl FallbackState {
     /// Returns the submission to send to a fallback. `left` is the time that remains until the deadline.
     pub(super) fn submission(&self, left: Duration, record: Box<JobData>) -> Submission<Box<JobData>> {
         Submission {
+            job: self.job,
             deadline: Some(left),
             run_limit: self.run_limit,
             priority: self.priority,
@@ -177,8 +186,9 @@ impl FallbackState {
     }
 
     /// Combines an outcome with the results of the bulkheads that passed the job on. The numbers of attempts and the
-    /// times are added up. Returns `None` if the job was never passed on.
-    pub(super) fn combine(&self, now: Time, outcome: &Outcome) -> Option<Outcome> {
+    /// times are added up. The outcome names the job even if only a fallback has accepted the job. Returns `None` if the
+    /// job was never passed on.
+    pub(super) fn combine(&self, now: Time, outcome: &Outcome, record: &JobData) -> Option<Outcome> {
         let earlier = self.earlier.as_ref()?;
         let has_crashed = is_crash(&earlier.outcome.verdict);
         let is_rejected = match &outcome.verdict {
@@ -187,12 +197,14 @@ impl FallbackState {
             _ => false,
         };
         let mut combined = if is_rejected { earlier.outcome.clone() } else { outcome.clone() };
-        combined.attempts = earlier.attempts + outcome.attempts;
+        combined.job = self.job.or(outcome.job);
+        combined.attempts = record.earlier_attempts + outcome.attempts;
         combined.ran = earlier.ran + outcome.ran;
         combined.queued = now.since(self.received).saturating_sub(combined.ran);
         combined.worker_pid = outcome.worker_pid.or(earlier.worker_pid);
         combined.deadline = self.limit;
-        if let (Verdict::Cancelled { executed }, true) = (&mut combined.verdict, self.has_run()) {
+        if let (Verdict::Cancelled { executed }, true) = (&mut combined.verdict, record.earlier_attempts > 0)
+        {
             *executed = Executed::Yes;
         }
         Some(combined)

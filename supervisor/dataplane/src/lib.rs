@@ -85,7 +85,7 @@ use background::{Background, Done};
 use buffers::Buffers;
 use bulkheads::{Bulkheads, Compartments, JobListQueue, JobListSource, SnapshotQueue, SnapshotSource};
 use commands::CommandQueue;
-use crashes::Crashes;
+use crashes::{Crashes, RetriedCrash};
 use descriptors::Intake;
 use fallback::FallbackState;
 use handover::Handover;
@@ -146,12 +146,16 @@ pub(crate) struct JobData {
     priority: Priority,
     /// Metrics label of the job's tenant.
     label: u32,
+    /// Number of attempts in all bulkheads that passed the job on. Policy does not count these attempts.
+    earlier_attempts: u32,
     held: HeldPayload,
     /// Position of the job's frame among the bytes sent to the worker.
     position: JobPosition,
     charge: Charge,
     /// Exit status of the program that ran the job, if known.
     status: Option<i32>,
+    /// Last crash after which policy decided to retry the job in the current bulkhead.
+    retried: Option<Box<RetriedCrash>>,
     /// State needed to pass the job on to a fallback.
     fallback: Option<Box<FallbackState>>,
 }
@@ -168,6 +172,12 @@ impl JobData {
 
     fn trace_id(&self) -> Option<&str> {
         self.trace.as_deref().map(Trace::id)
+    }
+
+    /// Prepares the record of a job that is passed on after `attempts` attempts in the current bulkhead.
+    fn pass_on(&mut self, attempts: u32) {
+        self.earlier_attempts += attempts;
+        (self.status, self.retried) = (None, None);
     }
 }
 

@@ -39,7 +39,7 @@ pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<Even
             payload_bytes,
             reason: verdict.reason().map(|reason| reason.to_owned().into()),
             message: verdict.message().map(str::to_owned),
-            attempts: answer.attempts,
+            attempts: record.earlier_attempts + answer.attempts,
         }
     })
 }

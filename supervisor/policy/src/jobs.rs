@@ -2,6 +2,7 @@
 //! removed. `queue` owns the order of waiting jobs. The submodules of `bulkhead` decide about the jobs, and change
 //! their states.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bulkhead_shared::{JobId, Priority, Verdict};
@@ -126,6 +127,8 @@ pub(crate) enum JobState {
 pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
+    /// Indexes of the jobs whose ID names another index, because another bulkhead assigned the ID.
+    passed_on: BTreeMap<JobId, u32>,
     sequence: u64,
     /// Maximum number of remaining jobs at which a removal tries to shrink the table. After each attempt, this value is
     /// set to half the current number of jobs.
@@ -134,7 +137,13 @@ pub(crate) struct Jobs<T> {
 
 impl<T> Default for Jobs<T> {
     fn default() -> Self {
-        Self { table: Vec::new(), free: Vec::new(), sequence: 0, shrink_below: usize::MAX }
+        Self {
+            table: Vec::new(),
+            free: Vec::new(),
+            passed_on: BTreeMap::new(),
+            sequence: 0,
+            shrink_below: usize::MAX,
+        }
     }
 }
 
@@ -168,10 +177,16 @@ impl<T> Jobs<T> {
             self.table.push(None);
             self.table.len() as u32 - 1
         });
-        self.sequence = submission.sequence.max(self.sequence + 1);
+        let id = submission.job.unwrap_or_else(|| {
+            self.sequence = submission.sequence.max(self.sequence + 1);
+            JobId(self.sequence << INDEX_BITS | u64::from(index))
+        });
+        if index_in(id) != index {
+            self.passed_on.insert(id, index);
+        }
         let hard_run_limit = limits.run_limit.unwrap_or(Duration::MAX);
         self.table[index as usize] = Some(Job {
-            id: JobId(self.sequence << INDEX_BITS | u64::from(index)),
+            id,
             record: Some(submission.record),
             received: now,
             queue_timeout_at: limits.queue_timeout.map(|timeout| now + timeout),
@@ -204,9 +219,9 @@ impl<T> Jobs<T> {
 
     /// Returns the index of a job, or `None` if the job was removed.
     pub(crate) fn find(&self, id: JobId) -> Option<u32> {
-        let index = (id.0 & ((1 << INDEX_BITS) - 1)) as u32;
-        let job = self.table.get(index as usize)?.as_ref()?;
-        (job.id == id).then_some(index)
+        let index = index_in(id);
+        let is_there = self.at(index as usize).is_some_and(|job| job.id == id);
+        if is_there { Some(index) } else { self.passed_on.get(&id).copied() }
     }
 
     /// Returns the job at an index. The job must not have been removed.
@@ -249,6 +264,10 @@ impl<T> Jobs<T> {
     /// Removes a job that is in neither a queue nor a worker.
     pub(crate) fn remove(&mut self, index: u32) {
         debug_assert!(matches!(self.get(index).state, JobState::Unplaced));
+        if !self.passed_on.is_empty() {
+            let id = self.id(index);
+            self.passed_on.remove(&id);
+        }
         self.table[index as usize] = None;
         self.free.push(index);
         if self.free.len() == self.table.len() && self.table.len() > RETAINED_LEN_MAX {
@@ -282,6 +301,11 @@ impl<T> Jobs<T> {
     }
 }
 
+/// Returns the index that a job ID contains.
+fn index_in(id: JobId) -> u32 {
+    (id.0 & ((1 << INDEX_BITS) - 1)) as u32
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -301,6 +325,25 @@ mod tests {
         assert_eq!((jobs.find(old), jobs.find(jobs.id(again))), (None, Some(again)));
         jobs.get(all[1]).state = JobState::Queued;
         assert_eq!(jobs.queued(), [all[1]]);
+    }
+
+    #[test]
+    fn job_from_another_bulkhead_keeps_its_id() {
+        let (mut other, mut jobs) = (Jobs::default(), Jobs::default());
+        let others: Vec<u32> = (0..3).map(|n| insert(&mut other, n)).collect();
+        let ids: Vec<JobId> = others.into_iter().map(|index| other.id(index)).collect();
+        let own = insert(&mut jobs, 3);
+        let pass_on = |jobs: &mut Jobs<u32>, id| {
+            let submission = Submission { job: Some(id), sequence: 9, ..Submission::new(4) };
+            jobs.insert(Time::ZERO, submission, Duration::from_secs(1), &Limits::default())
+        };
+        // Each of the two jobs gets the index that the other job's ID contains.
+        let passed_on: Vec<u32> = [ids[2], ids[1]].map(|id| pass_on(&mut jobs, id)).into();
+        assert_eq!(passed_on.iter().map(|&index| jobs.id(index)).collect::<Vec<_>>(), [ids[2], ids[1]]);
+        assert_eq!([ids[2], ids[1]].map(|id| jobs.find(id)), [Some(passed_on[0]), Some(passed_on[1])]);
+        assert_eq!(jobs.find(jobs.id(own)), Some(own));
+        passed_on.iter().for_each(|&index| jobs.remove(index));
+        assert_eq!((jobs.find(ids[1]), jobs.find(ids[2]), jobs.passed_on.len()), (None, None, 0));
     }
 
     #[test]

@@ -34,6 +34,9 @@ pub struct Submission<T> {
     /// Lower bound for the job's sequence number, which becomes part of the [`JobId`]. A caller with several bulkheads
     /// uses one sequence for all of them, so that job IDs are unique.
     pub sequence: u64,
+    /// ID that the job got in another bulkhead, which passed the job on. The job keeps this ID. `None` if the job has no
+    /// ID yet.
+    pub job: Option<JobId>,
     /// Requested deadline, which is clamped to `deadline_max`. `None` selects the bulkhead's default.
     pub deadline: Option<Duration>,
     /// Maximum run time of each attempt, measured from dispatch. The bulkhead's own `run_limit` also applies.
@@ -66,6 +69,7 @@ impl<T> Submission<T> {
         Self {
             record,
             sequence: 0,
+            job: None,
             deadline: None,
             run_limit: None,
             priority: Priority::Normal,

@@ -64,6 +64,18 @@ fn operations(document: &Value) -> Vec<(String, String, Value)> {
 fn compare(document: &Value, said: &Value, answer: &Answer, asked: &str) {
     let response = &said["responses"][answer.status.to_string()];
     assert!(response.is_object(), "{asked}: {} is not in the document: {}", answer.status, answer.text());
+    let of_jobs =
+        |name: &str| name.starts_with("bulkhead-") || ["retry-after", "traceparent"].contains(&name);
+    for (name, value) in answer.headers.iter().filter(|(name, _)| of_jobs(name)) {
+        let schema = &response["headers"][name]["schema"];
+        assert!(schema.is_object(), "{asked}: the {name} header of {} is not in the document", answer.status);
+        let value = match schema["type"].as_str() {
+            Some("string") => value.clone().into(),
+            _ => serde_json::from_str(value)
+                .unwrap_or_else(|error| panic!("{asked}: {name}: {value}: {error}")),
+        };
+        fits(document, schema, &value, &format!("{asked} {name}"));
+    }
     let kind = answer.header("content-type");
     let content = &response["content"][kind];
     assert!(content.is_object(), "{asked}: {} as {kind:?} is not in the document", answer.status);
@@ -103,8 +115,10 @@ fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
     if let Some(words) = schema["enum"].as_array() {
         assert!(words.contains(value), "{asked}: {value} is not one of {words:?}");
     }
-    for (name, property) in schema["properties"].as_object().into_iter().flatten() {
-        if let Some(value) = value.get(name) {
+    if let (Some(properties), Some(fields)) = (schema["properties"].as_object(), value.as_object()) {
+        for (name, value) in fields {
+            let property = properties.get(name);
+            let property = property.unwrap_or_else(|| panic!("{asked}: {name} is not in the document"));
             fits(document, property, value, &format!("{asked} {name}"));
         }
     }
@@ -255,6 +269,27 @@ fn every_route_matches_the_openapi_document() {
         let answer = place.ask(method, &path, &headers, body);
         compare(&document, said, &answer, &format!("{method} {path}"));
     }
+    // Responses that need a certain state: a job with a trace, a bulkhead that drains, and an invalid configuration.
+    let ask = |method: &str, path: &str, headers: &[&str], query: &str| {
+        let description = &document["paths"][path][method.to_lowercase()];
+        let answer = place.ask(method, &(path.replace("{name}", "b") + query), headers, b"");
+        compare(&document, description, &answer, &format!("{method} {path}"));
+        answer
+    };
+    let traced = [BEARER, "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"];
+    supervisor.post("/v1/bulkheads/b/drain");
+    let answer = ask("POST", "/v1/bulkheads/{name}/jobs", &traced, "");
+    answer.rejected(503, "draining");
+    assert!(answer.headers.contains_key("traceparent"), "{answer:?}");
+    let answer = ask("GET", "/readyz", &[], "?bulkhead=b");
+    assert_eq!((answer.status, answer.header("bulkhead-executed")), (503, "no"), "{answer:?}");
+    supervisor.post("/v1/bulkheads/b/resume");
+    let answer = ask("POST", "/v1/bulkheads/{name}/jobs", &traced, "");
+    assert_eq!(answer.status, 200, "{answer:?}");
+    assert!(answer.headers.contains_key("bulkhead-worker-pid"), "{answer:?}");
+    supervisor.configure("", "[bulkhead.b]\nunknown = 1\n");
+    let problem = ask("POST", "/v1/reload", &[BEARER], "").problem(422);
+    assert!(problem["errors"][0]["line"].is_u64(), "{problem}");
 }
 
 /// Returns the path of the `schemathesis` program, which generates requests from the OpenAPI document.

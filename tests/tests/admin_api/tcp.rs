@@ -112,6 +112,7 @@ fn routes_except_health_checks_require_the_token() {
         ("GET", "/openapi.json"),
         ("POST", "/v1/bulkheads/b/jobs"),
         ("POST", "/v1/bulkheads/b/drain"),
+        ("POST", "/v1/upgrade"),
         ("PATCH", "/v1/bulkheads/b"),
         ("GET", "/v1/nothing"),
         ("GET", "/"),
@@ -158,6 +159,7 @@ fn routes_except_health_checks_require_the_token() {
     let answer = place.ask("GET", "/v1/bulkheads/b", &[BEARER], b"");
     assert_eq!((answer.status, answer.json()["name"].as_str()), (200, Some("b")));
     place.ask("GET", "/v1/nothing", &[BEARER], b"").problem(404);
+    place.ask("POST", "/v1/upgrade", &[BEARER], b"").problem(403);
     let answer = place.job("b", "echo", &[BEARER], b"over tcp");
     assert_eq!((answer.status, &answer.body[..]), (200, &b"over tcp"[..]));
     assert_eq!(place.job("b", "echo", &["authorization: bearer a-token-of-the-tests"], b"").status, 200);

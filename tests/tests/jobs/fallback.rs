@@ -739,6 +739,86 @@ fn job_that_expires_in_fallback_queue_counts_as_not_run() {
     auditor.finish();
 }
 
+// Job numbers.
+
+#[test]
+fn crashed_job_keeps_its_number_in_the_fallback() {
+    let crash = "echo number $BULKHEAD_JOB >&2; kill -KILL $$";
+    let supervisor = Supervisor::start(&format!(
+        "[defaults]\ndeadline = \"60s\"\nenv = {{ PATH = \"/usr/bin:/bin\" }}\n\
+         [bulkhead.other]\n{WORKER}\n\
+         [bulkhead.entry]\nexec = [\"sh\", \"-c\", \"{crash}\"]\nfallback = [\"second\", \"safe\"]\n\
+         [bulkhead.second]\nexec = [\"sh\", \"-c\", \"{crash}\"]\n\
+         [bulkhead.safe]\nexec = [\"sh\", \"-c\", \"printf %s $BULKHEAD_JOB\"]\ntenants.isolate = true\n"
+    ));
+    run(async {
+        let client = connect(&supervisor).await;
+        let reply = client.job("entry", "").tenant("t").idempotent(true).send().await.unwrap();
+        let number = reply.outcome().job.expect("a number").to_string();
+        assert_eq!(String::from_utf8_lossy(reply.payload()), number, "the last program");
+        assert_eq!((reply.outcome().bulkhead.as_str(), reply.outcome().attempts), ("safe", 3));
+        let crashed = supervisor.wait_events("job_crashed", 2);
+        for (event, (bulkhead, attempts)) in crashed.iter().zip([("entry", 1), ("second", 2)]) {
+            assert_eq!(event["job"], *number, "{event}");
+            assert_eq!((&event["bulkhead"], &event["attempts"]), (&bulkhead.into(), &attempts.into()));
+            let report = supervisor.crash_report(event["report"].as_str().expect("a report"));
+            let job = &report["jobs"][0];
+            assert_eq!((&job["job"], &job["attempts"]), (&(*number).into(), &attempts.into()), "{report}");
+            assert!(report["stderr_tail"].as_str().unwrap().contains(&number), "{report}");
+        }
+    });
+}
+
+#[test]
+fn job_in_fallback_is_listed_and_cancelled_by_its_number() {
+    let supervisor = start("", "max_queue = 5");
+    run(async {
+        let client = connect(&supervisor).await;
+        let running = spawn(client.job("safe", "").operation("steps:wait end"));
+        supervisor.wait_number("safe", "in_flight", 1);
+        let waiting = steps(&client, "die").idempotent(true).start().await.unwrap();
+        supervisor.wait_number("safe", "queued", 1);
+        let crashed = supervisor.wait_events("job_crashed", 1);
+        let number = crashed[0]["job"].as_str().expect("a number");
+        let jobs = supervisor.get("/v1/jobs?bulkhead=safe&state=queued");
+        let job = &jobs["jobs"][0];
+        assert_eq!((&job["job"], &job["attempts"]), (&number.into(), &1.into()), "{jobs}");
+        let (status, answer) = supervisor.post(&format!("/v1/bulkheads/safe/jobs/{number}/cancel"));
+        assert_eq!(status, 200, "{answer}");
+        let error = waiting.await.unwrap_err();
+        let told = error.outcome().unwrap();
+        assert_eq!((outcome(&Err(error.clone())).as_str(), told.attempts), ("cancelled/", 1));
+        assert_eq!(told.job.expect("a number").to_string(), number);
+        assert_eq!(supervisor.wait_events("job_cancelled", 1)[0]["job"], number);
+        supervisor.touch("end");
+        assert_eq!(outcome(&running.await.unwrap()), "ok");
+    });
+}
+
+#[test]
+fn rejected_job_has_the_number_that_the_fallback_assigned() {
+    let supervisor = start("", "max_queue = 5");
+    supervisor.resize("entry", FORCED_OPEN);
+    run(async {
+        let client = connect(&supervisor).await;
+        let running = spawn(client.job("safe", "").operation("steps:wait end"));
+        supervisor.wait_number("safe", "in_flight", 1);
+        let waiting = spawn(steps(&client, "echo"));
+        supervisor.wait_number("safe", "queued", 1);
+        let jobs = supervisor.get("/v1/jobs?bulkhead=safe&state=queued");
+        assert_eq!(supervisor.post("/v1/bulkheads/safe/drain").0, 200);
+        let rejected = waiting.await.unwrap();
+        assert_eq!(end(&rejected), ended("rejected/circuit_open", "entry"));
+        let told = rejected.unwrap_err().outcome().cloned().unwrap();
+        assert_eq!(told.job.expect("a number").to_string(), jobs["jobs"][0]["job"], "{jobs}");
+        supervisor.touch("end");
+        assert_eq!(outcome(&running.await.unwrap()), "ok");
+        // No bulkhead accepts this job, so the job has no number.
+        let refused = steps(&client, "echo").send().await.unwrap_err();
+        assert_eq!(refused.outcome().unwrap().job, None);
+    });
+}
+
 // Cancellation and shutdown.
 
 #[test]

@@ -6,6 +6,7 @@ use std::process::Output;
 use std::time::Instant;
 
 use bulkhead_client::blocking::Client;
+use bulkhead_tests::http::Place;
 use bulkhead_tests::{
     Supervisor, children, is_alive, kill_pid, not_run, outcome, overrun_blocking, programs, tally, wait_for,
 };
@@ -140,6 +141,33 @@ fn crashed_outcome_names_its_report() {
     assert_eq!(json["report"], id(reports(&supervisor, 4).last().unwrap()), "{json}");
     let fine = client.job("b", "p").send().unwrap();
     assert_eq!(fine.outcome().report, None);
+}
+
+#[test]
+fn outcome_names_the_last_crash_if_no_retry_ran() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"sh\", \"-c\", \"while [ -e hold ]; do sleep 0.02; done; exec MISBEHAVE\"]\n\
+         retry = { attempts = 2, budget = 1.0 }\nmax_queue = 5\ndeadline = \"60s\"\n",
+    );
+    supervisor.wait_number("b", "available", 1);
+    // No worker can start any more, so the retry waits.
+    supervisor.touch("hold");
+    let (retried, answer) = std::thread::scope(|scope| {
+        let job = || Place::of(&supervisor).job("b", "abort", &["Bulkhead-Idempotent: true"], b"x");
+        let job = scope.spawn(job);
+        let retried = supervisor.wait_events("job_retried", 1).remove(0);
+        supervisor.wait_number("b", "queued", 1);
+        assert_eq!(supervisor.get("/v1/jobs")["jobs"][0]["attempts"], 1);
+        assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
+        (retried, job.join().unwrap())
+    });
+    let report = retried["report"].as_str().expect("a report");
+    let problem = answer.problem(502);
+    assert_eq!((&problem["outcome"], &problem["attempts"]), (&"crashed".into(), &1.into()), "{problem}");
+    assert_eq!((&problem["report"], answer.header("bulkhead-report")), (&report.into(), report), "{problem}");
+    assert_eq!(supervisor.wait_events("job_crashed", 1)[0]["report"], report);
+    let report = supervisor.crash_report(report);
+    assert_eq!(report["jobs"][0]["job"], problem["job"], "{report}");
 }
 
 #[test]

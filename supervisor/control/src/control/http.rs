@@ -16,7 +16,7 @@ use bulkhead_shared::RejectReason;
 
 use super::connections::{Admission, REQUEST_TIMEOUT};
 use super::outcomes::{OUTCOME, bulkhead_of, reject_early, reject_request};
-use super::responses::{BODY_BYTES_MAX, EXECUTED, JSON, PROBLEM, RETRYABLE, is_retryable, problem};
+use super::responses::{BODY_BYTES_MAX, JSON, PROBLEM, is_retryable, problem, retry_headers};
 use super::{Shared, cross_site, routes};
 
 /// Builds the router shared by the Unix socket and TCP.
@@ -103,14 +103,9 @@ pub(super) async fn complete_with(
     // Browsers must not interpret results or output as a page or script, because workers control the contents.
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.entry(header::CONTENT_SECURITY_POLICY).or_insert(HeaderValue::from_static(INERT));
-    if is_retryable(status) {
-        headers.entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
-    }
-    // A response that contains an outcome already has these headers. Any other response means that no job started.
-    if is_job || is_retryable(status) {
-        let retryable = if is_retryable(status) { "true" } else { "false" };
-        headers.entry(EXECUTED).or_insert(HeaderValue::from_static("no"));
-        headers.entry(RETRYABLE).or_insert(HeaderValue::from_static(retryable));
+    // A response that contains an outcome already has these headers.
+    for (name, value) in retry_headers(is_job, status) {
+        headers.entry(name).or_insert(HeaderValue::from_static(value));
     }
     if version == Version::HTTP_10 && closes {
         // If the response had version 1.1, hyper would add `keep-alive` to the `Connection` header for
@@ -134,6 +129,7 @@ mod tests {
     use hyper_util::service::TowerToHyperService;
 
     use super::super::outcomes;
+    use super::super::responses::{EXECUTED, RETRYABLE};
     use super::*;
 
     /// Number of places in each file where a request is answered with 503 or 429. Such a response tells the client that

@@ -14,7 +14,7 @@ use axum::Extension;
 use axum::body::Body;
 use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::Response;
 use bulkhead_config::Config;
 use bulkhead_plane::access::{HttpClient, TokenGrant};
@@ -46,7 +46,8 @@ const UPLOAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// permit.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
 
-const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+/// Request and response header with the W3C trace context of a job.
+pub(super) const TRACEPARENT: &str = "traceparent";
 
 /// Handles `POST /v1/bulkheads/{name}/jobs`.
 pub(super) async fn submit(

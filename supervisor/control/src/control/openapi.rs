@@ -2,6 +2,7 @@
 //! `routes` contains the table of routes, and builds the router from the same table. This module does not handle
 //! requests.
 
+use axum::http::StatusCode;
 use axum::routing::MethodRouter;
 use bulkhead_api::{Problem, Readiness};
 use schemars::SchemaGenerator;
@@ -11,7 +12,11 @@ use serde_json::{Map, Value, json};
 
 use super::Shared;
 use super::paths::WITHOUT_TOKEN;
-use super::responses::PROBLEM;
+use super::responses::{PROBLEM, retry_headers};
+use super::{jobs, outcomes};
+
+/// Operation ID of the route for submitting jobs.
+pub(super) const SUBMIT_JOB: &str = "submitJob";
 
 /// A route and its description for the OpenAPI document.
 pub(super) struct Route {
@@ -135,7 +140,11 @@ impl Schemas {
         let mut responses = Map::new();
         responses.insert(
             status.to_string(),
-            json!({"description": "The requested data.", "content": content(contents, &mut self.responses)}),
+            json!({
+                "description": "The requested data.",
+                "headers": headers(route, status),
+                "content": content(contents, &mut self.responses),
+            }),
         );
         let unknown = (!is_open).then_some(401);
         for status in PROBLEMS.iter().chain(route.problems).copied().chain(unknown) {
@@ -149,11 +158,36 @@ impl Schemas {
             }
             responses.insert(
                 status.to_string(),
-                json!({"description": status_description(status), "content": contents}),
+                json!({
+                    "description": status_description(status),
+                    "headers": headers(route, status),
+                    "content": contents,
+                }),
             );
         }
         Value::Object(responses)
     }
+}
+
+/// Returns descriptions of the headers that a response of the route can have.
+fn headers(route: &Route, status: u16) -> Value {
+    let is_job = route.id == SUBMIT_JOB;
+    let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let header = |about: &str, kind: &str| json!({"description": about, "schema": {"type": kind}});
+    let mut headers: Map<String, Value> = retry_headers(is_job, status)
+        .map(|(name, _)| {
+            (name.to_owned(), header("Number of seconds to wait before the next request.", "integer"))
+        })
+        .collect();
+    for (name, field, kind) in outcomes::HEADERS {
+        if is_job || headers.contains_key(*name) {
+            headers.insert((*name).to_owned(), header(&format!("The `{field}` field of the outcome."), kind));
+        }
+    }
+    if is_job {
+        headers.insert(jobs::TRACEPARENT.to_owned(), header("W3C trace context of the job.", "string"));
+    }
+    Value::Object(headers)
 }
 
 fn path_parameters(path: &str) -> Vec<Value> {

@@ -20,6 +20,24 @@ use super::responses::{BODY_BYTES_MAX, EXECUTED, PROBLEM, RETRYABLE, document, i
 /// Response header with the name of a job's outcome. Present in each response that contains an outcome.
 pub(super) const OUTCOME: &str = "bulkhead-outcome";
 
+/// Response headers for an outcome: the name, the field of the outcome, and the JSON type of the field.
+pub(super) const HEADERS: &[(&str, &str, &str)] = &[
+    (OUTCOME, "outcome", "string"),
+    (EXECUTED, "executed", "string"),
+    (RETRYABLE, "retryable", "boolean"),
+    ("bulkhead-reason", "reason", "string"),
+    ("bulkhead-job", "job", "string"),
+    ("bulkhead-served-by", "bulkhead", "string"),
+    ("bulkhead-attempts", "attempts", "integer"),
+    ("bulkhead-queued-ms", "queued_ms", "number"),
+    ("bulkhead-ran-ms", "ran_ms", "number"),
+    ("bulkhead-deadline-ms", "deadline_ms", "number"),
+    ("bulkhead-run-limit-ms", "run_limit_ms", "number"),
+    ("bulkhead-worker-pid", "worker_pid", "integer"),
+    ("bulkhead-status", "status", "integer"),
+    ("bulkhead-report", "report", "string"),
+];
+
 /// Returns the fields of an outcome as JSON, including the payload of a failed job.
 pub(super) fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     let signal = match &outcome.verdict {
@@ -37,22 +55,6 @@ pub(super) fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> 
 
 /// Returns the response headers for an outcome. Only some fields of an outcome have a corresponding header.
 pub(super) fn headers(fields: &Map<String, Value>) -> HeaderMap {
-    let names = [
-        (OUTCOME, "outcome"),
-        (EXECUTED, "executed"),
-        (RETRYABLE, "retryable"),
-        ("bulkhead-reason", "reason"),
-        ("bulkhead-job", "job"),
-        ("bulkhead-served-by", "bulkhead"),
-        ("bulkhead-attempts", "attempts"),
-        ("bulkhead-queued-ms", "queued_ms"),
-        ("bulkhead-ran-ms", "ran_ms"),
-        ("bulkhead-deadline-ms", "deadline_ms"),
-        ("bulkhead-run-limit-ms", "run_limit_ms"),
-        ("bulkhead-worker-pid", "worker_pid"),
-        ("bulkhead-status", "status"),
-        ("bulkhead-report", "report"),
-    ];
     let value = |field: &str| match fields.get(field)? {
         Value::Null => None,
         // A code from a handler can contain characters that are invalid in a header.
@@ -61,9 +63,9 @@ pub(super) fn headers(fields: &Map<String, Value>) -> HeaderMap {
             .ok(),
         other => HeaderValue::from_str(&other.to_string()).ok(),
     };
-    names
-        .into_iter()
-        .filter_map(|(name, field)| Some((HeaderName::from_static(name), value(field)?)))
+    HEADERS
+        .iter()
+        .filter_map(|(name, field, _)| Some((HeaderName::from_static(name), value(field)?)))
         .collect()
 }
 

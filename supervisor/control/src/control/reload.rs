@@ -11,10 +11,10 @@ use std::time::Duration;
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use bulkhead_api::{Changes, EventKind, Reloaded, Severity};
+use bulkhead_api::{Changes, ConfigProblem, EventKind, RejectedConfig, Reloaded, Severity};
 use sd_notify::NotifyState;
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
 use super::Control;
@@ -223,8 +223,11 @@ impl IntoResponse for ReloadError {
         let detail = self.to_string();
         match self {
             Self::Config(errors) => {
-                let fields = [("file", json!(errors.path())), ("errors", json!(errors.problems()))];
-                let fields = fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+                let problems = errors.problems().iter().map(describe).collect();
+                let fields = RejectedConfig { errors: problems, file: errors.path().display().to_string() };
+                let Value::Object(fields) = json!(fields) else {
+                    unreachable!("structs serialize to objects")
+                };
                 problem_with(StatusCode::UNPROCESSABLE_ENTITY, &detail, fields)
             }
             Self::HostNotFound(_) => problem(StatusCode::UNPROCESSABLE_ENTITY, &detail),
@@ -233,6 +236,17 @@ impl IntoResponse for ReloadError {
             Self::ReadTimeout => problem(StatusCode::SERVICE_UNAVAILABLE, &detail),
             Self::Internal(_) => problem(StatusCode::INTERNAL_SERVER_ERROR, &detail),
         }
+    }
+}
+
+/// Returns the document that describes an error in the configuration.
+fn describe(problem: &config::Problem) -> ConfigProblem {
+    ConfigProblem {
+        file: problem.file.display().to_string(),
+        line: problem.at.map(|at| at.line),
+        column: problem.at.map(|at| at.column),
+        message: problem.message.clone(),
+        help: problem.help.clone(),
     }
 }
 
@@ -383,7 +397,9 @@ impl ReloadError {
             file: first.map_or(file, |problem| problem.file.display().to_string()),
             line: Some(first.and_then(|problem| problem.at).map(|at| at.line)),
             message: Some(first.map(|problem| problem.message.clone())),
-            errors: Some(problems.iter().take(EVENT_PROBLEMS_MAX).map(|problem| json!(problem)).collect()),
+            errors: Some(
+                problems.iter().take(EVENT_PROBLEMS_MAX).map(|problem| json!(describe(problem))).collect(),
+            ),
             errors_in_all: Some(problems.len()),
         }
     }

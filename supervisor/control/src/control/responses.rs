@@ -19,6 +19,8 @@ pub(super) const EXECUTED: &str = "bulkhead-executed";
 /// Response header that says whether the same job can be sent again.
 pub(super) const RETRYABLE: &str = "bulkhead-retryable";
 
+const RETRY_AFTER: &str = "retry-after";
+
 /// Status code for a request that the client cancelled. Introduced by nginx; not part of any standard.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
@@ -51,6 +53,22 @@ pub(super) fn document(status: StatusCode, detail: &str, mut fields: Map<String,
 /// Returns true if this status tells the client that its request was not processed and can be sent again later.
 pub(super) fn is_retryable(status: StatusCode) -> bool {
     matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)
+}
+
+/// Returns the headers that say whether the client can repeat the request, each with the default value. Every response
+/// with this status has these headers. A response without an outcome means that no job started.
+pub(super) fn retry_headers(
+    is_job: bool,
+    status: StatusCode,
+) -> impl Iterator<Item = (&'static str, &'static str)> {
+    let is_retryable = is_retryable(status);
+    let is_about_jobs = is_job || is_retryable;
+    let all = [
+        (is_retryable, RETRY_AFTER, "1"),
+        (is_about_jobs, EXECUTED, "no"),
+        (is_about_jobs, RETRYABLE, if is_retryable { "true" } else { "false" }),
+    ];
+    all.into_iter().filter_map(|(is_present, name, value)| is_present.then_some((name, value)))
 }
 
 /// Returns the response for a data plane that does not reply in time.

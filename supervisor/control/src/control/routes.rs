@@ -18,7 +18,7 @@ use bulkhead_shared::limits::truncate;
 use schemars::{JsonSchema, SchemaGenerator};
 
 use super::Shared;
-use super::openapi::{Content, Parameter, Route, Schema, document};
+use super::openapi::{Content, Parameter, Route, SUBMIT_JOB, Schema, document};
 use super::paths::HEALTH_PATHS;
 use super::responses::{JSON, problem};
 use super::{
@@ -153,9 +153,6 @@ const ROUTES: &[Route] = &[
         (200, &[("text/html; charset=utf-8", Schema::Text)])),
 ];
 
-/// Operation ID of the route for submitting jobs.
-const SUBMIT_JOB: &str = "submitJob";
-
 const JOB_HEADERS: &[Parameter] = &[
     Parameter("Bulkhead-Operation", Schema::Text, "Operation that the handler performs."),
     Parameter("Bulkhead-Deadline-Ms", Schema::Positive, "Deadline of the job, in milliseconds."),
@@ -168,7 +165,7 @@ const JOB_HEADERS: &[Parameter] = &[
     Parameter("Bulkhead-Tenant", Schema::Text, "Tenant of the job."),
     Parameter("Bulkhead-Cost", Schema::Count, "Cost of the job against a rate limit; 0 counts as 1."),
     Parameter("Bulkhead-Idempotent", Schema::Boolean, "True if the job can safely run twice."),
-    Parameter("traceparent", Schema::Text, "W3C trace context, which is passed on to the worker."),
+    Parameter(jobs::TRACEPARENT, Schema::Text, "W3C trace context, which is passed on to the worker."),
 ];
 
 /// Handler for the OpenAPI document. Not an `async` function, because its future would have a type that depends on the

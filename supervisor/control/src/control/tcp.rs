@@ -164,10 +164,6 @@ enum Permission {
 
 impl RequestCheck {
     fn check(&self, request: &Request, tokens: &TokenTable) -> Result<Permission, Box<Response>> {
-        if request.uri().path() == UPGRADE_PATH {
-            let detail = "an upgrade can execute any program, so it is only possible over the admin socket";
-            return Err(problem(StatusCode::FORBIDDEN, detail).into());
-        }
         let is_open = WITHOUT_TOKEN.contains(&request.uri().path());
         if let Some(rejection) = self.rejection(request) {
             return Err(rejection.into());
@@ -176,6 +172,10 @@ impl RequestCheck {
             Err(_) if is_open => Permission::Open,
             permission => permission?,
         };
+        if request.uri().path() == UPGRADE_PATH {
+            let detail = "an upgrade can execute any program, so it is only possible over the admin socket";
+            return Err(problem(StatusCode::FORBIDDEN, detail).into());
+        }
         // Payloads can have any content type. A form on another site could send a payload with stored credentials, but
         // the origin check has already rejected such requests.
         let is_change = changes_state(request.method());

@@ -90,8 +90,7 @@ impl Compartments {
     /// Returns true if a job has run in another bulkhead, which then passed the job on to this compartment. Policy knows
     /// only the attempts in this compartment.
     pub(crate) fn has_run_elsewhere(&mut self, index: CompartmentIndex, job: JobId) -> bool {
-        let record = self.slab[index].policy.record_mut(job);
-        record.and_then(|record| record.fallback.as_ref()).is_some_and(|fallback| fallback.has_run())
+        self.slab[index].policy.record_mut(job).is_some_and(|record| record.earlier_attempts > 0)
     }
 
     /// Removes a compartment that has no jobs and no workers. Its index can be reused immediately.

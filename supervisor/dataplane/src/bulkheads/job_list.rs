@@ -192,7 +192,7 @@ impl PartialList {
                 operation: record.operation.to_string(),
                 client: (source.client)(record.session).unwrap_or_default(),
                 worker_pid: view.worker_pid,
-                attempts: view.attempts,
+                attempts: record.earlier_attempts + view.attempts,
                 payload_bytes: record.payload_bytes as u64,
                 trace_id: record.trace_id().map(str::to_owned),
             })

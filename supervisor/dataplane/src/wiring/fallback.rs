@@ -57,7 +57,7 @@ impl DataPlane {
             policy.count_fallback(&answer.record.tenant, &answer.verdict);
         }
         fallback.pass_on(position, &answer, || self.outcome_of(index, &answer));
-        answer.record.status = None;
+        answer.record.pass_on(answer.attempts);
         self.submit_to_fallback(target, left, answer.record, fallback, payload);
         None
     }
@@ -139,7 +139,7 @@ impl DataPlane {
     ) -> Outcome {
         let outcome = self.outcome_of(index, answer);
         let Some(fallback) = &answer.record.fallback else { return outcome };
-        let Some(combined) = fallback.combine(self.now, &outcome) else { return outcome };
+        let Some(combined) = fallback.combine(self.now, &outcome, &answer.record) else { return outcome };
         let (entered, ended) = (fallback.origin_compartment(), (&*answer.record.tenant, &combined.verdict));
         self.bulkheads.count_fallback_end(&mut self.compartments, self.now, entered, ended);
         if let Some(target) = fallback.current_target() {

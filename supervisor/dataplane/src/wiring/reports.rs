@@ -87,7 +87,7 @@ impl DataPlane {
 
     // Events for operators.
 
-    pub(crate) fn report_note(&mut self, index: CompartmentIndex, note: OperatorEvent) {
+    pub(crate) fn report_note(&mut self, index: CompartmentIndex, mut note: OperatorEvent) {
         let compartment = &self.compartments[index];
         self.bulkheads.count_note(compartment, &note);
         if self.reporter.is_suppressed(&note) {
@@ -107,6 +107,7 @@ impl DataPlane {
             }
             _ => None,
         };
+        self.crashes.record_retry(&mut self.compartments[index].policy, &mut note);
         let (severity, what) = describe(note, names);
         let compartment = &self.compartments[index];
         let subject = (&self.bulkheads.owner(compartment).name, &compartment.tenant);

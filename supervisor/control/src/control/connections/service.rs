@@ -73,7 +73,7 @@ async fn serve_connection<S: Socket>(
         request.extensions_mut().insert(ConnectInfo(admission.clone()));
         let expects_continue = request.headers().contains_key(header::EXPECT);
         let (parts, body) = request.into_parts();
-        let body = RequestBody(Arc::new(Mutex::new(body)));
+        let body = RequestBody(Arc::new(Mutex::new(ReceivedBody { body, is_read: false })));
         let response = handler.call(hyper::Request::from_parts(parts, body.clone()));
         async move {
             let mut response = response.await?;
@@ -112,10 +112,16 @@ async fn serve_connection<S: Socket>(
 
 /// The body of a request. A handler may respond without reading all of it.
 #[derive(Clone)]
-struct RequestBody(Arc<Mutex<Incoming>>);
+struct RequestBody(Arc<Mutex<ReceivedBody>>);
+
+struct ReceivedBody {
+    body: Incoming,
+    /// True if the body was read to its end. `Incoming` does not know the end of a chunked body.
+    is_read: bool,
+}
 
 impl RequestBody {
-    fn lock(&self) -> MutexGuard<'_, Incoming> {
+    fn lock(&self) -> MutexGuard<'_, ReceivedBody> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -123,8 +129,8 @@ impl RequestBody {
     /// fails, for example because the rest is too large or does not arrive in time.
     async fn discard_rest(&self, expects_continue: bool) -> bool {
         let (is_complete, least) = {
-            let body = self.lock();
-            (body.is_end_stream(), body.size_hint().lower())
+            let received = self.lock();
+            (received.is_read || received.body.is_end_stream(), received.body.size_hint().lower())
         };
         // The client waits for `100 Continue` before it sends the body.
         if is_complete || expects_continue || least > DISCARDED_BYTES_MAX {
@@ -132,7 +138,7 @@ impl RequestBody {
         }
         let mut left = DISCARDED_BYTES_MAX;
         let discard = async {
-            while let Some(frame) = poll_fn(|cx| Pin::new(&mut *self.lock()).poll_frame(cx)).await {
+            while let Some(frame) = poll_fn(|cx| Pin::new(&mut self.lock().body).poll_frame(cx)).await {
                 let Ok(frame) = frame else { return false };
                 let bytes = frame.data_ref().map_or(0, |data| data.len() as u64);
                 let Some(rest) = left.checked_sub(bytes) else { return false };
@@ -152,15 +158,18 @@ impl HttpBody for RequestBody {
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        Pin::new(&mut *self.lock()).poll_frame(cx)
+        let mut received = self.lock();
+        let frame = Pin::new(&mut received.body).poll_frame(cx);
+        received.is_read |= matches!(frame, Poll::Ready(None));
+        frame
     }
 
     fn is_end_stream(&self) -> bool {
-        self.lock().is_end_stream()
+        self.lock().body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.lock().size_hint()
+        self.lock().body.size_hint()
     }
 }
 

@@ -14,8 +14,7 @@ use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, truncate};
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
 use crate::fallback::FallbackState;
-use crate::links::JobPosition;
-use crate::memory::{self, Charge, memory_full_rejection};
+use crate::memory::{self, memory_full_rejection};
 use crate::sessions::{OutcomeExtensions, Phase, REQUESTS_MAX, Violation};
 use crate::slab::{BulkheadIndex, SessionIndex};
 use crate::submissions::{self, SubmitExtensions};
@@ -69,6 +68,7 @@ impl DataPlane {
         });
         let submission = Submission {
             sequence: self.compartments.next_job(),
+            job: None,
             record: self.buffers.record(JobData {
                 session: id,
                 request: header.number,
@@ -79,10 +79,8 @@ impl DataPlane {
                 priority,
                 label,
                 held: HeldPayload { is_resendable, file, ..HeldPayload::default() },
-                position: JobPosition::default(),
-                charge: Charge::default(),
-                status: None,
                 fallback,
+                ..JobData::default()
             }),
             deadline,
             run_limit: extensions.run_limit,
