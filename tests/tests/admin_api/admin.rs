@@ -3,8 +3,9 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -1063,10 +1064,21 @@ fn log_defaults_to_text_without_colours() {
 fn systemd_is_notified_of_start_reload_and_stop() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let path = folder.path().join("notify.sock");
-    let manager = UnixDatagram::bind(&path).unwrap();
+    check_notifications(&folder, UnixDatagram::bind(&path).unwrap(), path.to_str().unwrap());
+}
+
+#[test]
+fn systemd_is_notified_at_an_abstract_address() {
+    let folder = configured(&format!("{SOCKETS}{ONE}"));
+    let name = folder.path().to_str().unwrap();
+    let manager = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+    check_notifications(&folder, manager, &format!("@{name}"));
+}
+
+fn check_notifications(folder: &TempDir, manager: UnixDatagram, address: &str) {
     manager.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut command = program(folder.path(), &[]);
-    let mut supervisor = Started::spawn(folder.path(), command.env("NOTIFY_SOCKET", &path));
+    let mut supervisor = Started::spawn(folder.path(), command.env("NOTIFY_SOCKET", address));
     let told = || {
         let mut buffer = [0; 1024];
         let count = manager.recv(&mut buffer).expect("a message");
