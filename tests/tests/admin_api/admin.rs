@@ -298,6 +298,36 @@ fn readyz_reflects_supervisor_state_from_start_to_stop() {
     assert_eq!(supervisor.wait().code(), Some(0));
 }
 
+/// The readiness of one bulkhead does not change when a failing worker waits for its next start, or when the first
+/// worker of an isolated tenant starts.
+#[test]
+fn readyz_of_one_bulkhead_needs_a_ready_worker_or_starts_on_demand() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\n\
+         restart = { max = 50, backoff = \"60s\", backoff_max = \"60s\", within = \"1h\" }\n\
+         [bulkhead.apart]\ncommand = [\"MISBEHAVE\", \"hang-at-start\"]\ntenants = { isolate = true }\n\
+         start = { handshake = \"60s\" }\ndeadline = \"60s\"\nmax_queue = 1\n\
+         [bulkhead.good]\ncommand = [\"MISBEHAVE\"]\n",
+    );
+    let ready = |name: &str| {
+        let mut answer = get(&supervisor, &format!("/readyz?bulkhead={name}"));
+        (answer.status, answer.json()["status"].as_str().unwrap().to_owned())
+    };
+    assert_eq!(ready("good"), (200, "ready".to_owned()));
+    assert_eq!(ready("broken"), (503, "degraded".to_owned()));
+    assert_eq!(ready("apart"), (200, "ready".to_owned()));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let _job = client.job("apart", "").tenant("x").start().unwrap();
+    wait_for("the tenant's worker starts", || {
+        (supervisor.snapshot("apart")["state"] == "starting").then_some(())
+    });
+    // The cached states may be older than the snapshot.
+    wait_for("the cache is refreshed", || (ready("apart").1 == "starting").then_some(()));
+    assert_eq!(ready("apart").0, 200);
+    assert_eq!(supervisor.post("/v1/bulkheads/apart/drain").0, 200);
+    assert_eq!(ready("apart"), (503, "draining".to_owned()));
+}
+
 // Routes and errors.
 
 #[test]
