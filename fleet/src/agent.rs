@@ -19,6 +19,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use bulkhead_linux::notify;
 use serde_json::Value;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
@@ -126,12 +127,12 @@ pub async fn run(
         }
     }
     tracing::info!(host = shared.host, bulkheads = shared.bulkheads.len(), "agent started");
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    let _ = notify::notify("READY=1");
     tokio::select! {
         () = stop => {}
         ended = tasks.join_next() => return Err(AgentError::TaskEnded(format!("{ended:?}"))),
     }
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    let _ = notify::notify("STOPPING=1");
     drain(&shared).await;
     tasks.shutdown().await;
     Ok(())

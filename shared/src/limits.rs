@@ -37,6 +37,9 @@ pub const IN_FLIGHT_CEILING: u32 = 4096;
 /// Maximum combined size of a frame's header and metadata, in bytes.
 pub const FRAME_OVERHEAD_BYTES_MAX: usize = crate::frame::HEADER_BYTES + METADATA_BYTES_MAX;
 
+/// Maximum length of a line of worker output in the log, in bytes. Longer lines are truncated.
+pub const OUTPUT_LINE_BYTES_MAX: usize = 8 * 1024;
+
 /// Truncates `text` to at most `bytes_max` bytes, at a character boundary.
 ///
 /// ```

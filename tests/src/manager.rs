@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixDatagram;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,6 +48,15 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Manager {
+    /// Starts a service like [`Manager::start`]. The service sends its notifications to an abstract address.
+    pub fn start_with_abstract_address(folder: TempDir, bulkheads: &str) -> Self {
+        let name = folder.path().display().to_string();
+        let address = SocketAddr::from_abstract_name(&name).expect("a short name");
+        let socket = UnixDatagram::bind_addr(&address).expect("an unused name");
+        write_config(folder.path(), "", bulkheads);
+        Self::start_with_socket(folder, socket, &[("NOTIFY_SOCKET", &format!("@{name}"))])
+    }
+
     /// Starts a service, and waits until it is ready. `folder` can contain files that the configuration refers to.
     pub fn start(
         folder: TempDir,
@@ -56,6 +66,10 @@ impl Manager {
     ) -> Self {
         write_config(folder.path(), supervisor_keys, bulkheads);
         let socket = UnixDatagram::bind(folder.path().join("notify.sock")).expect("a writable folder");
+        Self::start_with_socket(folder, socket, variables)
+    }
+
+    fn start_with_socket(folder: TempDir, socket: UnixDatagram, variables: &[(&str, &str)]) -> Self {
         socket.set_nonblocking(true).expect("an open socket");
         set_socket_passcred(&socket, true).expect("an open socket");
         let variables = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));

@@ -11,6 +11,7 @@ mod exec;
 mod folder;
 mod launch;
 mod library;
+mod log_lines;
 mod orphans;
 
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -83,7 +83,7 @@ pub struct Snapshot {
     /// bulkhead.
     pub elsewhere: u64,
     /// Number of unfinished jobs in the program that this supervisor replaced in an upgrade. `in_flight` and `queued` do
-    /// not include these jobs.
+    /// not include these jobs, but `limit` and `queue_available` are reduced by them.
     pub predecessor_jobs: u64,
     pub late_replies: u64,
     pub latency_ms: Latencies,

@@ -60,6 +60,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bulkhead_api::{CrashReport, EventKind, Severity, Snapshot, Victim};
+use bulkhead_linux::notify;
 use futures_util::StreamExt;
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -510,9 +511,10 @@ impl Control {
     /// service, as during an upgrade. Also does nothing in an embedded supervisor, because notifications are the
     /// application's responsibility.
     fn notify_systemd(&self, states: &[NotifyState<'_>]) {
+        let message: String = states.iter().map(|state| format!("{state}\n")).collect();
         if !self.is_embedded
             && self.handover.is_main()
-            && let Err(error) = sd_notify::notify(states)
+            && let Err(error) = notify::notify(&message)
         {
             tracing::warn!("failed to notify the service manager: {error}");
         }

@@ -993,7 +993,7 @@ impl DataPlane {
             Command::CancelJob { bulkhead, job, reply } => {
                 self.reply(reply, |it| it.cancel_job(&bulkhead, job));
             }
-            Command::States { reply } => drop(reply.send(self.bulkheads.short_states(&self.compartments))),
+            Command::Readiness { reply } => drop(reply.send(self.bulkheads.readiness(&self.compartments))),
             Command::Scrape { reply } => drop(reply.send(self.scrape())),
             Command::Steer { bulkhead, action, reply } => self.reply(reply, |it| it.steer(&bulkhead, action)),
             Command::Change { bulkhead, change, reply } => {

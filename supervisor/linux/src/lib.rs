@@ -9,6 +9,7 @@
 //! - [`scm_rights`]: sockets that refuse passed descriptors.
 //! - [`packets`]: non-blocking exchange of whole messages with descriptors.
 //! - [`listener`]: takes over listeners from a service manager, and closes TCP listeners without connection resets.
+//! - [`notify`]: notifies the service manager.
 //! - [`fork`]: a fork whose child sends no SIGCHLD.
 //! - [`folder`]: empties a folder with untrusted contents.
 //! - [`liveness`]: a descriptor that reports the exit of another program.
@@ -41,4 +42,4 @@ pub mod standard_output;
 
 pub use self::names::{rlimits, signals, syscalls};
 pub use self::processes::{fork, liveness, process_tree, scheduler, sibling, vfork, wait};
-pub use self::sockets::{listener, packets, peer, scm_rights, unread};
+pub use self::sockets::{listener, notify, packets, peer, scm_rights, unread};

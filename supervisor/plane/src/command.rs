@@ -49,6 +49,15 @@ pub struct WorkerProcess {
     pub is_busy: bool,
 }
 
+/// Readiness of a bulkhead.
+#[derive(Clone, Debug, Default)]
+pub struct BulkheadReadiness {
+    /// Name and state of the bulkhead.
+    pub state: ShortState,
+    /// True if the bulkhead accepts jobs, and has a ready worker or starts workers on demand.
+    pub is_serving: bool,
+}
+
 /// A request from the control plane to the data plane.
 #[derive(Debug)]
 pub enum Command {
@@ -62,9 +71,9 @@ pub enum Command {
         /// Channel for the reply, a list of snapshots. The list is empty if the bulkhead does not exist.
         reply: oneshot::Sender<Vec<Snapshot>>,
     },
-    /// Return the name and state of each bulkhead.
-    States {
-        reply: oneshot::Sender<Vec<ShortState>>,
+    /// Return the readiness of each bulkhead.
+    Readiness {
+        reply: oneshot::Sender<Vec<BulkheadReadiness>>,
     },
     /// Return the state of one isolated tenant.
     TenantSnapshot {
@@ -203,7 +212,7 @@ impl Command {
     pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
-            Self::States { reply, .. } => reply.is_closed(),
+            Self::Readiness { reply, .. } => reply.is_closed(),
             Self::TenantSnapshot { reply, .. } => reply.is_closed(),
             Self::ListJobs { reply, .. } => reply.is_closed(),
             Self::Scrape { reply } => reply.is_closed(),
@@ -507,7 +516,7 @@ mod tests {
     #[test]
     fn command_is_abandoned_if_its_receiver_is_gone() {
         let (reply, reply_receiver) = oneshot::channel();
-        let command = Command::States { reply };
+        let command = Command::Readiness { reply };
         assert!(!command.is_abandoned());
         drop(reply_receiver);
         assert!(command.is_abandoned());

@@ -3,8 +3,9 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -295,6 +296,36 @@ fn readyz_reflects_supervisor_state_from_start_to_stop() {
     }
     supervisor.signal(Signal::SIGTERM);
     assert_eq!(supervisor.wait().code(), Some(0));
+}
+
+/// The readiness of one bulkhead does not change when a failing worker waits for its next start, or when the first
+/// worker of an isolated tenant starts.
+#[test]
+fn readyz_of_one_bulkhead_needs_a_ready_worker_or_starts_on_demand() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\n\
+         restart = { max = 50, backoff = \"60s\", backoff_max = \"60s\", within = \"1h\" }\n\
+         [bulkhead.apart]\ncommand = [\"MISBEHAVE\", \"hang-at-start\"]\ntenants = { isolate = true }\n\
+         start = { handshake = \"60s\" }\ndeadline = \"60s\"\nmax_queue = 1\n\
+         [bulkhead.good]\ncommand = [\"MISBEHAVE\"]\n",
+    );
+    let ready = |name: &str| {
+        let mut answer = get(&supervisor, &format!("/readyz?bulkhead={name}"));
+        (answer.status, answer.json()["status"].as_str().unwrap().to_owned())
+    };
+    assert_eq!(ready("good"), (200, "ready".to_owned()));
+    assert_eq!(ready("broken"), (503, "degraded".to_owned()));
+    assert_eq!(ready("apart"), (200, "ready".to_owned()));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let _job = client.job("apart", "").tenant("x").start().unwrap();
+    wait_for("the tenant's worker starts", || {
+        (supervisor.snapshot("apart")["state"] == "starting").then_some(())
+    });
+    // The cached states may be older than the snapshot.
+    wait_for("the cache is refreshed", || (ready("apart").1 == "starting").then_some(()));
+    assert_eq!(ready("apart").0, 200);
+    assert_eq!(supervisor.post("/v1/bulkheads/apart/drain").0, 200);
+    assert_eq!(ready("apart"), (503, "draining".to_owned()));
 }
 
 // Routes and errors.
@@ -726,10 +757,9 @@ fn logs_escape_control_characters_in_worker_output() {
     rubbish.extend_from_slice(&vec![b'y'; 100_000]);
     rubbish.extend_from_slice(b"\nno end");
     client.job("x", rubbish).send().unwrap();
-    let lines = wait_for("the log has four lines", || {
+    let lines = wait_for("the log has all five lines", || {
         let lines = get(&supervisor, "/v1/bulkheads/x/logs").lines();
-        // The last line is not terminated, so the supervisor does not show it yet.
-        (lines.len() >= 4).then_some(lines)
+        (lines.len() == 5).then_some(lines)
     });
     let pid = supervisor.worker_pids("x")[0];
     for line in &lines {
@@ -742,6 +772,7 @@ fn logs_escape_control_characters_in_worker_output() {
     assert!(text(1).starts_with("{\"at\":\"forged\"}"), "{:?}", text(1));
     assert_eq!(text(2), "");
     assert!(text(3).starts_with("yyy") && text(3).len() < 10_000 && text(3).ends_with("[cut]"));
+    assert_eq!(text(4), "no end");
     let raw = get(&supervisor, "/v1/bulkheads/x/logs").text();
     let is_raw = |c: char| (c.is_control() && c != '\n') || c == '\u{202e}';
     assert!(!raw.contains(is_raw), "{raw:?}");
@@ -755,7 +786,7 @@ fn logs_escape_control_characters_in_worker_output() {
     let numbers = |path: &str| -> Vec<u64> {
         get(&supervisor, path).lines().iter().map(|line| line["seq"].as_u64().unwrap()).collect()
     };
-    assert_eq!(numbers("/v1/bulkheads/x/logs?since=1")[..3], [2, 3, 4]);
+    assert_eq!(numbers("/v1/bulkheads/x/logs?since=1"), [2, 3, 4, 5]);
     assert_eq!(numbers("/v1/bulkheads/x/logs?since=1&limit=1").len(), 1);
     // A number that this supervisor has not used yet comes from an earlier supervisor, so everything in the log is
     // returned.
@@ -1063,10 +1094,21 @@ fn log_defaults_to_text_without_colours() {
 fn systemd_is_notified_of_start_reload_and_stop() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let path = folder.path().join("notify.sock");
-    let manager = UnixDatagram::bind(&path).unwrap();
+    check_notifications(&folder, UnixDatagram::bind(&path).unwrap(), path.to_str().unwrap());
+}
+
+#[test]
+fn systemd_is_notified_at_an_abstract_address() {
+    let folder = configured(&format!("{SOCKETS}{ONE}"));
+    let name = folder.path().to_str().unwrap();
+    let manager = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+    check_notifications(&folder, manager, &format!("@{name}"));
+}
+
+fn check_notifications(folder: &TempDir, manager: UnixDatagram, address: &str) {
     manager.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut command = program(folder.path(), &[]);
-    let mut supervisor = Started::spawn(folder.path(), command.env("NOTIFY_SOCKET", &path));
+    let mut supervisor = Started::spawn(folder.path(), command.env("NOTIFY_SOCKET", address));
     let told = || {
         let mut buffer = [0; 1024];
         let count = manager.recv(&mut buffer).expect("a message");

@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use bulkhead_client::blocking::Client;
+use bulkhead_tests::manager::Manager;
 use bulkhead_tests::{PATIENCE, Supervisor, not_run, programs, wait_for};
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
@@ -109,6 +110,18 @@ fn supervisor_without_watchdog_sends_no_pings() {
     assert_eq!(supervisor.wait().code(), Some(0));
     wait_for("the supervisor announces its shutdown", || (manager.count("STOPPING=1") == 1).then_some(()));
     assert_eq!((manager.count("READY=1"), manager.count("WATCHDOG=1")), (1, 0));
+}
+
+#[test]
+fn upgrade_notifies_service_manager_at_an_abstract_address() {
+    let manager = Manager::start_with_abstract_address(tempfile::tempdir().unwrap(), BULKHEAD);
+    let old = manager.main();
+    let output = bulkhead_tests::output(manager.command().arg("upgrade"));
+    assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
+    let new = wait_for("the main process changes", || Some(manager.main()).filter(|&main| main != old));
+    wait_for("the old program has exited", || (manager.supervisors() == [new]).then_some(()));
+    assert_eq!(manager.stop(), WaitStatus::Exited(Pid::from_raw(new as i32), 0));
+    assert!(manager.has_notified(old) && manager.has_notified(new));
 }
 
 /// Listening sockets that the fake service manager passes to each supervisor. The sockets outlive the supervisor.

@@ -246,6 +246,28 @@ fn jobs_in_the_old_program_count_towards_the_limit() {
 }
 
 #[test]
+fn jobs_waiting_in_the_old_program_take_places_in_the_queue() {
+    let keys = "processes = 1\nmax_in_flight = 1\nmax_queue = 3";
+    let manager = start(&ONE.replace("processes = 2\nmax_in_flight = 2\nmax_queue = 1000", keys));
+    let shows = |fields: [&str; 3], values: [u64; 3]| {
+        let snapshot = get(&manager, "/v1/bulkheads/b");
+        (fields.map(|field| snapshot[field].as_u64().unwrap()) == values).then_some(())
+    };
+    let gate = manager.folder.path().join("gate");
+    let operation = format!("steps:wait {}", gate.display());
+    let client = Client::connect(manager.socket()).unwrap();
+    let jobs = [(); 3].map(|()| client.job("b", "").operation(&operation).start().unwrap());
+    wait_for("two jobs wait", || shows(["in_flight", "queued", "queue_available"], [1, 2, 1]));
+    let output = upgrade(&manager, &[]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
+    let fields = ["predecessor_jobs", "queued", "queue_available"];
+    wait_for("the new program counts the waiting jobs", || shows(fields, [3, 0, 1]));
+    std::fs::write(&gate, "").unwrap();
+    jobs.into_iter().for_each(|job| drop(job.wait().unwrap()));
+    wait_for("the queue is empty", || shows(fields, [0, 0, 3]));
+}
+
+#[test]
 fn job_survives_upgrade_while_its_payload_arrives() {
     let manager = start(&format!("{ONE}{}", ONE.replace("bulkhead.b", "bulkhead.c")));
     let old = manager.main();

@@ -254,6 +254,29 @@ fn output_flood_keeps_first_and_last_lines() {
     });
 }
 
+/// The last line of a program may have no newline. It must be logged when the program ends, and must not be joined with
+/// the output of the next program.
+#[test]
+fn last_line_of_each_program_is_logged_separately() {
+    let (supervisor, client) = shell("eval \"$BULKHEAD_OPERATION\"", "");
+    let wait_lines = |expected: &[&str]| {
+        wait_for(&format!("the log has the lines {expected:?}"), || {
+            let (_, text) = supervisor.try_get("/v1/bulkheads/x/logs?follow=false")?;
+            let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+            lines.map(|line| line["line"].clone()).eq(expected.iter().copied()).then_some(())
+        });
+    };
+    let run = |operation: &str| client.job("x", "").operation(operation).send();
+    run("printf 'of acme' >&2").unwrap();
+    wait_lines(&["of acme"]);
+    run("printf 'of zeta\\nend' >&2; exit 0").unwrap();
+    wait_lines(&["of acme", "of zeta", "end"]);
+    let late =
+        client.job("x", "").operation("printf late >&2; sleep 1000").deadline(Duration::from_millis(500));
+    assert_eq!(outcome(&late.send()), "deadline_exceeded/running");
+    wait_lines(&["of acme", "of zeta", "end", "late"]);
+}
+
 #[test]
 fn program_inherits_neither_descriptors_nor_signal_settings() {
     let (_supervisor, client) = start(

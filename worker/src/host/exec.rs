@@ -19,6 +19,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::folder::{Folder, Folders};
 use super::launch::{self, ChildSetup, Environment, Launch, Program};
+use super::log_lines::LogLines;
 use super::orphans::Orphans;
 use crate::context::{Ctx, Job};
 use crate::log;
@@ -319,6 +320,7 @@ impl Host {
             logged,
             stderr: program.stderr.take(),
             output: Vec::new(),
+            log: [LogLines::new(), LogLines::new()],
             tail: Vec::new(),
             end: Ending::Exited,
         };
@@ -476,6 +478,8 @@ struct Run {
     logged: Option<PipeReader>,
     stderr: Option<PipeReader>,
     output: Vec<u8>,
+    /// Lines of `logged` and `stderr`.
+    log: [LogLines; 2],
     tail: Vec<u8>,
     end: Ending,
 }
@@ -514,12 +518,15 @@ impl Run {
 
     /// Reads standard output once, and forwards it to the log. Returns the number of bytes read.
     fn read_logged(&mut self) -> usize {
-        read_some(&mut self.logged, log)
+        read_some(&mut self.logged, |bytes| self.log[0].write(bytes))
     }
 
     /// Reads standard error once. Returns the number of bytes read.
     fn read_errors(&mut self) -> usize {
-        read_some(&mut self.stderr, |bytes| keep_tail(&mut self.tail, bytes))
+        read_some(&mut self.stderr, |bytes| {
+            self.log[1].write(bytes);
+            keep_tail(&mut self.tail, bytes);
+        })
     }
 }
 
@@ -561,14 +568,8 @@ fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize
     count
 }
 
-/// Writes a program's output to the log. Ignores errors, because a job must not fail if the log cannot be written.
-fn log(bytes: &[u8]) {
-    let _ = io::stderr().write_all(bytes);
-}
-
-/// Forwards standard error to the log. Keeps the last bytes for the job's error message.
+/// Keeps the last bytes of standard error for the job's error message.
 fn keep_tail(tail: &mut Vec<u8>, bytes: &[u8]) {
-    log(bytes);
     tail.extend_from_slice(bytes);
     if tail.len() > TAIL_BYTES {
         tail.drain(..tail.len() - TAIL_BYTES);

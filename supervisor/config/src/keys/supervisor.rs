@@ -70,8 +70,8 @@ section! {
     /// Directory for crash reports. If the directory does not exist, it is created with mode 0700. A crash
     /// report contains the job's payload.
     crash_dir: String as Kind::Path, without "none; reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
-    /// Number of crash reports to keep. Older reports are deleted. Reports about workers that failed to start
-    /// do not count. The same number of such reports is kept separately.
+    /// Number of crash reports to keep. Older reports are deleted. Reports about failed starts of workers (the same
+    /// number) and about missed deadlines (at most 20) are kept separately.
     crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload NeedsRestart;
     /// True if crash reports contain job payloads. Otherwise, a report contains only the sizes of the
     /// payloads, and the jobs cannot be replayed.

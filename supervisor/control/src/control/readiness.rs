@@ -10,8 +10,7 @@ use std::time::Duration;
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use bulkhead_api::ShortState;
-use bulkhead_plane::command::{Command, CommandSender};
+use bulkhead_plane::command::{BulkheadReadiness, Command, CommandSender};
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_policy::BulkheadState;
 use serde::Deserialize;
@@ -22,12 +21,12 @@ use tokio::time::Instant;
 use super::responses::{not_found, stuck};
 use super::{Control, Shared};
 
-/// Maximum age of the cached states of the bulkheads.
+/// Maximum age of the cached readiness of the bulkheads.
 const STATES_AGE_MAX: Duration = Duration::from_millis(100);
 
-type States = Arc<[ShortState]>;
+type States = Arc<[BulkheadReadiness]>;
 
-/// Cache of bulkhead states. Requests that arrive during an update wait for the result.
+/// Cache of the readiness of all bulkheads. Requests that arrive during an update wait for the result.
 #[derive(Default)]
 pub(super) struct Readiness {
     cached: Mutex<Option<CachedStates>>,
@@ -40,7 +39,7 @@ struct CachedStates {
 }
 
 impl Readiness {
-    /// Returns the states of all bulkheads, or `None` if the data plane does not respond in time.
+    /// Returns the readiness of all bulkheads, or `None` if the data plane does not respond in time.
     pub(super) async fn states(&self, commands: &CommandSender, counters: &SharedCounters) -> Option<States> {
         let mut cached = self.cached.lock().await;
         let revision = counters.revision.load(Ordering::SeqCst);
@@ -57,7 +56,7 @@ impl Readiness {
 }
 
 async fn fetch_states(commands: &CommandSender) -> Option<States> {
-    Some(commands.request(|reply| Command::States { reply }).await?.into())
+    Some(commands.request(|reply| Command::Readiness { reply }).await?.into())
 }
 
 pub(super) async fn healthz(State(control): State<Shared>) -> Response {
@@ -83,26 +82,24 @@ pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<Re
         return stuck();
     };
     let mut states = states.to_vec();
-    states.retain(|it| name.is_none_or(|name| name == it.name));
-    let is_serving =
-        |one: &ShortState| one.state == BulkheadState::Ready || one.state == BulkheadState::Degraded;
+    states.retain(|it| name.is_none_or(|name| name == it.state.name));
     let is_stopping = control.is_stopping.load(Ordering::SeqCst);
     let (is_ready, status) = match name {
         Some(name) => match states.first() {
             None => return not_found(name),
             Some(_) if is_stopping => (false, BulkheadState::Draining.into()),
-            Some(one) => (is_serving(one), one.state.clone()),
+            Some(one) => (one.is_serving, one.state.state.clone()),
         },
         None if is_stopping => (false, BulkheadState::Draining.into()),
         None if control.is_started.load(Ordering::SeqCst) => (true, BulkheadState::Ready.into()),
         None => (false, BulkheadState::Starting.into()),
     };
-    states.retain(|it| it.state != BulkheadState::Ready);
+    let states = states.into_iter().map(|it| it.state);
+    let degraded = states.filter(|it| it.state != BulkheadState::Ready).collect();
     let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     // One second, which is also the default for the `Retry-After` header.
     let retry_after_ms = (!is_ready).then_some(1000.0);
-    (code, axum::Json(json!(bulkhead_api::Readiness { degraded: states, status, retry_after_ms })))
-        .into_response()
+    (code, axum::Json(json!(bulkhead_api::Readiness { degraded, status, retry_after_ms }))).into_response()
 }
 
 #[cfg(test)]
@@ -128,10 +125,9 @@ mod tests {
                 // Replies in the same poll that sends the command, because a request fails if no reply arrives within
                 // two seconds.
                 let reply = poll_fn(|_| {
-                    while let Ok(Command::States { reply }) = receiver.try_recv() {
+                    while let Ok(Command::Readiness { reply }) = receiver.try_recv() {
                         asked += 1;
-                        let one = ShortState { state: BulkheadState::Ready.into(), ..ShortState::default() };
-                        reply.send(vec![one]).unwrap();
+                        reply.send(vec![BulkheadReadiness::default()]).unwrap();
                     }
                     Poll::<Option<States>>::Pending
                 });

@@ -8,12 +8,9 @@
 //! | the successor | afterwards | this supervisor exits with an error, so that the service manager restarts the service |
 //! | this supervisor | any | the successor continues to serve, unless the service manager stops it |
 
-use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
+use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -25,7 +22,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bulkhead_api::{EventKind, Severity, UpgradeStep};
 use bulkhead_linux::packets::{self, Outbox};
-use bulkhead_linux::sibling;
+use bulkhead_linux::{notify, sibling};
 use bulkhead_plane::command::{Command, Event};
 use bulkhead_plane::handover::{
     self, BulkheadState, Failed, HandoverCommand, Hello, InheritedName, MESSAGE_BYTES_MAX, Nothing, Numbers,
@@ -646,26 +643,20 @@ impl Successor {
 /// Tells the service manager which process is the new main process, and waits until it has processed the message.
 /// Returns an error if the message could not be sent.
 async fn name_main_process(pid: u32) -> io::Result<()> {
-    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
-    sd_notify::notify(&[NotifyState::MainPid(pid)])?;
-    if let Err(error) = await_notification(&path).await {
+    let Some(manager) = notify::connect()? else { return Ok(()) };
+    manager.send(NotifyState::MainPid(pid).to_string().as_bytes())?;
+    if let Err(error) = await_notification(&manager).await {
         tracing::warn!("failed to wait for the service manager: {error}");
     }
     Ok(())
 }
 
 /// Waits until the service manager has processed all earlier messages.
-async fn await_notification(path: &OsStr) -> io::Result<()> {
-    let address = match path.as_bytes() {
-        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
-        path => SocketAddr::from_pathname(OsStr::from_bytes(path)),
-    };
-    let socket = UnixDatagram::unbound()?;
-    socket.connect_addr(&address?)?;
+async fn await_notification(manager: &UnixDatagram) -> io::Result<()> {
     let (reader, writer) = io::pipe()?;
     let mut outbox = Outbox::default();
     outbox.push(b"BARRIER=1".to_vec(), vec![writer.into()]);
-    if !outbox.flush(&socket)? {
+    if !outbox.flush(manager)? {
         return Err(io::ErrorKind::WouldBlock.into());
     }
     // The service manager closes its copy of the write end when it has processed the message.

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use bulkhead_plane::notices::WorkerOutput;
+use bulkhead_shared::limits::OUTPUT_LINE_BYTES_MAX;
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use serde_json::{Value, json};
@@ -15,9 +16,6 @@ use tokio::sync::{broadcast, watch};
 
 use super::events::{line, rfc3339};
 use super::logging::{self, WORKER_TARGET};
-
-/// Maximum length of a line in bytes. Longer lines are truncated.
-const LINE_BYTES_MAX: usize = 8 * 1024;
 
 /// Maximum number of lines kept for each bulkhead, and their maximum total size in bytes.
 const LINES_MAX: usize = 1000;
@@ -190,14 +188,14 @@ impl Output {
             if partial.is_empty() {
                 self.line(source, &rest[..end]);
             } else {
-                partial.extend_from_slice(&rest[..end.min(LINE_BYTES_MAX)]);
+                partial.extend_from_slice(&rest[..end.min(OUTPUT_LINE_BYTES_MAX)]);
                 self.line(source, partial);
                 partial.clear();
             }
             rest = &rest[end + 1..];
         }
         // One byte more than the maximum is kept, to show that the line must be truncated when it is complete.
-        let room = (LINE_BYTES_MAX + 1).saturating_sub(partial.len());
+        let room = (OUTPUT_LINE_BYTES_MAX + 1).saturating_sub(partial.len());
         partial.extend_from_slice(&rest[..rest.len().min(room)]);
     }
 
@@ -246,8 +244,8 @@ impl Output {
     }
 
     fn log(&self, source: &LineSource, bytes: &[u8]) {
-        let mut text = String::from_utf8_lossy(&bytes[..bytes.len().min(LINE_BYTES_MAX)]).into_owned();
-        if bytes.len() > LINE_BYTES_MAX {
+        let mut text = String::from_utf8_lossy(&bytes[..bytes.len().min(OUTPUT_LINE_BYTES_MAX)]).into_owned();
+        if bytes.len() > OUTPUT_LINE_BYTES_MAX {
             text.push_str(" [cut]");
         }
         let object = json!({
@@ -371,7 +369,7 @@ impl Lines {
     /// Adds a line to the delayed lines. Drops the oldest delayed lines if there are too many.
     fn delay(&mut self, source: &LineSource, bytes: &[u8]) {
         // One byte more than the maximum is kept, to show that the line is too long.
-        let bytes = &bytes[..bytes.len().min(LINE_BYTES_MAX + 1)];
+        let bytes = &bytes[..bytes.len().min(OUTPUT_LINE_BYTES_MAX + 1)];
         let DelayedLines { lines, bytes: held_bytes, dropped } = &mut self.delayed;
         lines.push_back((source.clone(), bytes.into()));
         *held_bytes += bytes.len();

@@ -1,4 +1,4 @@
-//! Collects the metrics and short states of all bulkheads when the control plane requests them. All values are read at
+//! Collects the metrics and the readiness of all bulkheads when the control plane requests them. All values are read at
 //! the same time, so that sums are consistent. `counting` updates the counters, and the control plane renders the
 //! metrics as text.
 
@@ -6,6 +6,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use bulkhead_api::ShortState;
+use bulkhead_plane::command::BulkheadReadiness;
 use bulkhead_plane::possible_series::PossibleSeries;
 use bulkhead_plane::scrape::BulkheadNumbers;
 use bulkhead_policy::{Activity, BreakerState, BulkheadState, Time, WorkerSummary};
@@ -49,13 +50,15 @@ impl Bulkheads {
         self.iter().filter(|(index, entry)| is_reported(*index, entry)).map(|(index, _)| index).collect()
     }
 
-    /// Returns a short description of the state of each configured bulkhead.
-    pub(crate) fn short_states(&self, compartments: &Compartments) -> Vec<ShortState> {
-        let short = |bulkhead: BulkheadIndex| {
-            let (state, detail) = self[bulkhead].state(compartments);
-            ShortState { detail, name: self[bulkhead].name.to_string(), state: state.into() }
+    /// Returns the readiness of each configured bulkhead.
+    pub(crate) fn readiness(&self, compartments: &Compartments) -> Vec<BulkheadReadiness> {
+        let readiness = |bulkhead: BulkheadIndex| {
+            let entry = &self[bulkhead];
+            let (state, detail) = entry.state(compartments);
+            let state = ShortState { detail, name: entry.name.to_string(), state: state.into() };
+            BulkheadReadiness { state, is_serving: entry.is_serving(compartments) }
         };
-        self.configured().into_iter().map(short).collect()
+        self.configured().into_iter().map(readiness).collect()
     }
 }
 
@@ -125,6 +128,15 @@ impl BulkheadEntry {
         let state = states.combined();
         let detail = trouble.filter(|_| state != BulkheadState::Ready);
         (if is_draining { BulkheadState::Draining } else { state }, detail)
+    }
+
+    /// Returns true if a worker can take a job now. Workers of isolated tenants start on demand, so such a bulkhead is
+    /// serving unless it is draining.
+    fn is_serving(&self, compartments: &Compartments) -> bool {
+        match &self.layout {
+            Layout::Shared(index) => compartments[*index].policy.is_serving(),
+            Layout::Isolated(isolated) => !isolated.is_draining,
+        }
     }
 
     /// Returns the breaker's state. For isolated tenants, returns the most severe state of all compartments.

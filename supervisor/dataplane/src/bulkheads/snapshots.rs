@@ -313,6 +313,7 @@ struct Sum {
     available: u64,
     queued: u64,
     predecessor_jobs: u64,
+    predecessor_waiting: u64,
     capacity: u64,
     breaker: BreakerState,
     quarantined: u64,
@@ -345,6 +346,7 @@ impl Sum {
         self.available += policy.available();
         self.queued += policy.queued() as u64;
         self.predecessor_jobs += policy.predecessor_jobs();
+        self.predecessor_waiting += policy.predecessor_waiting();
         self.breaker = worst([self.breaker, policy.breaker()].into_iter());
         self.quarantined += policy.quarantined(now) as u64;
         self.workers.extend(source.workers(compartment));
@@ -384,7 +386,7 @@ impl Sum {
             available: self.available,
             queued: self.queued,
             queue_capacity: self.capacity,
-            queue_available: self.capacity.saturating_sub(self.queued),
+            queue_available: self.capacity.saturating_sub(self.queued + self.predecessor_waiting),
             submitted: self.counters.submitted,
             done: self.counters.ok,
             failed: self.counters.failed,

@@ -42,6 +42,11 @@ impl<T> Bulkhead<T> {
         u64::from(self.handover.predecessor_permits) + u64::from(self.handover.predecessor_waiting)
     }
 
+    /// Returns the number of jobs that are waiting in the predecessor. They count towards `max_queue`.
+    pub fn predecessor_waiting(&self) -> u64 {
+        self.handover.predecessor_waiting.into()
+    }
+
     /// Returns the digests of the quarantined payloads, which are passed on to a successor.
     pub fn quarantined_payloads(&self, now: Time) -> Vec<Digest> {
         self.poison.quarantined(now).collect()

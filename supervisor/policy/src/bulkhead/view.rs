@@ -419,18 +419,26 @@ impl<T> Bulkhead<T> {
                 _ => BulkheadState::Degraded,
             };
         }
-        let slots = self.slots_at_work().count() as u32;
-        let has_worker = |slot: &&Slot| {
-            let worker = slot.state.worker().and_then(|place| self.workers.get(place));
-            worker.is_some_and(|worker| worker.is_available() || worker.assignment.is_at_job_limit())
-        };
-        let ready_slots = self.slots_at_work().filter(has_worker).count() as u32;
-        match (ready_slots, self.workers.totals().live_slots) {
+        let slots = self.slots_at_work().count();
+        match (self.ready_slots(), self.workers.totals().live_slots) {
             (ready, _) if ready == slots => BulkheadState::Ready,
             (0, 0) => BulkheadState::Failed,
             _ if !self.has_settled() => BulkheadState::Starting,
             _ => BulkheadState::Degraded,
         }
+    }
+
+    /// Returns true if the bulkhead accepts jobs and has a ready worker.
+    pub fn is_serving(&self) -> bool {
+        self.mode == Mode::Open && self.ready_slots() > 0
+    }
+
+    fn ready_slots(&self) -> usize {
+        let has_worker = |slot: &&Slot| {
+            let worker = slot.state.worker().and_then(|place| self.workers.get(place));
+            worker.is_some_and(|worker| worker.is_available() || worker.assignment.is_at_job_limit())
+        };
+        self.slots_at_work().filter(has_worker).count()
     }
 
     /// Returns a description of a worker whose exit is about to be reported, with at most `jobs_max` of its

@@ -49,7 +49,7 @@ fn does_not_use_permits_of_the_other_supervisor() {
     successor.submit();
     assert_eq!(successor.rejected(RejectReason::QueueFull), 1);
     assert!(successor.was_dispatched(jobs[0]) && !successor.was_dispatched(jobs[1]));
-    assert_eq!(successor.bulkhead.predecessor_jobs(), 5);
+    assert_eq!((successor.bulkhead.predecessor_jobs(), successor.bulkhead.predecessor_waiting()), (5, 2));
     successor.apply(Event::PredecessorHolds { permits: 2, waiting: 0 });
     assert_eq!(successor.bulkhead.predecessor_jobs(), 2);
     assert!(successor.was_dispatched(jobs[1]));

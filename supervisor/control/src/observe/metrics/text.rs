@@ -22,16 +22,18 @@ impl Format {
     }
 
     /// Selects the format with the highest weight in an `Accept` header. If weights are equal, selects the format
-    /// listed first. Defaults to OpenMetrics.
+    /// listed first. Defaults to OpenMetrics, unless its weight is 0.
     pub(crate) fn from_accept(accept: &str) -> Self {
-        let mut best = None;
+        let (mut best, mut default) = (None, Self::OpenMetrics);
         for range in accept.split(',') {
             let Some((format, weight)) = Self::from_media_range(range) else { continue };
             if weight > 0.0 && best.is_none_or(|(_, most)| weight > most) {
                 best = Some((format, weight));
+            } else if weight == 0.0 && format == Self::OpenMetrics {
+                default = Self::Classic;
             }
         }
-        best.map_or(Self::OpenMetrics, |(format, _)| format)
+        best.map_or(default, |(format, _)| format)
     }
 
     /// Parses one media range of an `Accept` header. Returns the matching format with its weight, or `None`
@@ -238,6 +240,8 @@ mod tests {
             "text/plain;q=0, application/openmetrics-text;q=0.1",
             "text/plain;version=9, */*",
             "text/plain;q=x",
+            "application/openmetrics-text;q=NaN,*/*",
+            "application/openmetrics-text;q=0,application/openmetrics-text;version=1.0.0",
         ] {
             assert_eq!(Format::from_accept(accept), Format::OpenMetrics, "{accept}");
         }
@@ -246,6 +250,8 @@ mod tests {
             "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
             "application/openmetrics-text;q=0.4,text/plain;q=0.5",
             "application/openmetrics-text;version=2.0.0,text/plain;q=0.5",
+            "application/openmetrics-text;version=1.0.0;q=0,*/*",
+            "*/*, application/openmetrics-text; q=0.0",
             "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
         ] {
             assert_eq!(Format::from_accept(accept), Format::Classic, "{accept}");
