@@ -225,6 +225,8 @@ pub(crate) struct Ready {
     /// Ensures that during an upgrade, the old and the new process exit in the right order.
     end: Arc<ProcessEnd>,
     drain_timeout: Duration,
+    /// The jobs socket and the admin socket. `None` in an embedded supervisor.
+    sockets: Option<Arc<Sockets>>,
 }
 
 impl Ready {
@@ -259,6 +261,10 @@ impl Ready {
             }
         };
         let Listeners { jobs: listener, mode, http, jobs_http, inherited } = listeners;
+        let sockets = match &mode {
+            RunMode::Standalone { sockets, .. } => Some(sockets.clone()),
+            RunMode::Embedded => None,
+        };
         let unrelated = Arc::<UnrelatedProcesses>::default();
         let end = Arc::<ProcessEnd>::default();
         let handover = HandoverOptions { program, predecessor, soft_limits, end: end.clone() };
@@ -315,17 +321,32 @@ impl Ready {
             unrelated,
         };
         let control = control::start(options).map_err(system("start the control plane"))?;
-        Ok(Self { data_plane, commands, control, span_thread, threads, counters, end, drain_timeout })
+        Ok(Self {
+            data_plane,
+            commands,
+            control,
+            span_thread,
+            threads,
+            counters,
+            end,
+            drain_timeout,
+            sockets,
+        })
     }
 
     pub(crate) fn run(self) -> Result<(), RunError> {
         let data_plane = self.data_plane;
         let result = run_data_plane(|| data_plane.run(), &self.threads, &self.counters);
         self.control.join();
+        // Dropping sockets that this supervisor serves removes their files.
+        let handed_over = self.sockets.filter(|sockets| !sockets.has_owned());
         self.span_thread.into_iter().for_each(spans::SpanThread::finish);
-        let is_complete = self.end.wait(self.drain_timeout);
+        if let (true, Some(sockets)) = (self.end.wait(self.drain_timeout), handed_over) {
+            // A successor that was killed could not remove the files.
+            sockets.set_owner(true);
+        }
         result.map_err(system("run the event loop"))?;
-        if is_complete { Ok(()) } else { Err(RunError::Upgrade) }
+        if self.end.has_failed() { Err(RunError::Upgrade) } else { Ok(()) }
     }
 }
 

@@ -60,6 +60,7 @@ impl Link {
 
     /// Tells the predecessor why this program is about to exit.
     pub fn fail(&self, message: &str) {
+        die_on_request("send", kind::FAILED);
         // If sending fails, the predecessor still notices the exit.
         let _ = encode(kind::FAILED, &Failed { message }, &[]).map(|bytes| self.send(bytes));
     }

@@ -572,6 +572,27 @@ pub fn processes_with(marker: &str) -> Vec<u32> {
     all_pids().into_iter().filter(holds).filter(|&pid| is_alive(pid)).collect()
 }
 
+/// Environment variable that names the folder of a service. Keepers inherit the variable, although their command lines
+/// do not name the folder.
+const FOLDER_VARIABLE: &str = "BULKHEAD_TEST_FOLDER";
+
+/// Returns the PIDs of all living processes that belong to a folder: their working directory is in the folder, or their
+/// command line or `FOLDER_VARIABLE` contains the path. Zombies have none of these.
+fn processes_of(folder: &Path) -> Vec<u32> {
+    let text = folder.to_str().expect("an ordinary path");
+    let variable = format!("{FOLDER_VARIABLE}={text}");
+    let contains = |file: String, text: &str| {
+        let bytes = std::fs::read(file).unwrap_or_default();
+        bytes.windows(text.len()).any(|part| part == text.as_bytes())
+    };
+    let belongs = |pid: &u32| {
+        std::fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|cwd| cwd.starts_with(folder))
+            || contains(format!("/proc/{pid}/cmdline"), text)
+            || contains(format!("/proc/{pid}/environ"), &variable)
+    };
+    all_pids().into_iter().filter(belongs).collect()
+}
+
 fn all_pids() -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").expect("/proc");
     entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect()

@@ -7,7 +7,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -20,7 +20,10 @@ use rustix::net::sockopt::set_socket_passcred;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tempfile::TempDir;
 
-use crate::{PATIENCE, is_alive, kill_pid, processes_with, programs, threads, wait_for, write_config};
+use crate::{
+    FOLDER_VARIABLE, PATIENCE, is_alive, kill_pid, processes_of, processes_with, programs, threads, wait_for,
+    write_config,
+};
 
 /// A service run by a stand-in for systemd. Dropping this value kills the service's processes.
 pub struct Manager {
@@ -41,6 +44,8 @@ struct State {
     is_ready: bool,
     /// PIDs of the processes that have sent notifications.
     notifiers: Vec<u32>,
+    /// True if the next new main process must die before its notification is handled.
+    kills_next_main: bool,
 }
 
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
@@ -92,6 +97,11 @@ impl Manager {
         lock(&self.state).notifiers.contains(&pid)
     }
 
+    /// Kills the next process that a `MAINPID` notification names, before the notification is handled.
+    pub fn kill_next_main(&self) {
+        lock(&self.state).kills_next_main = true;
+    }
+
     /// Returns the number of restarts after a failure.
     pub fn restarts(&self) -> u32 {
         lock(&self.state).restarts
@@ -123,6 +133,12 @@ impl Manager {
     /// Returns the PIDs of the running supervisors. Keepers are not included.
     pub fn supervisors(&self) -> Vec<u32> {
         processes_with(&self.folder.path().join("workers.toml").display().to_string())
+    }
+
+    /// Returns the PIDs of all processes of the service: supervisors, keepers, and workers whose working directory is
+    /// the service's folder.
+    pub fn processes(&self) -> Vec<u32> {
+        processes_of(self.folder.path())
     }
 
     /// Sends a signal to the main process.
@@ -181,6 +197,7 @@ impl Service {
             .arg("--config")
             .arg(self.folder.join("workers.toml"))
             .env("NOTIFY_SOCKET", self.folder.join("notify.sock"))
+            .env(FOLDER_VARIABLE, &self.folder)
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -197,9 +214,12 @@ impl Service {
                 state.notifiers.extend(sender);
                 for line in text.lines() {
                     if let Some(pid) = line.strip_prefix("MAINPID=").and_then(|pid| pid.parse().ok()) {
+                        if std::mem::take(&mut state.kills_next_main) {
+                            kill_pid(pid, Signal::SIGKILL);
+                            wait_for("the new main process has died", || (!is_alive(pid)).then_some(()));
+                        }
                         // systemd ignores processes that have exited.
-                        state.main =
-                            if Path::new(&format!("/proc/{pid}")).exists() { pid } else { state.main };
+                        state.main = if is_alive(pid) { pid } else { state.main };
                     }
                     state.is_ready |= line == "READY=1";
                 }

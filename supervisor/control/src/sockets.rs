@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
@@ -91,6 +91,24 @@ pub struct Sockets {
     pub jobs: Mutex<BoundSocket>,
     /// Socket for operators.
     pub admin: Mutex<BoundSocket>,
+}
+
+impl Sockets {
+    /// Returns true if this supervisor serves at least one of the sockets.
+    pub fn has_owned(&self) -> bool {
+        self.each().any(|bound| bound.is_owner())
+    }
+
+    /// Sets for both sockets whether this supervisor serves them.
+    pub fn set_owner(&self, is_owner: bool) {
+        self.each().for_each(|mut bound| bound.set_owner(is_owner));
+    }
+
+    fn each(&self) -> impl Iterator<Item = MutexGuard<'_, BoundSocket>> {
+        [&self.jobs, &self.admin]
+            .into_iter()
+            .map(|bound| bound.lock().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
 /// Error for a socket that cannot be bound. The message is worded to follow "failed to".

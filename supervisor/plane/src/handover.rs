@@ -328,14 +328,24 @@ impl<'a> Frame<'a> {
 }
 
 /// Kills this process in debug builds if the file named by the environment variable `BULKHEAD_UPGRADE_DEATH` contains
-/// `deed` ("send" or "receive") and the kind of message. Removes the file first. Used in tests.
+/// `deed` ("send" or "receive") and the kind of message. If the file contains "hang" before that, stops the process
+/// with SIGSTOP instead. Removes the file first. Used in tests.
 pub fn die_on_request(deed: &str, kind: u8) {
+    use rustix::process::{Signal, getpid, kill_process};
     let file = if cfg!(debug_assertions) { std::env::var_os("BULKHEAD_UPGRADE_DEATH") } else { None };
-    if let Some(file) = file
-        && std::fs::read_to_string(&file).is_ok_and(|wanted| wanted == format!("{deed} {kind}"))
-        && std::fs::remove_file(&file).is_ok()
-    {
-        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    let Some(file) = file else { return };
+    let Ok(wanted) = std::fs::read_to_string(&file) else { return };
+    let (is_hang, point) = match wanted.strip_prefix("hang ") {
+        Some(point) => (true, point),
+        None => (false, wanted.as_str()),
+    };
+    if point != format!("{deed} {kind}") || std::fs::remove_file(&file).is_err() {
+        return;
+    }
+    let _ = kill_process(getpid(), if is_hang { Signal::STOP } else { Signal::KILL });
+    // SIGSTOP can be delivered to another thread first, so this thread must not continue.
+    loop {
+        std::thread::park();
     }
 }
 

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -67,8 +67,12 @@ fn upgrade(manager: &Manager, arguments: &[&str]) -> Output {
 
 /// Upgrades the supervisor. Returns the PID of the new program.
 fn upgraded(manager: &Manager) -> u32 {
+    upgraded_with(manager, &[])
+}
+
+fn upgraded_with(manager: &Manager, arguments: &[&str]) -> u32 {
     let before = manager.main();
-    let output = upgrade(manager, &[]);
+    let output = upgrade(manager, arguments);
     assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
     let lines = String::from_utf8(output.stdout).unwrap();
     let steps: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -556,9 +560,11 @@ impl Upgrading {
     }
 
     fn start_with(manager: &Manager, arguments: &[&str]) -> Self {
-        let mut command = manager.command();
-        command.arg("upgrade").args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
+        Self::run(manager.command().arg("upgrade").args(arguments))
+    }
+
+    fn run(command: &mut Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());
         let (sender, lines) = sync_channel(LINES_MAX);
         // Reads on a separate thread, because a read from a pipe has no time limit.

@@ -103,15 +103,20 @@ impl ProcessEnd {
         self.has_failed.store(true, Ordering::SeqCst);
     }
 
-    /// If this process must exit last in an upgrade, waits until the predecessor or successor has exited. Returns false
-    /// if this process must report a failure to the service manager.
+    /// If this process must exit last in an upgrade, waits until the predecessor or successor has exited. Returns true
+    /// if that process has exited.
     pub fn wait(&self, drain_timeout: Duration) -> bool {
-        if let Some(other) = self.lock().take()
-            && !wait_until_readable(&other, drain_timeout + END_TIMEOUT).unwrap_or(false)
-        {
+        let Some(other) = self.lock().take() else { return false };
+        let has_exited = wait_until_readable(&other, drain_timeout + END_TIMEOUT).unwrap_or(false);
+        if !has_exited {
             tracing::warn!("upgrade: the other supervisor did not exit in time");
         }
-        !self.has_failed.load(Ordering::SeqCst)
+        has_exited
+    }
+
+    /// Returns true if this process must report a failure to the service manager.
+    pub fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::SeqCst)
     }
 }
 

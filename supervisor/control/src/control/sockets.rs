@@ -58,9 +58,7 @@ impl SocketFiles {
     /// Records whether this supervisor owns the socket files. During an upgrade, the predecessor or successor can own
     /// them instead.
     pub(super) fn set_owner(&self, is_owner: bool) {
-        for (_, bound) in self.each() {
-            bound.lock().unwrap_or_else(PoisonError::into_inner).set_owner(is_owner);
-        }
+        self.sockets.iter().for_each(|sockets| sockets.set_owner(is_owner));
     }
 
     /// Returns the descriptors that a successor needs: the locks of both sockets and the listener of the admin socket.

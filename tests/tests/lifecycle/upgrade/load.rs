@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use bulkhead_tests::http::Place;
 use bulkhead_tests::manager::Manager;
-use bulkhead_tests::{heavy, not_run};
+use bulkhead_tests::{SetOnDrop, heavy, not_run, programs};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::wait::WaitStatus;
 
 use super::*;
@@ -288,13 +289,22 @@ fn upgrades() -> usize {
     std::env::var("BULKHEAD_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(2)
 }
 
+/// The environment variable `BULKHEAD_UPGRADE_PROGRAM` is the path of a supervisor of another release. The service is
+/// then upgraded to this program, and back.
 #[test]
 fn upgrades_under_load_never_lose_reject_or_repeat_a_job() {
     let _heavy = heavy();
     let (manager, jobs_http) = start_with_jobs_http(THREE);
     let load = Load::start(&manager, &jobs_http);
-    for _ in 0..upgrades() {
-        upgraded(&manager);
+    let own = programs().join("bulkhead-supervisor");
+    for number in 0..upgrades() {
+        match std::env::var("BULKHEAD_UPGRADE_PROGRAM") {
+            Ok(other) => {
+                let program = if number % 2 == 0 { other.as_str() } else { own.to_str().unwrap() };
+                upgraded_with(&manager, &["--program", program]);
+            }
+            Err(_) => drop(upgraded(&manager)),
+        }
     }
     let (began, lent) = (load.began, load.lent.clone());
     let outcomes = load.stop();
@@ -359,4 +369,53 @@ fn job_in_old_program_does_not_delay_later_jobs_of_its_client() {
     long.join().unwrap().unwrap();
     wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
+}
+
+/// Number of open connections in the measurement of waits.
+const SESSIONS: usize = 1000;
+
+/// Number of upgrades in the measurement of waits, and of periods of the same length without an upgrade.
+const ROUNDS: usize = 3;
+
+/// Prints the longest wait of a library client whose jobs take one millisecond, with and without an upgrade.
+#[test]
+#[ignore = "takes a minute, and only prints figures"]
+fn longest_wait_of_a_client_during_an_upgrade() {
+    // Each connection has one descriptor in this process.
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+    let keys = format!("max_clients = {}\n", 2 * SESSIONS);
+    let manager = Manager::start(tempfile::tempdir().unwrap(), &keys, ONE, &[]);
+    let sessions: Vec<Raw> = (0..SESSIONS).map(|_| Raw::connect(&manager.socket())).collect();
+    let client = Client::connect(manager.socket()).unwrap();
+    for round in 1..=ROUNDS {
+        for is_upgrade in [false, true] {
+            let is_over = AtomicBool::new(false);
+            let (jobs, longest) = std::thread::scope(|scope| {
+                let waits = scope.spawn(|| {
+                    let (mut jobs, mut longest) = (0, Duration::ZERO);
+                    while !is_over.load(Ordering::SeqCst) {
+                        let began = Instant::now();
+                        client.job("b", "").operation("steps:sleep 1").send().unwrap();
+                        (jobs, longest) = (jobs + 1, longest.max(began.elapsed()));
+                    }
+                    (jobs, longest)
+                });
+                let _guard = SetOnDrop(&is_over);
+                if is_upgrade {
+                    upgraded(&manager);
+                } else {
+                    std::thread::sleep(Duration::from_secs(11));
+                }
+                is_over.store(true, Ordering::SeqCst);
+                waits.join().unwrap()
+            });
+            let with = if is_upgrade { "with an upgrade" } else { "without an upgrade" };
+            println!("round {round}, {with}: {jobs} jobs of 1 ms, the longest took {longest:?}");
+        }
+    }
+    for mut session in sessions {
+        session.submit(1, "", b"");
+        assert_eq!(session.outcome(), (1, (0, 0)));
+    }
 }
