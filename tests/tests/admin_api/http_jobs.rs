@@ -332,7 +332,7 @@ fn oversized_payload_is_rejected_before_it_arrives() {
     let rejected = supervisor.snapshot("b")["rejected"]["too_large"].as_u64().unwrap();
     assert_eq!(rejected, 11, "all rejections have the reason `too_large`");
 
-    // No bulkhead means no size limit, but the payload is not awaited either.
+    // No bulkhead means no size limit, but a payload that is large or of unknown length is not awaited either.
     for headers in [&["Expect: 100-continue"][..], &[]] {
         for (header, length) in
             [(None, Some(65_537)), (None, Some(1 << 30)), (Some("Transfer-Encoding: chunked"), None)]

@@ -443,6 +443,25 @@ fn malformed_request_counts_only_where_its_token_has_access() {
     assert_eq!(supervisor.snapshot("b")["rejected"], serde_json::json!({}));
 }
 
+/// The payload of a bulkhead without access is not received, because that would show that the bulkhead exists.
+#[test]
+fn token_cannot_find_out_whether_another_bulkhead_exists() {
+    let bulkheads = format!(
+        "[[access]]\ntoken_file = \"jobs\"\nbulkheads = [\"c\"]\n{ONE}\
+         [bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n"
+    );
+    let supervisor = Supervisor::launch(folder(), LISTENERS, &bulkheads).until_ready();
+    let place = Place::jobs_http(&supervisor);
+    for bulkhead in ["b", "missing"] {
+        for more in [&["Expect: 100-continue"][..], &[]] {
+            let mut chunked = place.connect();
+            let headers = [&[TOKEN, "Transfer-Encoding: chunked"], more].concat();
+            chunked.send_head("POST", &format!("/v1/bulkheads/{bulkhead}/jobs"), &headers, None);
+            Answer::read(chunked).expect("a response").rejected(403, "forbidden");
+        }
+    }
+}
+
 /// If a request has both `Content-Length` and `Transfer-Encoding`, the latter takes precedence, so no part of the
 /// payload is parsed as another request.
 #[test]

@@ -165,7 +165,9 @@ impl Submitter {
             _ => control.counters.own_spool.clone(),
         };
         let config = control.config();
-        let configured = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
+        // A client without access must not learn from the handling of its payload that the bulkhead exists.
+        let has_access = self.client.allows_bulkhead(name);
+        let configured = config.bulkheads.iter().find(|b| has_access && b.name == name).map(|b| b.max_payload);
         // Once a successor has taken over, it checks the size according to its own configuration.
         let max_bytes =
             if control.handover.is_listening() { configured } else { Some(PAYLOAD_BYTES_CEILING) };
@@ -278,6 +280,7 @@ fn outcome_of(
         (announced, &mut outcome.verdict)
     {
         let Some(max) = upload.max_bytes else {
+            // The data plane has counted this job as `too_large`.
             let message = "a reload was just adding this bulkhead: submit the job again".into();
             let verdict = Verdict::Rejected { reason: RejectReason::Overloaded, message };
             let (deadline, wait) = (Some(outcome.deadline), Some(Duration::from_secs(1)));
