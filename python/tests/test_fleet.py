@@ -530,6 +530,7 @@ def test_server_without_tls_receives_nothing(tmp_path: Path, monkeypatch: pytest
                 f" tls://{address}",
                 [f"nats://{address}", f"\ttls://{address}"],
                 f"nats://{address},tls://n1",
+                f"nats://{address},TLS://n1",
             ):
                 with pytest.raises(errors.Disconnected, match="does not offer TLS"):
                     await AsyncFleet.connect(servers)

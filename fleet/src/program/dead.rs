@@ -35,7 +35,8 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
         DeadCommand::Requeue(selection) => {
             for subject in select(&operator, selection).await? {
                 match requeue(&operator, &subject).await {
-                    Ok(Some((id, new_id))) => report(is_json, "requeued", &id, Some(&new_id))?,
+                    Ok(Some((id, new_id))) => report(is_json, "requeued", &id, Some(&new_id))
+                        .or_else(Failure::unless_closed_pipe)?,
                     Ok(None) => {}
                     Err(error) => set_code(&mut code, error)?,
                 }
@@ -44,7 +45,9 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
         DeadCommand::Drop(selection) => {
             for subject in select(&operator, selection).await? {
                 match operator.drop_letter(&subject).await {
-                    Ok(Some(id)) => report(is_json, "dropped", &id, None)?,
+                    Ok(Some(id)) => {
+                        report(is_json, "dropped", &id, None).or_else(Failure::unless_closed_pipe)?
+                    }
                     Ok(None) => {}
                     Err(error) => set_code(&mut code, error)?,
                 }

@@ -18,7 +18,8 @@ pub(crate) async fn run(settings: &Settings, is_json: bool) -> Result<u8, Failur
     let mut differs = false;
     for finding in &findings {
         differs |= matches!(finding, Finding::Differs(..));
-        print(finding, is_json)?;
+        // The exit code still reports differences.
+        print(finding, is_json).or_else(Failure::unless_closed_pipe)?;
     }
     if differs {
         output::to_stderr(

@@ -47,6 +47,28 @@ impl Failure {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
 
+    /// Makes a pipe that its reader has closed an error like any other failed write. For output that must not be lost.
+    pub(crate) fn or_lost_output(self) -> Self {
+        match self.message {
+            None => Self::new(
+                exit::OUTPUT_FAILED,
+                "failed to write to standard output: the reader has closed the pipe",
+            ),
+            Some(_) => self,
+        }
+    }
+
+    /// Appends a note to the message.
+    pub(crate) fn with_note(self, note: &str) -> Self {
+        Self { message: self.message.map(|message| format!("{message}; {note}")), ..self }
+    }
+
+    /// Ignores the failure if the reader of standard output has closed the pipe. The command then continues without
+    /// output.
+    pub(crate) fn unless_closed_pipe(self) -> Result<(), Self> {
+        if self.message.is_none() { Ok(()) } else { Err(self) }
+    }
+
     pub(crate) fn message(&self) -> &str {
         self.message.as_deref().unwrap_or_default()
     }

@@ -25,10 +25,11 @@ pub(crate) async fn run(settings: &Settings, submit: &Submit, is_json: bool) -> 
         Err(failure) => {
             if is_json {
                 let outcome = if failure.code() == exit::UNREACHABLE { "unreachable" } else { "error" };
-                output::json(&json!({
+                let printed = output::json(&json!({
                     "bulkhead": submit.name, "executed": "no", "message": failure.message(), "outcome": outcome,
                     "retryable": failure.code() == exit::UNREACHABLE,
-                }))?;
+                }));
+                printed.or_else(Failure::unless_closed_pipe)?;
             }
             return Err(failure);
         }
@@ -89,12 +90,22 @@ impl Run<'_> {
     async fn submit_loop(&self, fleet: &Fleet, payload: &[u8]) -> Result<(), Failure> {
         while self.next.get() < self.submit.repeat.unwrap_or(1) {
             let index = self.next.replace(self.next.get() + 1);
-            let code = self.one(job(fleet, self.submit, payload)).await?;
+            let code = self.one(job(fleet, self.submit, payload)).await;
+            let code = code.map_err(|failure| self.output_failure(failure))?;
             if code != exit::OK && self.first_failure.get().is_none_or(|(first, _)| index < first) {
                 self.first_failure.set(Some((index, code)));
             }
         }
         Ok(())
+    }
+
+    /// Describes a failure to print a result or ID. Also reports how many jobs are not submitted because of the failure.
+    fn output_failure(&self, failure: Failure) -> Failure {
+        let failure = failure.or_lost_output();
+        match self.submit.repeat.unwrap_or(1) - self.next.get() {
+            0 => failure,
+            count => failure.with_note(&format!("jobs not submitted: {count}")),
+        }
     }
 
     async fn one(&self, job: FleetJob) -> Result<u8, Failure> {
@@ -150,8 +161,7 @@ fn print(
 ) -> Result<u8, Failure> {
     let code = output::code(result);
     if is_json {
-        let printed = output::json(&output::outcome_json(bulkhead, id, result));
-        printed.map_err(|failure| failure.or_code(code))?;
+        output::json(&output::outcome_json(bulkhead, id, result))?;
     } else {
         output::to_stderr(&output::describe(id, result));
     }
@@ -163,7 +173,7 @@ fn print(
     match payload {
         // With `--json`, standard output contains only the outcome.
         Some(payload) if !is_json || file.is_some() => {
-            output::payload(file, payload).map_err(|failure| failure.or_code(code))?;
+            output::payload(file, payload)?;
         }
         _ => {}
     }
@@ -176,5 +186,7 @@ pub(crate) async fn result(settings: &Settings, of: &ResultOf, is_json: bool) ->
     let tenant = of.tenant.clone().or_else(|| settings.nats.tenant.clone()).unwrap_or_default();
     // Reads the ledger at least once, even if `wait` is zero.
     let result = fleet.result(&tenant, &of.id, of.wait.max(Duration::from_millis(1))).await;
-    print("", &of.id, &result, of.output.as_deref(), is_json)
+    // The result remains in the ledger, so it is not lost if nothing reads the output.
+    let code = output::code(&result);
+    print("", &of.id, &result, of.output.as_deref(), is_json).map_err(|failure| failure.or_code(code))
 }

@@ -181,7 +181,7 @@ async def connect(
         options["user_credentials"] = RawCredentials(read_credentials(credentials))
     if ca is not None:
         options["tls"] = read_certificates(ca)
-    connection = Connection(ca is not None or any("tls://" in address for address in addresses))
+    connection = Connection(ca is not None or any(address.lower().startswith("tls://") for address in addresses))
     try:
         await asyncio.wait_for(_open(connection, options), CONNECT_TIMEOUT)
     except (OSError, nats.errors.Error, asyncio.TimeoutError) as error:

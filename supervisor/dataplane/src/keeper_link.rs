@@ -45,6 +45,7 @@ enum State {
 }
 
 /// An order to start a worker. It is sent once a keeper is running and the limit on orders per iteration allows it.
+#[derive(Clone, Copy)]
 pub(super) struct WorkerOrder {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,

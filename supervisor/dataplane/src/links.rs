@@ -76,8 +76,9 @@ pub(super) struct Link {
 /// State of a worker's process.
 enum Process {
     /// The keeper has been ordered to start the process. `output` contains the read ends of the process's standard
-    /// output and standard error.
-    Ordered { output: Output },
+    /// output and standard error. `is_template_retired` is true if the supervisor has killed the template that forks the
+    /// worker.
+    Ordered { output: Output, is_template_retired: bool },
     /// The process is running or has exited.
     Running(Box<Running>),
 }
@@ -164,7 +165,7 @@ impl Link {
             unread: ReceiverLoans::default(),
             journal: None,
             hang: None,
-            process: Process::Ordered { output },
+            process: Process::Ordered { output, is_template_retired: false },
             end: EndCause::None,
             reads: ReadState::Open,
             is_dirty: false,
@@ -236,6 +237,13 @@ impl Link {
         self.running().is_some()
     }
 
+    /// Returns the order to repeat if the worker's template was killed, although it had not failed, before the worker was
+    /// forked.
+    pub(super) fn lost_order(&self) -> Option<WorkerOrder> {
+        let is_lost = matches!(self.process, Process::Ordered { is_template_retired: true, .. });
+        is_lost.then_some(self.ordered.order)
+    }
+
     pub(super) fn pid(&self) -> Option<u32> {
         self.running().map(|running| running.pid)
     }
@@ -250,7 +258,7 @@ impl Link {
         let running = Running { pid, pidfd, observed, watch: None, output: None, violations };
         // Moves the output to the running process.
         let ordered = std::mem::replace(&mut self.process, Process::Running(Box::new(running)));
-        if let (Process::Ordered { output }, Some(running)) = (ordered, self.running_mut()) {
+        if let (Process::Ordered { output, .. }, Some(running)) = (ordered, self.running_mut()) {
             running.output = Some(output);
         }
     }
@@ -542,6 +550,17 @@ impl Links {
         let index = self.slab.insert(link);
         self.by_spawn.insert(spawn, index);
         index
+    }
+
+    /// Records that a template that has not failed is being killed. Forks in progress fail as a result. Returns the
+    /// template's spawn number.
+    pub(super) fn retire_template(&mut self, template: u64) -> u64 {
+        for link in self.slab.values_mut().filter(|link| link.template() == Some(template)) {
+            if let Process::Ordered { is_template_retired, .. } = &mut link.process {
+                *is_template_retired = true;
+            }
+        }
+        template
     }
 
     /// Removes the link of a dead worker. The caller must return the worker's UID to the pool separately.

@@ -12,7 +12,9 @@ use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::span::{JobSpan, SpanSender};
 use bulkhead_policy::Time;
 use bulkhead_shared::client_protocol::Submit;
-use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX, truncate};
+use bulkhead_shared::limits::{
+    BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, PAYLOAD_BYTES_CEILING, TENANT_BYTES_MAX, truncate,
+};
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Outcome, Priority, Verdict};
 
@@ -152,7 +154,7 @@ impl Spans {
             operation: std::mem::take(&mut record.operation),
             tenant: std::mem::take(&mut record.tenant),
             priority: record.priority,
-            payload_bytes: record.payload_bytes,
+            payload_bytes: Some(record.payload_bytes).filter(|bytes| *bytes as u64 <= PAYLOAD_BYTES_CEILING),
             outcome: outcome.into(),
         };
         place.send(Box::new(span));

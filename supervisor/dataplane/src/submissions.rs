@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bulkhead_shared::client_protocol::{OutcomeMessage, Submit, decode_run_limit};
 use bulkhead_shared::codec::{self, Extensions, tag};
-use bulkhead_shared::limits::{OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::limits::{OPERATION_BYTES_MAX, PAYLOAD_BYTES_CEILING, TENANT_BYTES_MAX};
 use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
@@ -42,6 +42,13 @@ pub(super) fn rejection<'m>(
         ..OutcomeMessage::from_verdict(verdict, bulkhead)
     };
     message.with_times(Duration::ZERO, Duration::ZERO, deadline.unwrap_or_default(), retry_after)
+}
+
+/// Returns the message for a payload of `size` bytes that exceeds `max_payload`. A size above the highest `max_payload`
+/// only says that the control plane does not send the payload, so the message does not contain it.
+pub(super) fn too_large_message(size: u64, max_payload: u64) -> String {
+    let of = if size <= PAYLOAD_BYTES_CEILING { format!(" of {size} bytes") } else { String::new() };
+    format!("the payload{of} is larger than max_payload ({max_payload} bytes)")
 }
 
 /// Returns the trace context. Ignores an invalid context, as the W3C specification requires.

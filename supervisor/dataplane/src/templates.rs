@@ -78,6 +78,8 @@ enum Phase {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     Kill(u64),
+    /// Kills a template that did not fail. The workers that it is forking must be started again.
+    Retire(u64),
     /// Starts a worker that was waiting for a template.
     OrderWorker(CompartmentIndex, WorkerId, u32),
     /// Reports to policy that a worker could not be started.
@@ -142,7 +144,7 @@ impl Templates {
     /// waiting for the template.
     pub(super) fn end(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
         let Some(spawn) = self.current.remove(&compartment) else { return Vec::new() };
-        self.effects.push_back(Effect::Kill(spawn));
+        self.effects.push_back(Effect::Retire(spawn));
         let template = self.by_spawn.get_mut(&spawn);
         template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
     }
@@ -430,7 +432,7 @@ mod tests {
         templates.forked_worker_died(compartment(), 10, Death::Exit(1));
         assert!(effects(&mut templates).is_empty());
         templates.forked_worker_died(compartment(), 10, Death::Signal(11));
-        assert_eq!(effects(&mut templates), [Effect::Kill(10)]);
+        assert_eq!(effects(&mut templates), [Effect::Retire(10)]);
         assert_eq!(templates.fork(compartment(), &program, (worker(2), 0)), Fork::NoTemplate);
     }
 

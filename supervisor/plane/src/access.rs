@@ -68,6 +68,15 @@ impl HttpClient {
             Self::Token(grant) => rejection_message(&grant.rules, (bulkhead, exists), tenant).is_none(),
         }
     }
+
+    /// Returns true if the client can submit jobs for at least one tenant to the bulkhead, if there is a bulkhead with
+    /// this name.
+    pub fn allows_bulkhead(&self, bulkhead: &str) -> bool {
+        match self {
+            Self::Operator { .. } => true,
+            Self::Token(grant) => grant.allows_bulkhead(bulkhead),
+        }
+    }
 }
 
 /// Permissions of a token.
@@ -78,6 +87,14 @@ pub struct TokenGrant {
     pub role: Role,
     /// Rules for the token holder's jobs. Each job must be allowed by at least one rule.
     pub rules: Arc<[Arc<AccessRule>]>,
+}
+
+impl TokenGrant {
+    /// Returns true if the token's holder can submit jobs for at least one tenant to the bulkhead, if there is a bulkhead
+    /// with this name.
+    pub fn allows_bulkhead(&self, bulkhead: &str) -> bool {
+        self.rules.iter().any(|rule| rule.allows_bulkhead(bulkhead, true))
+    }
 }
 
 /// All tokens in `[[access]]`.

@@ -33,8 +33,8 @@ pub struct JobSpan {
     /// Tenant, as given by the client. Untrusted text.
     pub tenant: Box<str>,
     pub priority: Priority,
-    /// Size of the payload in bytes.
-    pub payload_bytes: usize,
+    /// Size of the payload in bytes. `None` if the size is unknown because the payload was not received.
+    pub payload_bytes: Option<usize>,
     pub outcome: SpanOutcome,
 }
 

@@ -332,6 +332,20 @@ fn oversized_payload_is_rejected_before_it_arrives() {
     let rejected = supervisor.snapshot("b")["rejected"]["too_large"].as_u64().unwrap();
     assert_eq!(rejected, 11, "all rejections have the reason `too_large`");
 
+    // No bulkhead means no size limit, but the payload is not awaited either.
+    for headers in [&["Expect: 100-continue"][..], &[]] {
+        for (header, length) in
+            [(None, Some(65_537)), (None, Some(1 << 30)), (Some("Transfer-Encoding: chunked"), None)]
+        {
+            let mut socket = place.connect();
+            let headers: Vec<&str> = headers.iter().copied().chain(header).collect();
+            socket.send_head("POST", "/v1/bulkheads/nobody/jobs", &headers, length);
+            let mut text = String::new();
+            socket.read_to_string(&mut text).unwrap();
+            assert!(text.starts_with("HTTP/1.1 404") && text.contains("not_found"), "{text}");
+        }
+    }
+
     // A client that never stops sending can still read the rejection.
     let mut socket = begin(&[], Some(64 << 20));
     let piece = vec![0; 1 << 20];

@@ -405,6 +405,26 @@ fn invalid_requests_are_answered_and_run_no_job() {
     assert_eq!(job(&mut connection, "echo", b"x").unwrap().status, 200);
 }
 
+#[test]
+fn malformed_request_counts_only_where_its_token_has_access() {
+    let bulkheads = format!(
+        "[[access]]\ntoken_file = \"jobs\"\nbulkheads = [\"c\"]\ntenants = [\"t\"]\n{ONE}\
+         [bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n"
+    );
+    let supervisor = Supervisor::launch(folder(), LISTENERS, &bulkheads).until_ready();
+    let place = Place::jobs_http(&supervisor);
+    for bulkhead in ["b", "c"] {
+        let path = format!("/v1/bulkheads/{bulkhead}/jobs");
+        place.ask("POST", &format!("{path}?x=1"), &[TOKEN], b"").rejected(400, "invalid");
+        place.ask("POST", &path, &[TOKEN, "Bulkhead-Cost: much"], b"").rejected(400, "invalid");
+        let mut encoded = place.connect();
+        encoded.send_head("POST", &path, &[TOKEN, "Transfer-Encoding: gzip, chunked"], None);
+        Answer::read(encoded).expect("a response").rejected(400, "invalid");
+    }
+    assert_eq!(supervisor.snapshot("c")["rejected"], serde_json::json!({"invalid": 3}));
+    assert_eq!(supervisor.snapshot("b")["rejected"], serde_json::json!({}));
+}
+
 /// If a request has both `Content-Length` and `Transfer-Encoding`, the latter takes precedence, so no part of the
 /// payload is parsed as another request.
 #[test]

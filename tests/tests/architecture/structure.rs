@@ -333,7 +333,7 @@ fn import_check_finds_circular_imports() {
 
 /// Upper bounds on the complexity of the data plane. If a measured value falls below its bound, the bound must be
 /// lowered to this value.
-const METHOD_LINES_MAX: usize = 3650;
+const METHOD_LINES_MAX: usize = 3648;
 const VISIBLE_FIELDS_MAX: usize = 90;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
 const CALL_CIRCLE_MAX: usize = 7;

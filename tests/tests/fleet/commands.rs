@@ -52,6 +52,33 @@ fn exit_codes_match_those_of_the_bulkhead_command() {
 }
 
 #[test]
+fn closed_output_pipe_is_an_error_only_for_submit() {
+    let Some(fleet) = start() else { return };
+    let unread = |arguments: &[&str]| {
+        let mut command = Command::new(programs().join("bulkhead-fleet"));
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output =
+            command.arg("--config").arg(fleet.config()).args(arguments).stdout(writer).output().unwrap();
+        (output.status.code(), text(&output.stderr))
+    };
+    const LOST: &str = "failed to write to standard output: the reader has closed the pipe";
+    let (code, told) = unread(&["submit", "b", "fail", "-n", "--json", "--repeat", "3"]);
+    assert_eq!((code, told), (Some(74), format!("bulkhead-fleet: {LOST}; jobs not submitted: 2\n")));
+    for arguments in [&["submit", "b", "pid", "-n"][..], &["submit", "b", "-n", "--detach"]] {
+        let (code, told) = unread(arguments);
+        assert!(code == Some(74) && told.ends_with(&format!("bulkhead-fleet: {LOST}\n")), "{told}");
+    }
+    // The ledger keeps results, and requests are completed without their output.
+    assert_eq!(fleet.command(&["submit", "b", "fail", "-n", "--id", "kept"]).status.code(), Some(1));
+    assert_eq!(unread(&["result", "kept", "--json"]).0, Some(1));
+    assert_eq!(unread(&["status"]).0, Some(0));
+    assert_eq!(fleet.json(&["dead", "list"]).1.len(), 2);
+    assert_eq!(unread(&["dead", "drop", "--all"]).0, Some(0));
+    assert_eq!(fleet.json(&["dead", "list"]).1.len(), 0);
+}
+
+#[test]
 fn submitter_gives_up_when_no_agent_serves_the_bulkhead() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let (code, lines) = fleet.json(&["submit", "b", "-n", "--deadline", "100ms", "--id", "alone"]);

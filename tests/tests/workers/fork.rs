@@ -148,6 +148,38 @@ fn template_is_replaced_after_twenty_signal_deaths() {
     assert_eq!(templates.len(), 2, "{templates:?}");
 }
 
+#[test]
+fn fork_lost_with_a_replaced_template_is_no_failed_start() {
+    let keys = format!(
+        "processes = 2\n{FORK}\nrestart = {{ max = 1000, backoff = \"1ms\", backoff_max = \"1ms\" }}"
+    );
+    let supervisor = Supervisor::start(&bulkhead(&keys));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let both = || Some(supervisor.worker_pids("b")).filter(|pids| pids.len() == 2);
+    let mut pids = wait_for("two workers", both);
+    let template = who(&client)[0];
+    for _ in 0..18 {
+        client.job("b", "x").send().unwrap();
+        let killed = who(&client)[1];
+        kill_pid(killed, Signal::SIGKILL);
+        pids = wait_for("another worker", || both().filter(|pids| !pids.contains(&killed)));
+    }
+    // The stopped template cannot fork, until it is killed after the twentieth death.
+    assert_eq!(who(&client)[0], template);
+    kill_pid(template, Signal::SIGSTOP);
+    let restarts = supervisor.number("b", "restarts");
+    kill_pid(pids[0], Signal::SIGKILL);
+    supervisor.wait_number("b", "restarts", restarts + 1);
+    kill_pid(pids[1], Signal::SIGKILL);
+    wait_for("two new workers", || both().filter(|now| now.iter().all(|pid| !pids.contains(pid))));
+    assert_ne!(who(&client)[0], template);
+    assert!(
+        supervisor.events("worker_not_started").is_empty(),
+        "{:?}",
+        supervisor.events("worker_not_started")
+    );
+}
+
 /// A hung template cannot fork, so the keeper kills the template and starts another.
 #[test]
 fn hung_template_is_replaced() {

@@ -2,7 +2,9 @@
 //! the `exec` contract and `bulkhead.h` specify.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 
 use bulkhead_client::blocking::Client;
@@ -10,7 +12,7 @@ use bulkhead_client::{JobError, Reply};
 use bulkhead_shared::{Fault, HandlerFailure, Verdict};
 use bulkhead_tests::{
     Supervisor, children, compile_cpp_library, compile_library, heavy, is_alive, kill_pid, name, not_run,
-    outcome, overrun_blocking, resident_bytes, tally, wait_for,
+    outcome, overrun_blocking, programs, resident_bytes, tally, wait_for,
 };
 use nix::sys::signal::Signal;
 
@@ -364,17 +366,52 @@ fn missing_program_fails_only_its_job() {
 #[test]
 fn error_for_missing_interpreter_names_the_cause() {
     let folder = tempfile::tempdir().unwrap();
-    let script = folder.path().join("script");
-    std::fs::write(&script, "#!/bin/sh\r\necho\r\n").unwrap();
-    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let [program, worker] = ["program", "worker"].map(|name| folder.path().join(name));
+    for path in [&program, &worker] {
+        std::fs::write(path, "#!/bin/sh\r\necho\r\n").unwrap();
+        std::fs::set_permissions(path, PermissionsExt::from_mode(0o755)).unwrap();
+    }
+    std::fs::write(&program, "#!/bin/sh\ncat\n").unwrap();
     let (supervisor, client) = start(&format!(
-        "[bulkhead.program]\nexec = [{script:?}]\n\
-         [bulkhead.worker]\ncommand = [{script:?}]\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"
+        "[bulkhead.program]\nexec = [{program:?}]\n\
+         [bulkhead.worker]\ncommand = [{worker:?}]\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"
     ));
+    assert_eq!(text(client.job("program", "fine").send()), "fine");
+    std::fs::copy(&worker, &program).unwrap();
     let failed = failure(client.job("program", "").send());
     assert!(failed.message.contains("check for CRLF line endings"), "{}", failed.message);
     let told = &supervisor.wait_events("worker_not_started", 1)[0];
     assert!(told.to_string().contains("exec: the interpreter in the first line"), "{told}");
+}
+
+#[test]
+fn check_with_start_reports_programs_that_cannot_be_executed() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str, mode: u32| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
+        path
+    };
+    let missing = write("missing", "#! /nowhere/sh -e\n", 0o755);
+    let cases = [
+        ("good", write("good", "#!/bin/sh\n", 0o755), None),
+        ("crlf", write("crlf", "#!/bin/sh\r\necho\r\n", 0o755), Some("\"/bin/sh\\r\"")),
+        ("script", write("script", &format!("#!{}\n", missing.display()), 0o755), Some("\"/nowhere/sh\"")),
+        ("missing", missing, Some("\"/nowhere/sh\"")),
+    ];
+    for (name, path, why) in cases {
+        let config = folder.path().join("workers.toml");
+        std::fs::write(&config, format!("[supervisor]\nsocket = \"s\"\n[bulkhead.x]\nexec = [{path:?}]\n"))
+            .unwrap();
+        let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        let output =
+            bulkhead_tests::output(command.arg("--config").arg(&config).args(["--check", "--start"]));
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.success(), why.is_none(), "{name}: {told}");
+        let is_told = why.is_none_or(|why| told.contains("cannot be executed") && told.contains(why));
+        assert!(is_told, "{name}: {told}");
+    }
 }
 
 #[test]
@@ -927,7 +964,8 @@ fn rlimit_above_hard_limit_prevents_start_of_exec() {
     let keys = "rlimits = { nofile = 1099511627776 }\nrestart = { backoff = \"10ms\", max = 2 }\n";
     let (supervisor, client) = shell("exit 0", keys);
     wait_failed(&supervisor, "x");
-    let why = "rlimit nofile: 1099511627776 is above the hard limit";
+    let why =
+        "rlimit nofile: 1099511627776 is above the hard limit of the supervisor: lower `rlimits.nofile`";
     wait_for("the log names the limit", || supervisor.log().contains(why).then_some(()));
     assert_eq!(outcome(&client.job("x", "").send()), "rejected/unavailable");
 }

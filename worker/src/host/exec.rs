@@ -96,17 +96,19 @@ fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
 /// Checks at startup that this limit can be set for programs. An impossible limit would make every job fail.
 fn check_limit(resource: Resource, limit: Rlimit) -> Result<(), HandlerError> {
     let own = getrlimit(resource);
-    let Some(most) = own.maximum.filter(|most| limit.maximum.is_none_or(|wanted| wanted > *most)) else {
+    if own.maximum.is_none_or(|most| limit.maximum.is_some_and(|wanted| wanted <= most)) {
         return Ok(());
-    };
+    }
     // A privileged host can raise the limit. The attempt is undone, because the limit is for programs only.
     let raised = Rlimit { current: own.current, maximum: limit.maximum };
     setrlimit(resource, raised).and_then(|()| setrlimit(resource, own)).map_err(|_| {
         let name = rlimits::Resource::from_number(resource as u32).map_or("", rlimits::Resource::name);
         let wanted = limit.current.map_or_else(|| "unlimited".to_owned(), |wanted| wanted.to_string());
+        // The host's own limit on open files is lower than the supervisor's limit, which is the one that matters.
         let message = format!(
-            "rlimit {name}: {wanted} is above the hard limit of {most} (a limit above the supervisor's own requires \
-             CAP_SYS_RESOURCE)"
+            "rlimit {name}: {wanted} is above the hard limit of the supervisor: lower `rlimits.{name}`, or raise the \
+             supervisor's limit (`Limit{}=` in its systemd unit)",
+            name.to_ascii_uppercase()
         );
         HandlerError::new("rlimits", message)
     })
@@ -170,6 +172,7 @@ impl Host {
             }
             None => plan.program.clone(),
         };
+        launch::check(&plan.program, &place).map_err(|message| HandlerError::new("program", message))?;
         // Creates the rules once at startup, to detect errors that would affect every program.
         rules.for_program(None).map_err(|error| failed("create Landlock rules for a program", error))?;
         if rules.exposes_temporary_files() {

@@ -2,7 +2,8 @@
 //! child process before `execve`. `exec` exchanges data with the program, and `orphans` kills its descendants.
 
 use std::ffi::{CString, OsStr, OsString, c_char};
-use std::io::{self, PipeReader, PipeWriter};
+use std::fs::File;
+use std::io::{self, PipeReader, PipeWriter, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::ExitStatusExt;
@@ -13,11 +14,18 @@ use bulkhead_linux::errno;
 use bulkhead_linux::vfork::{self, Child, null_terminated};
 use bulkhead_linux::wait::wait4;
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, PROGRAM_VARIABLE};
+use rustix::fs::{Access, access};
 use rustix::io::{Errno, ioctl_fionbio, retry_on_intr};
 use rustix::process::{Resource, Rlimit, Signal, WaitId, WaitIdOptions, waitid};
 
 use crate::context::Ctx;
 use crate::rules::{FOLDER_VARIABLES, Ruleset};
+
+/// Size of a script's head in which the kernel looks for the interpreter, in bytes.
+const SCRIPT_HEAD_BYTES: u64 = 256;
+
+/// Maximum number of files that are checked if interpreters are scripts, too.
+const INTERPRETERS_MAX: u32 = 5;
 
 /// Environment variables that are set for each job.
 const JOB_VARIABLES: [&str; 4] =
@@ -219,6 +227,53 @@ impl Program {
         let (_, status, _) = retry_on_intr(|| wait4(self.child.pid.as_raw_pid(), 0))?;
         Ok(ExitStatus::from_raw(status))
     }
+}
+
+/// Checks at startup that the program is executable, and that the interpreter of a script exists. Errors in the format
+/// of a program are not detected, because the machine can have interpreters for any format (binfmt_misc). `place` is the
+/// path that is passed to `execve`.
+pub(super) fn check(program: &str, place: &str) -> Result<(), String> {
+    let mut path = OsString::from(place);
+    for level in 0..INTERPRETERS_MAX {
+        // The working directory of a job is not known yet.
+        if !Path::new(&path).is_absolute() {
+            break;
+        }
+        if let Err(error) = access(&path, Access::EXEC_OK) {
+            let error = io::Error::from(error);
+            return Err(match level {
+                0 => format!("{program} cannot be executed: {error}{}", advice(&error)),
+                _ => format!(
+                    "{program} cannot be executed: the interpreter in the first line, {path:?}, cannot be executed: \
+                     {error}; check for CRLF line endings"
+                ),
+            });
+        }
+        let Some(interpreter) = interpreter(Path::new(&path)) else { break };
+        path = interpreter;
+    }
+    Ok(())
+}
+
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            "; set the execute permission (chmod +x), and check for a mount with `noexec`"
+        }
+        _ => "",
+    }
+}
+
+/// Returns the interpreter that the first line of a script names, or `None` if the file is no script or cannot be read.
+fn interpreter(path: &Path) -> Option<OsString> {
+    let mut head = Vec::new();
+    File::open(path).ok()?.take(SCRIPT_HEAD_BYTES).read_to_end(&mut head).ok()?;
+    let line = head.strip_prefix(b"#!")?.split(|byte| matches!(byte, b'\n' | b'\0')).next()?;
+    let is_blank = |byte: &u8| matches!(byte, b' ' | b'\t');
+    let name = line.split(is_blank).find(|word| !word.is_empty())?;
+    // The kernel rejects a name that its buffer truncates.
+    let is_complete = head.len() < SCRIPT_HEAD_BYTES as usize || line.len() + 2 < head.len();
+    is_complete.then(|| OsString::from_vec(name.to_vec()))
 }
 
 /// Returns a human-readable reason why a program failed to start.

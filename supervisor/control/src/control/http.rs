@@ -68,15 +68,16 @@ pub(super) async fn complete(
 ) -> Response {
     let is_job = bulkhead_of(&request).is_some();
     // Connections are not kept alive, because an idle connection would hold a permit.
-    complete_with(request, next, &counters, is_job, || true).await
+    complete_with(request, next, (&counters, |_: &_, _: &_| true), is_job, || true).await
 }
 
 /// Completes a response. An error from the router itself, such as an invalid query, becomes a problem document. A
-/// retryable error gets a `Retry-After` header. An error in response to a job gets the fields of an outcome.
+/// retryable error gets a `Retry-After` header. An error in response to a job gets the fields of an outcome, and the job
+/// is counted if `has_access` returns true for the response and the bulkhead.
 pub(super) async fn complete_with(
     request: Request,
     next: Next,
-    counters: &SharedCounters,
+    (counters, has_access): (&SharedCounters, impl FnOnce(&Response, &str) -> bool),
     is_job: bool,
     closes: impl FnOnce() -> bool,
 ) -> Response {
@@ -88,6 +89,7 @@ pub(super) async fn complete_with(
         response.headers().get(header::CONTENT_TYPE).is_none_or(|kind| kind != PROBLEM && kind != JSON);
     let is_rejection = status.is_client_error() || is_retryable(status);
     if is_job && is_rejection && !response.headers().contains_key(OUTCOME) {
+        let counters = bulkhead.as_deref().filter(|name| has_access(&response, name)).map(|_| counters);
         response = reject_early(response, bulkhead.as_deref(), counters).await;
     } else if is_plain && (status.is_client_error() || status.is_server_error()) {
         let body = axum::body::to_bytes(response.into_body(), BODY_BYTES_MAX).await.unwrap_or_default();

@@ -28,7 +28,7 @@ use tokio::io::AsyncReadExt;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::connections::Admission;
-use super::outcomes::{outcome_problem, rejected};
+use super::outcomes::{local_outcome, outcome_problem, rejected};
 use super::{Control, Shared};
 use headers::JobHeaders;
 use responses::{dropped, result, upload_timed_out};
@@ -60,7 +60,13 @@ pub(super) async fn submit(
     admission.progress.lift_time_limit();
     admission.progress.hold(control.job_requests.clone());
     let (parts, body) = request.into_parts();
+    let submitter = Submitter::new(admission, token.map(|Extension(token)| token));
+    // A client without access to a bulkhead must not affect the bulkhead's counters.
+    let has_access = submitter.client.allows_bulkhead(&name);
     let count = |tenant: &str, priority, reason| {
+        if !has_access {
+            return;
+        }
         let (bulkhead, tenant) = (name.clone(), tenant.to_owned());
         control.counters.rejected_jobs.count(RejectedJob { bulkhead, tenant, priority, reason });
     };
@@ -71,7 +77,6 @@ pub(super) async fn submit(
             return rejected(&name, None, RejectReason::Invalid, sentence);
         }
     };
-    let submitter = Submitter::new(admission, token.map(|Extension(token)| token));
     let deadline = submitter.deadline_of(&control.config(), &name, &job.options);
     // A client without permission for a tenant must not affect the tenant's counters.
     let is_permitted = submitter.client.allows((&name, true), job.options.tenant);
@@ -267,11 +272,16 @@ fn outcome_of(
     outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
     let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
     outcome.report = report.map(str::to_owned);
-    // The data plane's message contains the announced size, which is not the actual size of the payload.
-    if let (Announced::TooLarge(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
+    // The announced size is not the actual size of the payload, so the data plane's message does not contain a size.
+    if let (Announced::Withheld, Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
         (announced, &mut outcome.verdict)
     {
-        let max = upload.max_bytes.unwrap_or(0);
+        let Some(max) = upload.max_bytes else {
+            let message = "a reload was just adding this bulkhead: submit the job again".into();
+            let verdict = Verdict::Rejected { reason: RejectReason::Overloaded, message };
+            let (deadline, wait) = (Some(outcome.deadline), Some(Duration::from_secs(1)));
+            return Ok(local_outcome(&outcome.bulkhead, deadline, verdict, wait));
+        };
         *message = match upload.length {
             Length::Known(bytes) => {
                 format!("the payload of {bytes} bytes is larger than max_payload ({max} bytes)")

@@ -15,6 +15,7 @@ use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use bulkhead_config::{Role, SupervisorConfig};
+use bulkhead_plane::access::TokenGrant;
 use bulkhead_plane::threads::{ThreadMonitor, panic_on_request};
 use bulkhead_shared::RejectReason;
 use tokio::net::TcpStream;
@@ -139,8 +140,10 @@ async fn identify(
     match token {
         Some(token) if token.role == Role::Jobs => {
             admission.progress.set_identified();
-            request.extensions_mut().insert(token);
-            next.run(request).await
+            request.extensions_mut().insert(token.clone());
+            let mut response = next.run(request).await;
+            response.extensions_mut().insert(token);
+            response
         }
         Some(_) => {
             let detail = "this token can only read the admin API: use the token of an [[access]] entry with \
@@ -170,5 +173,9 @@ async fn complete(
     let is_health = HEALTH_PATHS.contains(&request.uri().path());
     let is_leaving = || control.is_stopping.load(Ordering::SeqCst) || !control.handover.is_listening();
     let closes = || admission.session.is_none() || is_leaving();
-    complete_with(request, next, &control.counters, !is_health, closes).await
+    // `identify` adds the token to the response.
+    let has_access = |response: &Response, bulkhead: &str| {
+        response.extensions().get::<TokenGrant>().is_some_and(|token| token.allows_bulkhead(bulkhead))
+    };
+    complete_with(request, next, (&control.counters, has_access), !is_health, closes).await
 }

@@ -125,13 +125,12 @@ pub(super) fn reject_request(request: &Request, reason: RejectReason, message: &
     }
 }
 
-/// Adds the fields of an outcome to an error that occurred before the request became a job, and counts the job.
-/// `bulkhead` is the bulkhead that the request names. The client is authenticated, but it may have no permission for
-/// the bulkhead.
+/// Adds the fields of an outcome to an error that occurred before the request became a job. `bulkhead` is the bulkhead
+/// that the request names. Counts the job in `counters`, which is `None` if the client has no access to the bulkhead.
 pub(super) async fn reject_early(
     error: Response,
     bulkhead: Option<&str>,
-    counters: &SharedCounters,
+    counters: Option<&SharedCounters>,
 ) -> Response {
     let (mut parts, body) = error.into_parts();
     let body = to_bytes(body, BODY_BYTES_MAX).await.unwrap_or_default();
@@ -141,7 +140,7 @@ pub(super) async fn reject_early(
         _ => String::from_utf8_lossy(&body).into_owned(),
     };
     let reason = early_reason(parts.status);
-    if let Some(bulkhead) = bulkhead {
+    if let (Some(bulkhead), Some(counters)) = (bulkhead, counters) {
         let (tenant, priority) = (String::new(), Priority::default());
         counters.rejected_jobs.count(RejectedJob { bulkhead: bulkhead.to_owned(), tenant, priority, reason });
     }

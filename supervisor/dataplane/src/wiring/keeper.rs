@@ -44,13 +44,14 @@ impl DataPlane {
     pub(crate) fn spawn_failed(&mut self, spawn: u64, step: &str, error: &io::Error) {
         let Some(mut link) = self.take_link(spawn) else { return };
         self.links.give_back(link.take_id());
-        let program = link.program().path_for_messages();
-        let message = format!(
-            "failed to start {program}: {step}: {error}{}",
-            keeper::spawn_failure_advice(step, error)
-        );
-        let event = Event::SpawnFailed { worker: link.worker(), message };
-        self.apply(link.compartment(), event, Incoming::None);
+        let (compartment, worker) = link.key();
+        let is_alive = self.compartments[compartment].policy.is_alive(worker);
+        if let Some(order) = link.lost_order().filter(|_| is_alive) {
+            // The worker has not failed, so policy is not notified, and another template forks the worker.
+            return self.keeper.queue_worker(order);
+        }
+        let message = spawn_failure_message(&link, step, error);
+        self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
     }
 
     /// Handles the exit of a worker's process. If the worker runs one program per job, the death is not reported to
@@ -243,6 +244,11 @@ impl DataPlane {
             self.reporter.trouble("the keeper process is not responding", detail);
         }
     }
+}
+
+fn spawn_failure_message(link: &Link, step: &str, error: &io::Error) -> String {
+    let (program, advice) = (link.program().path_for_messages(), keeper::spawn_failure_advice(step, error));
+    format!("failed to start {program}: {step}: {error}{advice}")
 }
 
 /// Returns true if out-of-band bytes are pending on a socket. Such bytes are ignored until the keeper has reported the

@@ -19,6 +19,7 @@ impl DataPlane {
         while let Some(effect) = self.templates.next_effect() {
             match effect {
                 Effect::Kill(spawn) => self.keeper.kill(spawn, self.now),
+                Effect::Retire(spawn) => self.keeper.kill(self.links.retire_template(spawn), self.now),
                 Effect::OrderWorker(compartment, worker, slot) => {
                     self.keeper.queue_worker(WorkerOrder { compartment, worker, slot });
                 }

@@ -449,6 +449,11 @@ impl<T> Bulkhead<T> {
         self.workers.by_id(worker).is_some_and(Worker::is_ready_spare)
     }
 
+    /// Returns true if the worker has not exited and is not being killed.
+    pub fn is_alive(&self, worker: WorkerId) -> bool {
+        self.workers.by_id(worker).is_some_and(|worker| !worker.is_ending())
+    }
+
     /// Returns the IDs of a worker's in-flight jobs.
     pub fn jobs_of(&self, worker: WorkerId) -> Vec<JobId> {
         let jobs = self.workers.by_id(worker).map(|worker| &worker.jobs);

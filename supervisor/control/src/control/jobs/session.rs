@@ -107,8 +107,6 @@ pub(super) fn submit_frame(
     announced: &Announced,
     number: u64,
 ) -> Result<Vec<u8>, Failure> {
-    let (Announced::Streamed(payload) | Announced::Spooled(payload) | Announced::TooLarge(payload)) =
-        *announced;
     let run_limit = job.options.run_limit.map(encode_run_limit);
     let trace = job.traceparent.as_ref().map(|trace| (tag::TRACEPARENT, trace.as_str().as_bytes()));
     let limit = run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
@@ -118,7 +116,7 @@ pub(super) fn submit_frame(
     let message = Submit::new(truncate(name, BULKHEAD_NAME_BYTES_MAX + 1), &job.options);
     codec::encode(&message, &extensions, &mut bytes).map_err(|_| Failure::Broken)?;
     let metadata = bytes.len() - HEADER_BYTES;
-    let length = u32::try_from(metadata as u64 + payload).map_err(|_| Failure::Broken)?;
+    let length = u32::try_from(metadata as u64 + announced.bytes()).map_err(|_| Failure::Broken)?;
     let header = Header { length, kind: kind::SUBMIT, flags: 0, metadata_length: metadata as u16, number };
     bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
     Ok(bytes)

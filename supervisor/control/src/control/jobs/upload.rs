@@ -20,9 +20,9 @@ use super::Failure;
 /// Size of the memory segments that hold a payload of unknown length, in bytes.
 const SEGMENT_BYTES: usize = 256 * 1024;
 
-/// Minimum size to announce for a payload that is too large. If the announced size were smaller, the data plane would
-/// expect to receive the payload before it rejects the job.
-const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
+/// Size that is announced for a payload that will not be sent, in bytes. Every bulkhead rejects it. The data plane would
+/// wait for the payload if a reload had just raised the bulkhead's `max_payload` to the announced size.
+const WITHHELD_BYTES: u64 = PAYLOAD_BYTES_CEILING + 1;
 
 /// An incoming payload.
 pub(super) struct Upload {
@@ -47,8 +47,18 @@ pub(super) enum Announced {
     Streamed(u64),
     /// The complete payload is in memory.
     Spooled(u64),
-    /// The payload is too large and will not be sent. The data plane rejects the job because of the announced size.
-    TooLarge(u64),
+    /// The payload will not be sent, because it is too large or the bulkhead does not exist. The data plane rejects the
+    /// job because of the announced size, or for a reason that it checks first.
+    Withheld,
+}
+
+impl Announced {
+    pub(super) fn bytes(&self) -> u64 {
+        match *self {
+            Self::Streamed(bytes) | Self::Spooled(bytes) => bytes,
+            Self::Withheld => WITHHELD_BYTES,
+        }
+    }
 }
 
 impl Upload {
@@ -76,16 +86,16 @@ impl Upload {
 
     /// Determines the size of the payload. If the client sends the payload in chunks, receives all of them first.
     pub(super) async fn announce(&mut self) -> Result<Announced, Failure> {
-        let max = self.max_bytes.unwrap_or(0);
-        // If a reload has raised `max_payload` in the meantime, the data plane accepts the announced size, but the
-        // payload is not sent.
-        let too_large =
-            |bytes: u64| Announced::TooLarge(bytes.clamp(ANNOUNCED_BYTES_MIN, PAYLOAD_BYTES_CEILING + 1));
-        match self.length {
-            Length::Known(bytes) if bytes > max => return Ok(too_large(bytes)),
-            Length::Known(bytes) => return Ok(Announced::Streamed(bytes)),
-            Length::Unknown => {}
-        }
+        let max = match (&self.length, self.max_bytes) {
+            (Length::Known(bytes), Some(max)) if *bytes > max => return Ok(Announced::Withheld),
+            (Length::Known(bytes), Some(_)) => return Ok(Announced::Streamed(*bytes)),
+            // A reload can add the bulkhead at any moment, so small payloads are left to the data plane to reject.
+            (Length::Known(bytes), None) if *bytes <= INLINE_PAYLOAD_BYTES_MAX as u64 => {
+                return Ok(Announced::Streamed(*bytes));
+            }
+            (_, None) => return Ok(Announced::Withheld),
+            (Length::Unknown, Some(max)) => max,
+        };
         let owner = self.spool.owner.clone();
         loop {
             let memory_needed = owner.free_requested.notified();
@@ -98,14 +108,14 @@ impl Upload {
             };
             let Some(chunk) = chunk else { break };
             if self.spool.bytes as u64 + chunk.len() as u64 > max {
-                return Ok(too_large(max.saturating_add(1)));
+                return Ok(Announced::Withheld);
             }
             self.spool.add(&chunk)?;
         }
         Ok(Announced::Spooled(self.spool.bytes as u64))
     }
 
-    /// Sends the SUBMIT frame of a job, and then the payload unless it is too large.
+    /// Sends the SUBMIT frame of a job, and then the payload unless it is withheld.
     pub(super) async fn send(
         &mut self,
         mut frame: Vec<u8>,
@@ -117,7 +127,7 @@ impl Upload {
             left = bytes;
             // A small payload is sent with the frame in a single write. A large payload is sent separately, because the
             // data plane must accept the job first.
-            if (1..ANNOUNCED_BYTES_MIN).contains(&bytes) {
+            if (1..=INLINE_PAYLOAD_BYTES_MAX as u64).contains(&bytes) {
                 frame.extend_from_slice(&self.next_chunk(&mut left).await?);
             }
         }
@@ -127,7 +137,8 @@ impl Upload {
         // If the write fails, the data plane's reply contains the reason.
         socket.write_all(&frame).await.map_err(|_| Failure::Dropped)?;
         match *announced {
-            Announced::TooLarge(_) => std::future::pending().await,
+            // The caller waits for the rejection at the same time.
+            Announced::Withheld => std::future::pending().await,
             Announced::Spooled(_) => {
                 for segment in segments.into_iter().flatten() {
                     socket.write_all(&segment).await.map_err(|_| Failure::Dropped)?;
@@ -249,7 +260,42 @@ impl Drop for Spool {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+
+    async fn announced(max_bytes: Option<u64>, header: (&'static str, &str), body: Body) -> u64 {
+        let text = "[supervisor]\nsocket = 'jobs.sock'\n[bulkhead.a]\nexec = ['cat']\n";
+        let config = bulkhead_config::parse(text, Path::new("/workers.toml")).unwrap();
+        let headers = [header].map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
+        let mut upload =
+            Upload::new(&config, Default::default(), max_bytes, &headers.into_iter().collect(), body);
+        upload.announce().await.ok().unwrap().bytes()
+    }
+
+    #[tokio::test]
+    async fn no_bulkhead_accepts_the_size_of_a_withheld_payload() {
+        let length = async |max, bytes: u64| {
+            let body = Body::from_stream(futures_util::stream::pending::<std::io::Result<Bytes>>());
+            announced(max, ("content-length", &bytes.to_string()), body).await
+        };
+        let chunked = async |max, body: Body| announced(max, ("transfer-encoding", "chunked"), body).await;
+        let small = INLINE_PAYLOAD_BYTES_MAX as u64;
+        // The client of an unknown bulkhead can be faster than the reload that adds the bulkhead.
+        assert_eq!((length(None, 1).await, length(None, small).await), (1, small));
+        assert_eq!((length(Some(9), 9).await, chunked(Some(9), Body::from("123456789")).await), (9, 9));
+        let endless = || Body::from_stream(futures_util::stream::pending::<std::io::Result<Bytes>>());
+        for withheld in [
+            length(None, small + 1).await,
+            length(Some(9), 10).await,
+            length(Some(small), small + 1).await,
+            length(Some(PAYLOAD_BYTES_CEILING), u64::MAX).await,
+            chunked(None, endless()).await,
+            chunked(Some(9), Body::from("1234567890")).await,
+        ] {
+            assert!(withheld > PAYLOAD_BYTES_CEILING, "{withheld}");
+        }
+    }
 
     #[test]
     fn spooled_payload_counts_as_memory_until_dropped() {

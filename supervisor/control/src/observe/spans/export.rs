@@ -196,7 +196,7 @@ mod tests {
             operation: "".into(),
             tenant: "".into(),
             priority: Priority::Normal,
-            payload_bytes: 0,
+            payload_bytes: Some(0),
             outcome: (&outcome).into(),
         })
     }

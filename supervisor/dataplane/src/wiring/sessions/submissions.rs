@@ -147,10 +147,7 @@ impl DataPlane {
         }
         let most = self.bulkheads[bulkhead].max_payload;
         if size > most {
-            return Err((
-                RejectReason::TooLarge,
-                format!("the payload of {size} bytes is larger than max_payload ({most} bytes)"),
-            ));
+            return Err((RejectReason::TooLarge, submissions::too_large_message(size, most)));
         }
         // Part of the frame's memory might already be charged to the client.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_frame.bytes());
