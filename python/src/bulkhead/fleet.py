@@ -135,9 +135,9 @@ class AsyncFleet:
         _check(bulkhead, id, tenant, headers)
         if len(payload) > self._nats.max_payload - HEADER_BYTES_RESERVED:
             raise _rejected(bulkhead, "too_large", f"the payload has {len(payload)} bytes, which is too large")
-        began = time.monotonic()
         await self._publish(bulkhead, tenant, payload, headers)
-        return Submitted(self, id, tenant, began + deadline + self._host_lost_after)
+        # The deadline counts from the time at which the job is stored.
+        return Submitted(self, id, tenant, time.monotonic() + deadline + self._host_lost_after)
 
     async def _publish(self, bulkhead: str, tenant: str, payload: bytes, headers: dict[str, str]) -> None:
         began, may_be_stored, reason, cause = time.monotonic(), False, None, ""
