@@ -6,11 +6,11 @@ use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
-use bulkhead_api::JobOutcome;
 pub(crate) use bulkhead_api::exit;
 use bulkhead_api::text;
 pub(crate) use bulkhead_api::text::escape;
-use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, RejectReason, Reply, Verdict};
+use bulkhead_api::{CommandFailure, JobOutcome};
+use bulkhead_client::{ConnectError, Executed, JobError, Outcome, RejectReason, Reply};
 use bulkhead_linux::blocking::Blocking;
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
@@ -58,32 +58,16 @@ impl Failure {
 
     /// Formats the failure as a JSON object that contains the applicable fields of a job's outcome.
     pub(crate) fn json(&self) -> Value {
-        let (outcome, retryable) = self.outcome();
-        let reason = self.reason.map(RejectReason::name);
-        json!({"message": self.message, "outcome": outcome, "reason": reason, "retryable": retryable})
-    }
-
-    fn outcome(&self) -> (&'static str, bool) {
-        match (self.reason, self.code) {
-            (Some(reason), _) => ("rejected", reason.is_retryable()),
-            (None, exit::UNREACHABLE) => ("unreachable", true),
-            (None, exit::TRY_LATER) => ("error", true),
-            (None, _) => ("error", false),
-        }
+        json!(self.document())
     }
 
     /// Formats the failure as the outcome of a job.
     pub(crate) fn job_json(&self, bulkhead: &str) -> Value {
-        let (outcome, retryable) = self.outcome();
-        json!(JobOutcome {
-            bulkhead: bulkhead.to_owned(),
-            executed: Executed::No.into(),
-            message: self.message.clone(),
-            outcome: outcome.into(),
-            reason: self.reason.map(|reason| reason.name().into()),
-            retryable,
-            ..not_accepted()
-        })
+        json!(self.document().for_job(bulkhead, Executed::No))
+    }
+
+    fn document(&self) -> CommandFailure {
+        CommandFailure::new(self.code, self.reason, self.message.clone())
     }
 
     /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The exit status then
@@ -206,66 +190,26 @@ fn millis(duration: std::time::Duration) -> f64 {
 
 /// Formats the outcome of a job as a flat JSON object.
 pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> Value {
-    let outcome = match result {
-        Ok(reply) => Some(reply.outcome()),
-        Err(error) => error.outcome(),
-    };
-    let document = match (outcome, result) {
-        (Some(outcome), _) => {
-            let flat = JobOutcome::new(outcome);
-            JobOutcome {
-                message: outcome.verdict.message().map(str::to_owned).or(flat.message),
-                signal: signal(&outcome.verdict),
-                payload: result
-                    .as_ref()
-                    .err()
-                    .map(|error| error.payload().to_vec())
-                    .filter(|payload| !payload.is_empty()),
-                result_bytes: result.as_ref().ok().map(|reply| reply.payload().len()),
-                ..flat
-            }
-        }
-        (None, Err(error)) => JobOutcome {
-            attempts: u32::from(error.executed() != Executed::No),
-            bulkhead: bulkhead.to_owned(),
-            executed: error.executed().into(),
-            message: Some(error.to_string()),
-            outcome: "unreachable".into(),
-            retryable: error.is_retryable(),
-            ..not_accepted()
+    json!(match result {
+        Ok(reply) => JobOutcome::with_payload(reply.outcome(), reply.payload()),
+        Err(error) => match error.outcome() {
+            Some(outcome) => JobOutcome::with_payload(outcome, error.payload()),
+            None => JobOutcome {
+                retryable: error.is_retryable(),
+                ..JobOutcome::without_outcome(
+                    "unreachable",
+                    bulkhead,
+                    error.executed(),
+                    Some(error.to_string())
+                )
+            },
         },
-        (None, Ok(_)) => unreachable!("a reply has an outcome"),
-    };
-    json!(document)
-}
-
-/// Returns the signal name from the crash message, or the signal number if the message contains no name.
-fn signal(verdict: &Verdict) -> Option<String> {
-    match verdict {
-        Verdict::Crashed { reason: CrashReason::Exit, .. } => None,
-        Verdict::Crashed { status: Some(signal), message, .. } => {
-            let name = message.split([' ', ':']).find(|word| word.starts_with("SIG"));
-            Some(name.map_or_else(|| signal.to_string(), str::to_owned))
-        }
-        _ => None,
-    }
-}
-
-/// Fields of a job for which no supervisor has reported an outcome. As in the outcome of a rejected job, a deadline of
-/// 0 means that no deadline was set.
-fn not_accepted() -> JobOutcome {
-    JobOutcome { deadline_ms: Some(0.0), ..JobOutcome::default() }
+    })
 }
 
 /// Formats the outcome of a job that this command cancelled, if the supervisor has not reported an outcome.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
-    json!(JobOutcome {
-        attempts: 1,
-        bulkhead: bulkhead.to_owned(),
-        executed: Executed::Unknown.into(),
-        outcome: "cancelled".into(),
-        ..not_accepted()
-    })
+    json!(JobOutcome::without_outcome("cancelled", bulkhead, Executed::Unknown, None))
 }
 
 #[cfg(test)]

@@ -3,16 +3,13 @@
 //! for a given time, `bench` is used instead.
 
 use std::cell::{Cell, RefCell};
-use std::fs::OpenOptions;
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Job, JobError, Reply};
+use bulkhead_linux::output_file;
 use indicatif::{ProgressBar, ProgressStyle};
-use rustix::fs::{Access, AtFlags, CWD};
-use rustix::io::Errno;
 use tokio::sync::watch;
 
 use crate::args::{Args, Submit};
@@ -22,9 +19,6 @@ use crate::payload;
 
 /// Maximum time to wait for the outcomes of jobs that were cancelled by ^C.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// Maximum number of symbolic links to follow, the same as in Linux.
-const LINKS_MAX: usize = 40;
 
 /// Runs the command. Returns the exit code of the first job whose outcome was not `ok`, or 0 if all outcomes were `ok`.
 pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
@@ -178,48 +172,14 @@ impl<'a> SubmitRun<'a> {
     }
 }
 
-/// Checks that the result can be written to `path`, so that the command can fail before it submits a job. Does not
-/// create the file.
+/// Checks that the result can be written to `path`, so that the command can fail before it submits a job.
 fn check_output(path: &Path) -> Result<(), Failure> {
-    try_output(path).map_err(|error| {
+    output_file::check(path).map_err(|error| {
         Failure::new(
             exit::OUTPUT_FAILED,
             format!("the result cannot be written to {}: {error}", path.display()),
         )
     })
-}
-
-fn try_output(path: &Path) -> io::Result<()> {
-    match std::fs::metadata(path) {
-        Ok(found) if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
-        Ok(found) if found.is_file() => OpenOptions::new().append(true).open(path).map(drop),
-        // Opening a pipe would wait for a reader.
-        Ok(_) => Ok(rustix::fs::accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS)?),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            // Permissions do not tell whether a file can be created, for example on a read-only file system. The
-            // temporary file has no name, unless the file system does not support such files.
-            tempfile::tempfile_in(folder_of(path)?).map(drop)
-        }
-        Err(error) => Err(error),
-    }
-}
-
-/// Returns the folder in which a file would be created if `path` were opened. Follows symbolic links in the last
-/// component of `path`, because opening a dangling link creates the link's target.
-fn folder_of(path: &Path) -> io::Result<PathBuf> {
-    let mut path = path.to_owned();
-    for _ in 0..LINKS_MAX {
-        let bytes = path.as_os_str().as_encoded_bytes();
-        if path.file_name().is_none() || bytes.ends_with(b"/") || bytes.ends_with(b"/.") {
-            return Err(io::ErrorKind::NotFound.into());
-        }
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        match std::fs::read_link(&path) {
-            Ok(target) => path = folder.join(target),
-            Err(_) => return Ok(folder.to_owned()),
-        }
-    }
-    Err(Errno::LOOP.into())
 }
 
 fn save(path: &Path, payload: &[u8]) -> Result<(), Failure> {

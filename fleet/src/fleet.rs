@@ -276,8 +276,9 @@ impl FleetJob {
         // Subscribes before submitting the job, so that no notice is missed.
         let notices = subscribe(&fleet.client, notice_subject(&options.tenant, &options.id)).await;
         let notices = notices.map_err(|message| self.unreachable(message))?;
+        self.publish(Instant::now()).await?;
+        // The deadline counts from the time at which the job is stored.
         let began = Instant::now();
-        self.publish(began).await?;
         let wait = options.deadline.unwrap_or(DEADLINE_DEFAULT).saturating_add(fleet.host_lost_after);
         let (id, ledger) = (options.id.clone(), ledger_subject(&options.tenant, &options.id));
         Ok(Submitted { fleet: fleet.clone(), id, ledger, notices, began, wait })

@@ -20,5 +20,5 @@ pub mod settings;
 pub use decide::Faults;
 pub use fleet::{Fleet, FleetError, FleetJob, Submitted};
 pub use job::{DEADLINE_DEFAULT, ID_BYTES_MAX, JobOptions};
-pub use server::connection::ConnectError;
+pub use server::connection::{ConnectError, check_files};
 pub use server::streams::{Finding, InitError};

@@ -196,8 +196,9 @@ impl Operator {
 
     /// Creates missing streams and consumers. Adds the subjects of new bulkheads, and replaces consumers if the
     /// number of lanes has changed. Reports all other differences from the configuration, but does not change them.
-    pub async fn init(&self) -> Result<Vec<Finding>, InitError> {
-        streams::prepare(&self.client, &self.settings).await
+    /// Passes each finding to `report` at once, also before an error.
+    pub async fn init(&self, report: impl FnMut(Finding)) -> Result<(), InitError> {
+        streams::prepare(&self.client, &self.settings, report).await
     }
 
     /// Returns the state of the fleet.

@@ -6,6 +6,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use async_nats::ServerAddr;
 use bulkhead_linux::runtime_dir;
 use serde::{Deserialize, Deserializer};
 
@@ -258,6 +259,7 @@ impl Nats {
         if self.servers.is_empty() {
             errors.push("[nats] servers is empty: add a server, such as \"nats://127.0.0.1:4222\"".into());
         }
+        errors.extend(self.servers.iter().filter_map(|server| address_error(server)));
         if self.credentials.is_some() && self.nkey.is_some() {
             errors.push("[nats] sets both credentials and nkey: remove one of the two keys".into());
         }
@@ -269,6 +271,19 @@ impl Nats {
         }
         errors
     }
+}
+
+/// Returns a message if the address of a server is not valid.
+fn address_error(address: &str) -> Option<String> {
+    let cause = match address.parse::<ServerAddr>() {
+        Ok(server) if !server.is_websocket() => return None,
+        Ok(_) => "WebSocket connections are not supported".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    Some(format!(
+        "[nats] servers contains {address:?}: {cause}; use an address such as \"nats://127.0.0.1:4222\" or \
+         \"tls://n1:4222\""
+    ))
 }
 
 impl Streams {

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
-from bulkhead import errors
+from bulkhead import AsyncClient, errors
 
 nats = pytest.importorskip("nats", reason="NOT RUN: nats-py is not installed")
 
@@ -239,6 +239,44 @@ def test_fleet_jobs_raise_the_same_errors_as_local_jobs(servers: str) -> None:
     asyncio.run(run())
 
 
+def test_arguments_are_checked_as_in_the_local_client() -> None:
+    invalid: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"deadline": 0.0}, ValueError),
+        ({"deadline": -1.0}, ValueError),
+        ({"deadline": float("nan")}, ValueError),
+        ({"run_limit": 0.0}, ValueError),
+        ({"priority": "urgent"}, ValueError),
+        ({"cost": -1}, ValueError),
+        ({"operation": "x" * 257}, ValueError),
+        ({"tenant": "x" * 257}, ValueError),
+        ({"operation": b"x"}, TypeError),
+        ({"payload": "text"}, TypeError),
+        ({"payload": 7}, TypeError),
+    ]
+
+    async def run() -> None:
+        client = AsyncClient("/none")
+        connection = AsyncFleet(_fleet_connection.Connection(False), "", 20.0)
+        for arguments, error in invalid:
+            with pytest.raises(error) as local:
+                await client.submit("upper", **arguments)
+            with pytest.raises(error) as durable:
+                await connection.submit("upper", **arguments)
+            assert str(durable.value) == str(local.value)
+            assert type(durable.value) is error
+
+    asyncio.run(run())
+
+
+def test_payload_can_be_any_buffer(servers: str) -> None:
+    async def run() -> None:
+        async with await AsyncFleet.connect(servers) as fleet:
+            submitted = await fleet.submit("upper", memoryview(b"abc"), deadline=PATIENCE)
+            assert bytes((await submitted.result()).payload) == b"ABC"
+
+    asyncio.run(run())
+
+
 def test_result_can_be_read_again_and_leaves_no_subscription(servers: str) -> None:
     async def run() -> None:
         async with await AsyncFleet.connect(servers) as fleet:
@@ -353,6 +391,29 @@ def test_unreachable_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(run())
 
 
+def test_first_connection_waits_for_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"nats://127.0.0.1:{free_ports(1)[0]}"
+    # A server can restart for as long as a submission is repeated.
+    assert _fleet_connection.CONNECT_TIMEOUT == fleet.SUBMIT_TIMEOUT
+    monkeypatch.setattr(_fleet_connection, "CONNECT_TIMEOUT", PATIENCE)
+
+    async def run() -> None:
+        report, refused = _fleet_connection.Connection.report, asyncio.Event()
+
+        async def reported(connection: _fleet_connection.Connection, error: Exception) -> None:
+            refused.set()
+            await report(connection, error)
+
+        monkeypatch.setattr(_fleet_connection.Connection, "report", reported)
+        connecting = asyncio.create_task(AsyncFleet.connect(address))
+        await asyncio.wait_for(refused.wait(), PATIENCE)
+        listen = f'listen: "{address.removeprefix("nats://")}"\nports_file_dir: "."\n'
+        with nats_server(tmp_path / "server", listen):
+            await (await connecting).close()
+
+    asyncio.run(run())
+
+
 def test_failed_connection_reports_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fleet_connection, "CONNECT_TIMEOUT", 1.0)
     (tmp_path / "shared.nk").write_text("SU")
@@ -366,7 +427,9 @@ def test_failed_connection_reports_its_cause(tmp_path: Path, monkeypatch: pytest
             assert failed.value.executed == "no"
             return str(failed.value)
 
+        # A wrong password does not become right, so there is no wait.
         assert "Authorization Violation" in await cause()
+        assert "no connection within" not in await cause()
         for files in ({"nkey": "missing.nk"}, {"credentials": "missing.creds"}, {"ca": "missing.pem"}):
             assert f"{tmp_path}/missing" in await cause(**files)
             assert "No such file" in await cause(**files)

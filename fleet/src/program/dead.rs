@@ -38,7 +38,7 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
                     Ok(Some((id, new_id))) => report(is_json, "requeued", &id, Some(&new_id))
                         .or_else(Failure::unless_closed_pipe)?,
                     Ok(None) => {}
-                    Err(error) => set_code(&mut code, error)?,
+                    Err(error) => set_code(&mut code, error, is_json)?,
                 }
             }
         }
@@ -49,7 +49,7 @@ pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Resu
                         report(is_json, "dropped", &id, None).or_else(Failure::unless_closed_pipe)?
                     }
                     Ok(None) => {}
-                    Err(error) => set_code(&mut code, error)?,
+                    Err(error) => set_code(&mut code, error, is_json)?,
                 }
             }
         }
@@ -66,13 +66,27 @@ async fn requeue(operator: &Operator, subject: &str) -> Result<Option<(String, S
 
 /// Prints an error that concerns only one dead letter, and keeps the exit code of the first such error. Returns all
 /// other errors.
-fn set_code(code: &mut u8, error: OperateError) -> Result<(), Failure> {
-    let Some(reason) = error.reason() else { return Err(Failure::unreachable(error)) };
-    output::to_stderr(&format!("bulkhead-fleet: {}", escape(&error.to_string())));
-    if *code == exit::OK {
-        *code = reason.exit_code();
+fn set_code(code: &mut u8, error: OperateError, is_json: bool) -> Result<(), Failure> {
+    let failure = failure(error);
+    if failure.code() == exit::UNREACHABLE {
+        return Err(failure);
     }
+    if is_json {
+        // Ignores write errors, because the message is also written to standard error.
+        let _ = output::json(&failure.json());
+    }
+    if *code == exit::OK {
+        *code = failure.code();
+    }
+    failure.report();
     Ok(())
+}
+
+fn failure(error: OperateError) -> Failure {
+    match error.reason() {
+        Some(reason) => Failure::rejected(reason, error.to_string()),
+        None => Failure::unreachable(error),
+    }
 }
 
 async fn one(operator: &Operator, id: &str, tenant: Option<&str>) -> Result<DeadLetter, Failure> {
@@ -90,10 +104,7 @@ async fn one(operator: &Operator, id: &str, tenant: Option<&str>) -> Result<Dead
 }
 
 async fn read(operator: &Operator, subject: &str) -> Result<Option<DeadLetter>, Failure> {
-    operator.dead_letter(subject).await.map_err(|error| match error.reason() {
-        Some(reason) => Failure::new(reason.exit_code(), error.to_string()),
-        None => Failure::unreachable(error),
-    })
+    operator.dead_letter(subject).await.map_err(failure)
 }
 
 /// Returns the subjects of the selected dead letters.
@@ -139,7 +150,7 @@ fn list(letters: &[Result<DeadLetter, Box<UnreadableLetter>>], is_json: bool) ->
 
 fn letter_json(letter: &DeadLetter) -> Value {
     let options = &letter.options;
-    let mut document = json!(JobOutcome::new(&letter.outcome));
+    let mut document = json!(JobOutcome::described(&letter.outcome));
     document["id"] = json!(options.id);
     document["tenant"] = json!(options.tenant);
     document["operation"] = json!(options.operation);

@@ -11,16 +11,19 @@ use super::output::{self, Failure, exit};
 /// Runs the command.
 pub(crate) async fn run(settings: &Settings, is_json: bool) -> Result<u8, Failure> {
     let operator = Operator::connect(settings).await.map_err(Failure::unreachable)?;
-    let findings = operator.init().await.map_err(|error| match error {
+    let (mut differs, mut printed) = (false, Ok(()));
+    let prepared = operator.init(|finding| {
+        differs |= matches!(finding, Finding::Differs(..));
+        if printed.is_ok() {
+            // The exit code still reports differences.
+            printed = print(&finding, is_json).or_else(Failure::unless_closed_pipe);
+        }
+    });
+    prepared.await.map_err(|error| match error {
         InitError::NoBulkhead | InitError::Version(_) => Failure::new(exit::USAGE, error.to_string()),
         InitError::Server(_) => Failure::unreachable(error),
     })?;
-    let mut differs = false;
-    for finding in &findings {
-        differs |= matches!(finding, Finding::Differs(..));
-        // The exit code still reports differences.
-        print(finding, is_json).or_else(Failure::unless_closed_pipe)?;
-    }
+    printed?;
     if differs {
         output::to_stderr(
             "bulkhead-fleet: streams and consumers that differ from the configuration were not changed; correct the configuration, or change them with the nats command",

@@ -5,10 +5,10 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use bulkhead_api::JobOutcome;
 pub(crate) use bulkhead_api::exit;
 use bulkhead_api::text::{escape, escape_json};
-use bulkhead_client::{Executed, JobError, Reply};
+use bulkhead_api::{CommandFailure, JobOutcome};
+use bulkhead_client::{Executed, RejectReason, Reply};
 use bulkhead_fleet::FleetError;
 use bulkhead_linux::blocking::Blocking;
 use bulkhead_linux::standard_output;
@@ -20,11 +20,17 @@ pub(crate) struct Failure {
     code: u8,
     /// Error message, or `None` if the reader of the output has closed the pipe.
     message: Option<String>,
+    /// Reason, if a request was rejected.
+    reason: Option<RejectReason>,
 }
 
 impl Failure {
     pub(crate) fn new(code: u8, message: impl Into<String>) -> Self {
-        Self { code, message: Some(message.into()) }
+        Self { code, message: Some(message.into()), reason: None }
+    }
+
+    pub(crate) fn rejected(reason: RejectReason, message: impl Into<String>) -> Self {
+        Self { reason: Some(reason), ..Self::new(reason.exit_code(), message) }
     }
 
     pub(crate) fn unreachable(error: impl std::fmt::Display) -> Self {
@@ -40,6 +46,20 @@ impl Failure {
 
     pub(crate) fn code(&self) -> u8 {
         self.code
+    }
+
+    /// Formats the failure as a JSON object that contains the applicable fields of a job's outcome.
+    pub(crate) fn json(&self) -> Value {
+        json!(self.document())
+    }
+
+    /// Formats the failure as the outcome of a job that was not sent, or whose outcome was not read.
+    pub(crate) fn job_json(&self, bulkhead: &str, id: Option<&str>, executed: Executed) -> Value {
+        with_id(&self.document().for_job(bulkhead, executed), id)
+    }
+
+    fn document(&self) -> CommandFailure {
+        CommandFailure::new(self.code, self.reason, self.message.clone())
     }
 
     /// Replaces the exit status with `code` if the reader of standard output has closed the pipe.
@@ -77,7 +97,7 @@ impl Failure {
 /// Writes bytes to standard output. If the reader has closed the pipe, returns a failure without a message.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     standard_output::write(bytes).map_err(|error| match error.kind() {
-        io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None },
+        io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None, reason: None },
         _ => Failure::new(exit::OUTPUT_FAILED, format!("failed to write to standard output: {error}")),
     })
 }
@@ -121,39 +141,49 @@ pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
 /// Returns a job's result as a flat JSON object that contains the ID and the fields that `bulkhead submit --json`
 /// prints.
 pub(crate) fn outcome_json(bulkhead: &str, id: &str, result: &Result<Reply, FleetError>) -> Value {
-    let document = match result {
-        Ok(reply) => {
-            JobOutcome { result_bytes: Some(reply.payload().len()), ..JobOutcome::new(reply.outcome()) }
-        }
-        Err(FleetError::Job(error)) => match error.outcome() {
-            Some(outcome) => JobOutcome { payload: failure_payload(error), ..JobOutcome::new(outcome) },
-            None => without_outcome(bulkhead, "unreachable", &error.to_string(), error.executed()),
-        },
-        Err(error @ FleetError::Overdue { .. }) => JobOutcome {
-            reason: Some("queued".into()),
-            ..without_outcome(bulkhead, "deadline_exceeded", &error.to_string(), Executed::Unknown)
-        },
-        Err(error) => JobOutcome {
-            retryable: error.is_retryable(),
-            ..without_outcome(bulkhead, "unreachable", &error.to_string(), Executed::Unknown)
-        },
+    let outcome = match result {
+        Ok(reply) => Some(reply.outcome()),
+        Err(FleetError::Job(error)) => error.outcome(),
+        Err(_) => None,
     };
+    let payload = payload_of(result).unwrap_or_default();
+    let document = match (outcome, result) {
+        (Some(outcome), _) => JobOutcome::with_payload(outcome, payload),
+        (None, Err(error)) => {
+            let (state, reason) = match error {
+                FleetError::Overdue { .. } => ("deadline_exceeded", Some("queued".into())),
+                _ => ("unreachable", None),
+            };
+            let message = Some(error.to_string());
+            JobOutcome {
+                reason,
+                retryable: error.is_retryable(),
+                ..JobOutcome::without_outcome(state, bulkhead, error.executed(), message)
+            }
+        }
+        (None, Ok(_)) => unreachable!("a reply has an outcome"),
+    };
+    with_id(&document, Some(id))
+}
+
+/// Returns the JSON object for a job whose outcome is not known yet because the command ends early.
+pub(crate) fn unfinished_json(state: &'static str, bulkhead: &str, id: &str, message: String) -> Value {
+    let document = JobOutcome::without_outcome(state, bulkhead, Executed::Unknown, Some(message));
+    with_id(&JobOutcome { retryable: state == "unreachable", ..document }, Some(id))
+}
+
+fn with_id(document: &JobOutcome, id: Option<&str>) -> Value {
     let mut value = json!(document);
     value["id"] = json!(id);
     value
 }
 
-fn failure_payload(error: &JobError) -> Option<Vec<u8>> {
-    Some(error.payload().to_vec()).filter(|payload| !payload.is_empty())
-}
-
-fn without_outcome(bulkhead: &str, outcome: &'static str, message: &str, executed: Executed) -> JobOutcome {
-    JobOutcome {
-        bulkhead: bulkhead.to_owned(),
-        executed: executed.into(),
-        message: Some(message.to_owned()),
-        outcome: outcome.into(),
-        ..JobOutcome::default()
+/// Returns the result of a job, or the error payload of a failed job. Returns `None` if there is nothing to write.
+pub(crate) fn payload_of(result: &Result<Reply, FleetError>) -> Option<&[u8]> {
+    match result {
+        Ok(reply) => Some(reply.payload()),
+        Err(FleetError::Job(error)) => Some(error.payload()).filter(|payload| !payload.is_empty()),
+        Err(_) => None,
     }
 }
 

@@ -233,7 +233,7 @@ async fn prepare(settings: &Settings, folder: &Path) -> Result<(), Failure> {
     let began = Instant::now();
     loop {
         let error = match Operator::connect(settings).await {
-            Ok(operator) => match operator.init().await {
+            Ok(operator) => match operator.init(drop).await {
                 Ok(_) => return Ok(()),
                 Err(error) => error.to_string(),
             },

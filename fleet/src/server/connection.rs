@@ -1,32 +1,52 @@
-//! Connects to the NATS servers with the configured credentials, and reports when a connection is lost. The agent, its
-//! lanes, submitters and operators each open a connection here. `async-nats` reconnects.
+//! Connects to the NATS servers with the configured credentials, and reports when a connection is lost. Also checks the
+//! files with credentials. The agent, its lanes, submitters and operators each open a connection here. `async-nats`
+//! reconnects.
 
 use std::fmt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
 
-use async_nats::{Client, ConnectOptions, Event};
+use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event};
+use nkeys::{KeyPair, KeyPairType};
 use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
 
 use crate::names::escape;
 use crate::server::refusals::Refusals;
 use crate::settings::Nats;
 
-/// Timeout for the first connection attempt.
+/// Timeout for a connection attempt to one server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum time for which a submitter retries its first connection. A server can restart during this time.
+const CONNECT_RETRY_TIMEOUT: Duration = Duration::from_secs(15);
+/// Delay between two attempts of a submitter to open its first connection.
+const CONNECT_RETRY_DELAY: Duration = Duration::from_millis(250);
 /// Maximum time to wait for the response to a request.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum delay between attempts to reconnect.
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(1);
 
-/// Error from the first connection attempt.
+/// First line of a certificate in a PEM file.
+const CERTIFICATE: &[u8] = b"-----BEGIN CERTIFICATE-----";
+
+/// Error from the first connection attempt, or from the files that it needs.
 #[derive(Debug)]
-pub struct ConnectError(String);
+pub struct ConnectError {
+    message: String,
+    /// True if a later attempt can succeed without a change of the configuration.
+    is_temporary: bool,
+}
+
+impl ConnectError {
+    fn permanent(message: String) -> Self {
+        Self { message, is_temporary: false }
+    }
+}
 
 impl fmt::Display for ConnectError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.message)
     }
 }
 
@@ -37,19 +57,37 @@ pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Clie
     connect_with(nats, name, waits, |_| {}).await
 }
 
-/// Connects to the servers. Also returns a [`Refusals`] that receives permission errors from the server.
+/// Connects to the servers, and retries for up to [`CONNECT_RETRY_TIMEOUT`] if no server is available. Also returns a
+/// [`Refusals`] that receives permission errors from the server.
 pub(crate) async fn connect_with_refusals(
     nats: &Nats,
     name: &str,
 ) -> Result<(Client, Refusals), ConnectError> {
     let refusals = Refusals::new();
-    let receiver = refusals.clone();
-    let client = connect_with(nats, name, false, move |event| {
-        if let Event::ServerError(error) = event {
-            receiver.report(&error.to_string());
+    let mut last_error = None;
+    let attempts = async {
+        loop {
+            let receiver = refusals.clone();
+            let client = connect_with(nats, name, false, move |event| {
+                if let Event::ServerError(error) = event {
+                    receiver.report(&error.to_string());
+                }
+            });
+            match client.await {
+                Err(error) if error.is_temporary => last_error = Some(error.message),
+                result => return result,
+            }
+            sleep(CONNECT_RETRY_DELAY).await;
         }
-    });
-    Ok((client.await?, refusals))
+    };
+    match timeout(CONNECT_RETRY_TIMEOUT, attempts).await {
+        Ok(result) => Ok((result?, refusals)),
+        Err(_) => {
+            let seconds = CONNECT_RETRY_TIMEOUT.as_secs();
+            let cause = last_error.unwrap_or_else(|| connect_message(nats, &"no response"));
+            Err(ConnectError { message: format!("{cause} (tried for {seconds} s)"), is_temporary: true })
+        }
+    }
 }
 
 /// Receiver that is notified when a connection is lost.
@@ -86,9 +124,8 @@ async fn connect_with(
     waits: bool,
     on_event: impl Fn(&Event) + Send + Sync + 'static,
 ) -> Result<Client, ConnectError> {
-    let servers = nats.servers.join(",");
-    let fail = |error: &dyn fmt::Display| ConnectError(format!("failed to connect to {servers}: {error}"));
-    let mut options = credentials(nats).await?;
+    let mut options = credentials(nats)?;
+    check_certificates(nats)?;
     options = options
         .name(name)
         .ping_interval(nats.ping)
@@ -108,45 +145,82 @@ async fn connect_with(
     // Applies to all servers, because the addresses that a server announces to its clients do not begin with `tls://`.
     options = options.require_tls(nats.requires_tls());
     if let Some(ca) = &nats.ca {
-        std::fs::metadata(ca)
-            .map_err(|error| ConnectError(format!("failed to read {}: {error}", ca.display())))?;
         options = options.add_root_certificates(ca.clone()).require_tls(true);
     }
     if waits {
         options = options.retry_on_initial_connect();
     }
-    options.connect(&nats.servers).await.map_err(|error| fail(&error))
+    options.connect(&nats.servers).await.map_err(|error| ConnectError {
+        message: connect_message(nats, &error),
+        is_temporary: matches!(
+            error.kind(),
+            ConnectErrorKind::Dns
+                | ConnectErrorKind::TimedOut
+                | ConnectErrorKind::Io
+                | ConnectErrorKind::MaxReconnects
+        ),
+    })
 }
 
-async fn credentials(nats: &Nats) -> Result<ConnectOptions, ConnectError> {
+fn connect_message(nats: &Nats, cause: &dyn fmt::Display) -> String {
+    format!("failed to connect to {}: {cause}", nats.servers.join(","))
+}
+
+/// Checks the files that the settings name, without connecting to a server. Each connection checks them again.
+pub fn check_files(nats: &Nats) -> Result<(), ConnectError> {
+    credentials(nats)?;
+    check_certificates(nats)
+}
+
+fn credentials(nats: &Nats) -> Result<ConnectOptions, ConnectError> {
     let options = ConnectOptions::new();
     if let Some(file) = &nats.credentials {
-        check_secret(file)?;
-        let read = options.credentials_file(file).await;
-        return read.map_err(|error| ConnectError(format!("failed to read {}: {error}", file.display())));
+        let text = read_secret(file)?;
+        return options.credentials(&text).map_err(|error| {
+            let file = file.display();
+            ConnectError::permanent(format!(
+                "{file} does not contain the JWT and the seed of a user: {error}"
+            ))
+        });
     }
     if let Some(file) = &nats.nkey {
-        check_secret(file)?;
-        let seed = std::fs::read_to_string(file)
-            .map_err(|error| ConnectError(format!("failed to read {}: {error}", file.display())))?;
-        return Ok(options.nkey(seed.trim().to_owned()));
+        let seed = read_secret(file)?.trim().to_owned();
+        let cause = match KeyPair::from_seed(&seed) {
+            Ok(pair) if pair.key_pair_type() == KeyPairType::User => return Ok(options.nkey(seed)),
+            Ok(_) => "the NKey does not belong to a user".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        let message = format!("{} does not contain the seed of a user's NKey: {cause}", file.display());
+        return Err(ConnectError::permanent(message));
     }
     Ok(options)
 }
 
-/// Returns an error if a file with secrets is accessible to its group or to other users.
-fn check_secret(file: &Path) -> Result<(), ConnectError> {
-    let metadata = std::fs::metadata(file)
-        .map_err(|error| ConnectError(format!("failed to read {}: {error}", file.display())))?;
+fn check_certificates(nats: &Nats) -> Result<(), ConnectError> {
+    let Some(file) = &nats.ca else { return Ok(()) };
+    let text = std::fs::read(file).map_err(|error| unreadable(file, &error))?;
+    if text.windows(CERTIFICATE.len()).any(|part| part == CERTIFICATE) {
+        return Ok(());
+    }
+    Err(ConnectError::permanent(format!("{} does not contain a PEM certificate", file.display())))
+}
+
+/// Reads a file with secrets. Returns an error if the file is accessible to its group or to other users.
+fn read_secret(file: &Path) -> Result<String, ConnectError> {
+    let metadata = std::fs::metadata(file).map_err(|error| unreadable(file, &error))?;
     let mode = metadata.permissions().mode() & 0o777;
     if mode & 0o077 != 0 {
-        return Err(ConnectError(format!(
+        return Err(ConnectError::permanent(format!(
             "{} has mode {mode:04o}, so other users can read the secret; run: chmod 600 {}",
             file.display(),
             file.display()
         )));
     }
-    Ok(())
+    std::fs::read_to_string(file).map_err(|error| unreadable(file, &error))
+}
+
+fn unreadable(file: &Path, error: &std::io::Error) -> ConnectError {
+    ConnectError::permanent(format!("failed to read {}: {error}", file.display()))
 }
 
 fn report(event: &Event) {

@@ -28,7 +28,7 @@ const PULLS_MAX: u32 = 4096;
 /// Lifetime of an agent's presence entry, in seconds. A running agent renews the entry before it expires.
 const PRESENCE_SECONDS: u64 = 15;
 
-/// Result of `init` for a single stream or consumer.
+/// Result of `init` for a single stream or consumer, or for the lanes of a bulkhead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
     /// The object was missing and was created.
@@ -207,20 +207,23 @@ fn mismatch(existing: &Value, wanted: &Value) -> Option<String> {
 }
 
 /// Creates missing streams and consumers. Adds the subjects of new bulkheads, and replaces consumers if the number
-/// of lanes has changed.
-pub(crate) async fn prepare(client: &Client, settings: &Settings) -> Result<Vec<Finding>, InitError> {
+/// of lanes has changed. Passes each finding to `report` at once, so that the work that precedes an error is known.
+pub(crate) async fn prepare(
+    client: &Client,
+    settings: &Settings,
+    mut report: impl FnMut(Finding),
+) -> Result<(), InitError> {
     if settings.bulkhead.is_empty() {
         return Err(InitError::NoBulkhead);
     }
     check_version(client, settings)?;
-    let mut findings = Vec::new();
     for config in streams(settings) {
-        findings.push(prepare_stream(client, &config).await?);
+        report(prepare_stream(client, &config).await?);
     }
     for (name, bulkhead) in &settings.bulkhead {
-        prepare_consumers(client, settings, (name, bulkhead), &mut findings).await?;
+        prepare_consumers(client, settings, (name, bulkhead), &mut report).await?;
     }
-    Ok(findings)
+    Ok(())
 }
 
 fn check_version(client: &Client, settings: &Settings) -> Result<(), InitError> {
@@ -304,9 +307,15 @@ async fn prepare_consumers(
     client: &Client,
     settings: &Settings,
     (name, bulkhead): (&str, &Bulkhead),
-    findings: &mut Vec<Finding>,
+    report: &mut impl FnMut(Finding),
 ) -> Result<(), InitError> {
-    remove_other_lanes(client, name, bulkhead, findings).await?;
+    if let Some(finding) = remove_other_lanes(client, name, bulkhead).await? {
+        let is_blocked = matches!(finding, Finding::Differs(..));
+        report(finding);
+        if is_blocked {
+            return Ok(());
+        }
+    }
     for index in 0..bulkhead.lanes {
         let config = consumer_config(settings, name, bulkhead, index);
         let object = format!("{JOBS}/{}", consumer(name, index));
@@ -315,7 +324,7 @@ async fn prepare_consumers(
         match found {
             Ok(found) => {
                 let differences = differences(&found["config"], &config);
-                findings.push(match differences.is_empty() {
+                report(match differences.is_empty() {
                     true => Finding::Unchanged(object),
                     false => Finding::Differs(object, differences),
                 });
@@ -324,7 +333,7 @@ async fn prepare_consumers(
                 let body = json!({"stream_name": JOBS, "config": config, "action": "create"});
                 let call = format!("CONSUMER.DURABLE.CREATE.{JOBS}.{}", consumer(name, index));
                 create(client, &call, body, &object).await?;
-                findings.push(Finding::Created(object));
+                report(Finding::Created(object));
             }
             Err(error) => return Err(InitError::of(&object, &error)),
         }
@@ -333,14 +342,14 @@ async fn prepare_consumers(
 }
 
 /// Removes consumers that were created for a different number of lanes, because their filters would overlap with those
-/// of the new consumers. Requires that no jobs are waiting for these consumers, because delivery counts are lost with
-/// the consumers. If `init` is interrupted, the next `init` removes the remaining consumers.
+/// of the new consumers. Removes none if jobs are waiting for these consumers, because delivery counts are lost with the
+/// consumers. Returns the change or the difference, and `None` if no consumer is outdated. If `init` is interrupted, the
+/// next `init` removes the remaining consumers.
 async fn remove_other_lanes(
     client: &Client,
     name: &str,
     bulkhead: &Bulkhead,
-    findings: &mut Vec<Finding>,
-) -> Result<(), InitError> {
+) -> Result<Option<Finding>, InitError> {
     let is_outdated = |(index, filters): &(u8, Vec<String>)| {
         *index >= bulkhead.lanes || !is_same_set(filters, &consumer_filters(name, bulkhead.lanes, *index))
     };
@@ -350,21 +359,22 @@ async fn remove_other_lanes(
         waiting += count_waiting(client, filter).await?;
     }
     if waiting > 0 {
-        return Err(InitError::Server(format!(
-            "[bulkhead.{name}] lanes cannot change while {waiting} jobs are waiting; stop submitting jobs, wait until \
-             `bulkhead fleet status` shows no pending jobs, and try again"
-        )));
+        let difference = format!(
+            "lanes cannot change to {} while {waiting} jobs are waiting; stop submitting jobs, wait until `bulkhead \
+             fleet status` shows no pending jobs, and try again",
+            bulkhead.lanes
+        );
+        return Ok(Some(Finding::Differs(format!("[bulkhead.{name}]"), vec![difference])));
     }
     for (index, _) in &outdated {
         let consumer = consumer(name, *index);
         create(client, &format!("CONSUMER.DELETE.{JOBS}.{consumer}"), Value::Null, &consumer).await?;
     }
-    if !outdated.is_empty() {
-        findings.push(Finding::Changed(format!(
+    Ok((!outdated.is_empty()).then(|| {
+        Finding::Changed(format!(
             "{JOBS}: removed the consumers of {name}, which were created for a different number of lanes"
-        )));
-    }
-    Ok(())
+        ))
+    }))
 }
 
 fn is_same_set(a: &[String], b: &[String]) -> bool {

@@ -22,8 +22,8 @@ from nats.aio.msg import Msg
 
 from .errors import Disconnected
 
-#: Time limit of the first connection, in seconds.
-CONNECT_TIMEOUT = 5.0
+#: Time limit of the first connection, in seconds. A server can restart during this time.
+CONNECT_TIMEOUT = 15.0
 #: Time limit for closing a connection, in seconds.
 CLOSE_TIMEOUT = 2.0
 #: Error code of a server for an account without JetStream.
@@ -81,9 +81,12 @@ class Connection(Client):
 
     async def report(self, error: Exception) -> None:
         """Passes a permission error to the requests for its subject. Drops all other errors of an open connection,
-        because the connection is restored automatically."""
+        because the connection is restored automatically. Raises ``Forbidden``, which ends the first connection attempt,
+        if a server refuses the user."""
         text = str(error) or type(error).__name__
         if not self.is_open:
+            if "authorization violation" in text.lower():
+                raise Forbidden(text) from error
             self.connect_errors[text] = None
         if "permissions violation" in text.lower():
             for subject, refusal in self._refusals:

@@ -172,18 +172,17 @@ def hello(role: int, capabilities: int, version: str, name: str = "bulkhead-py")
     return frame(HELLO, MAGIC, fixed + text(name) + text(version) + EMPTY)
 
 
-def submission(
+def check_submission(
     bulkhead: str,
-    operation: str = "",
-    tenant: str = "",
-    deadline: float | None = None,
-    priority: str = "normal",
-    idempotent: bool = False,
-    cost: int = 1,
-    traceparent: str | None = None,
-    run_limit: float | None = None,
-) -> bytes:
-    """Encodes the metadata of SUBMIT. Raises ``ValueError`` for invalid values; the supervisor checks the rest."""
+    operation: str,
+    tenant: str,
+    deadline: float | None,
+    priority: str,
+    cost: int,
+    traceparent: str | None,
+    run_limit: float | None,
+) -> None:
+    """Checks the options of a job. Raises ``ValueError`` or ``TypeError``; the supervisor checks the rest."""
     for name, value, bytes_max in (
         ("bulkhead", bulkhead, 1024),
         ("operation", operation, OPERATION_BYTES_MAX),
@@ -198,12 +197,30 @@ def submission(
         raise ValueError(f"{priority!r} is not a priority: write 'critical', 'normal' or 'best-effort'")
     if not 0 <= cost <= 0xFFFF_FFFF:
         raise ValueError(f"cost must be from 0 to 2**32-1, not {cost}")
+    for name, seconds in (("run_limit", run_limit), ("deadline", deadline)):
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"{name} must be more than 0 seconds, not {seconds!r}")
+
+
+def submission(
+    bulkhead: str,
+    operation: str = "",
+    tenant: str = "",
+    deadline: float | None = None,
+    priority: str = "normal",
+    idempotent: bool = False,
+    cost: int = 1,
+    traceparent: str | None = None,
+    run_limit: float | None = None,
+) -> bytes:
+    """Encodes the metadata of SUBMIT. Raises the errors of ``check_submission``."""
+    check_submission(bulkhead, operation, tenant, deadline, priority, cost, traceparent, run_limit)
     given = []
     if traceparent:
         given.append((TRACEPARENT, traceparent.encode()))
     if run_limit is not None:
-        given.append((RUN_LIMIT, _LENGTH.pack(_micros("run_limit", run_limit))))
-    limit = 0 if deadline is None else _micros("deadline", deadline)
+        given.append((RUN_LIMIT, _LENGTH.pack(_micros(run_limit))))
+    limit = 0 if deadline is None else _micros(deadline)
     tail = _SUBMIT_TAIL.pack(limit, PRIORITIES[priority], bool(idempotent), cost)
     return text(bulkhead) + text(operation) + text(tenant) + tail + extensions(*given)
 
@@ -238,9 +255,7 @@ def _number(data: bytes | None) -> int | None:
     return None if data is None or len(data) != _LENGTH.size else int(_LENGTH.unpack(data)[0])
 
 
-def _micros(name: str, seconds: float) -> int:
-    if not seconds > 0:
-        raise ValueError(f"{name} must be more than 0 seconds, not {seconds!r}")
+def _micros(seconds: float) -> int:
     return max(1, round(min(seconds, SECONDS_MAX) * 1e6))
 
 

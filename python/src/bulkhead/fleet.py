@@ -19,14 +19,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nats.errors
 
+from ._client import as_buffer
 from ._fleet_connection import Connection, Forbidden, connect
 from ._reply import Reply
-from ._wire import SECONDS_MAX
+from ._wire import SECONDS_MAX, check_submission
 from .errors import ERROR_OF_OUTCOME, Disconnected, Outcome, Rejected
+
+if TYPE_CHECKING:
+    from ._wire import Buffer
 
 __all__ = ["AsyncFleet", "Submitted"]
 
@@ -85,7 +89,7 @@ class AsyncFleet:
         ca: str | Path | None = None,
         host_lost_after: float = 20.0,
     ) -> AsyncFleet:
-        """Connects to the servers. Raises ``Disconnected`` if this fails.
+        """Connects to the servers. Raises ``Disconnected`` if this fails, or if no server is available within 15 s.
 
         ``nkey`` and ``credentials`` are secret files, which other users must not be able to read. ``ca`` holds CA
         certificates. With ``ca`` or an address that begins with ``tls://``, servers without TLS are refused.
@@ -97,7 +101,7 @@ class AsyncFleet:
     async def submit(
         self,
         bulkhead: str,
-        payload: bytes = b"",
+        payload: Buffer = b"",
         *,
         id: str | None = None,
         operation: str = "",
@@ -111,9 +115,12 @@ class AsyncFleet:
     ) -> Submitted:
         """Submits a job. Once this returns, the job is stored and survives the loss of any host.
 
-        If a tenant submits several jobs with the same ``id``, only one of them runs. All times are in seconds.
+        If a tenant submits several jobs with the same ``id``, only one of them runs. All times are in seconds. Invalid
+        arguments raise the same errors as in ``AsyncClient.submit``.
         """
         tenant = self._tenant if tenant is None else tenant
+        check_submission(bulkhead, operation, tenant, deadline, priority, cost, traceparent, run_limit)
+        payload = bytes(as_buffer(payload))
         id = secrets.token_hex(16) if id is None else id
         headers = {"Bulkhead-Id": id, "Bulkhead-Deadline-Ms": _millis(deadline)}
         optional = {
@@ -125,12 +132,12 @@ class AsyncFleet:
             "traceparent": traceparent or "",
         }
         headers |= {name: value for name, value in optional.items() if value}
-        _check(bulkhead, id, operation, tenant, headers)
+        _check(bulkhead, id, tenant, headers)
         if len(payload) > self._nats.max_payload - HEADER_BYTES_RESERVED:
             raise _rejected(bulkhead, "too_large", f"the payload has {len(payload)} bytes, which is too large")
-        began = time.monotonic()
         await self._publish(bulkhead, tenant, payload, headers)
-        return Submitted(self, id, tenant, began + deadline + self._host_lost_after)
+        # The deadline counts from the time at which the job is stored.
+        return Submitted(self, id, tenant, time.monotonic() + deadline + self._host_lost_after)
 
     async def _publish(self, bulkhead: str, tenant: str, payload: bytes, headers: dict[str, str]) -> None:
         began, may_be_stored, reason, cause = time.monotonic(), False, None, ""
@@ -282,12 +289,10 @@ class Submitted:
         return Disconnected(sentence, "unknown")
 
 
-def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[str, str]) -> None:
-    limits = [("the ID", id, 1, 128), ("the name of the bulkhead", bulkhead, 1, 64)]
-    limits += [("the operation", operation, 0, 256), ("the tenant", tenant, 0, 256)]
-    for name, text, least, most in limits:
-        if not least <= len(text.encode()) <= most:
-            raise _rejected(bulkhead, "invalid", f"{name} has {len(text.encode())} bytes; use {least} to {most}")
+def _check(bulkhead: str, id: str, tenant: str, headers: dict[str, str]) -> None:
+    for name, text, most in (("the ID", id, 128), ("the name of the bulkhead", bulkhead, 64)):
+        if not 1 <= len(text.encode()) <= most:
+            raise _rejected(bulkhead, "invalid", f"{name} has {len(text.encode())} bytes; use 1 to {most}")
     for text in (bulkhead, tenant, *headers.values()):
         if any(ord(char) < 32 or 127 <= ord(char) < 160 for char in text):
             raise _rejected(bulkhead, "invalid", f"{text!r} contains a control character; remove the character")

@@ -32,7 +32,7 @@ pub use native::{
     NATIVE_BYTES_MAX, NATIVE_FRAMES_MAX, NATIVE_FRAMES_TOTAL_MAX, NATIVE_THREADS_MAX, NativeCrash,
     NativeFrame, NativeThread, hex,
 };
-pub use outcome::{JobOutcome, Problem, millis};
+pub use outcome::{CommandFailure, JobOutcome, Problem, millis};
 pub use reload::{BulkheadChange, ChangeKind, Changes, ConfigProblem, RejectedConfig, Reloaded};
 pub use responses::{Done, LogLine, Readiness, ShortState, UpgradeStep};
 pub use snapshot::{

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use bulkhead_shared::{CrashReason, Executed, Fault, Outcome, Verdict};
+use bulkhead_shared::{CrashReason, Executed, Fault, Outcome, RejectReason, Verdict, exit};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -98,6 +98,83 @@ impl JobOutcome {
             worker_pid: outcome.worker_pid,
             ..Self::default()
         }
+    }
+
+    /// Creates the document that the command-line programs print for an outcome. Contains the message and the signal of
+    /// every outcome that has one.
+    pub fn described(outcome: &Outcome) -> Self {
+        let document = Self::new(outcome);
+        let message = outcome.verdict.message().map(str::to_owned).or(document.message);
+        Self { message, signal: signal(&outcome.verdict), ..document }
+    }
+
+    /// Creates the document that the command-line programs print for a job. `payload` is the result, or the error
+    /// payload of a failed job.
+    pub fn with_payload(outcome: &Outcome, payload: &[u8]) -> Self {
+        let is_ok = outcome.verdict == Verdict::Ok;
+        let error_payload = (!is_ok && !payload.is_empty()).then(|| payload.to_vec());
+        let result_bytes = is_ok.then_some(payload.len());
+        Self { payload: error_payload, result_bytes, ..Self::described(outcome) }
+    }
+
+    /// Creates the document for a job without a known outcome. `state` takes the place of the outcome. As in the outcome
+    /// of a rejected job, a deadline of 0 means that no deadline was set.
+    pub fn without_outcome(
+        state: &'static str,
+        bulkhead: &str,
+        executed: Executed,
+        message: Option<String>,
+    ) -> Self {
+        Self {
+            attempts: u32::from(executed != Executed::No),
+            bulkhead: bulkhead.to_owned(),
+            deadline_ms: Some(0.0),
+            executed: executed.into(),
+            message,
+            outcome: state.into(),
+            ..Self::default()
+        }
+    }
+}
+
+/// Returns the signal name from the crash message, or the signal number if the message contains no name.
+fn signal(verdict: &Verdict) -> Option<String> {
+    match verdict {
+        Verdict::Crashed { reason: CrashReason::Exit, .. } => None,
+        Verdict::Crashed { status: Some(signal), message, .. } => {
+            let name = message.split([' ', ':']).find(|word| word.starts_with("SIG"));
+            Some(name.map_or_else(|| signal.to_string(), str::to_owned))
+        }
+        _ => None,
+    }
+}
+
+/// Failure of a command, as the command-line programs print it with `--json`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CommandFailure {
+    message: Option<String>,
+    outcome: &'static str,
+    reason: Option<&'static str>,
+    retryable: bool,
+}
+
+impl CommandFailure {
+    /// Creates the document for a command that ends with `exit_code`. `reason` is set if a request was rejected.
+    pub fn new(exit_code: u8, reason: Option<RejectReason>, message: Option<String>) -> Self {
+        let (outcome, retryable) = match (reason, exit_code) {
+            (Some(reason), _) => ("rejected", reason.is_retryable()),
+            (None, exit::UNREACHABLE) => ("unreachable", true),
+            (None, exit::TRY_LATER) => ("error", true),
+            (None, _) => ("error", false),
+        };
+        Self { message, outcome, reason: reason.map(RejectReason::name), retryable }
+    }
+
+    /// Creates the document for a job that was not sent, or whose outcome was not read, because of the failure.
+    pub fn for_job(self, bulkhead: &str, executed: Executed) -> JobOutcome {
+        let Self { message, outcome, reason, retryable } = self;
+        let document = JobOutcome::without_outcome(outcome, bulkhead, executed, message);
+        JobOutcome { reason: reason.map(Text::from), retryable, ..document }
     }
 }
 

@@ -16,6 +16,7 @@
 //! - [`landlock`]: Landlock's system calls.
 //! - [`blocking`]: blocking access to inherited streams that can be non-blocking.
 //! - [`standard_output`]: detects whether standard output was closed when the program started.
+//! - [`output_file`]: checks whether a file can be written.
 //! - [`scheduler`]: the scheduler time slice of a thread.
 //! - [`secret_file`]: reads files with secrets, and checks their type and mode.
 //! - [`runtime_dir`]: the user's folder for sockets.
@@ -33,6 +34,7 @@ pub mod errno;
 pub mod folder;
 pub mod landlock;
 mod names;
+pub mod output_file;
 mod processes;
 pub mod runtime_dir;
 pub mod secret_file;

@@ -82,6 +82,26 @@ fn crate_dependencies_match_documentation() {
     }
     let found: BTreeMap<_, _> = members().iter().map(|member| dependencies(member)).collect();
     assert_eq!(found, told, "left: Cargo.toml, right: docs/architecture.md");
+    // Only fleets need the NATS library.
+    assert!(locked_dependencies("bulkhead-fleet").contains("async-nats"));
+    assert!(!locked_dependencies("bulkhead-supervisor").contains("async-nats"));
+}
+
+/// Returns the names of all packages that a package depends on directly or indirectly, including dev-dependencies.
+fn locked_dependencies(package: &str) -> BTreeSet<String> {
+    let lock = fs::read_to_string(workspace().join("Cargo.lock")).unwrap();
+    let quoted = |line: &str| line.split('"').nth(1).map(|text| text.split(' ').next().unwrap().to_owned());
+    let mut dependencies: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for entry in lock.split("[[package]]\n").skip(1) {
+        let name = entry.lines().find_map(|line| quoted(line.strip_prefix("name = ")?)).unwrap();
+        let list = entry.lines().skip_while(|line| *line != "dependencies = [").filter_map(quoted);
+        dependencies.entry(name).or_default().extend(list);
+    }
+    let (mut found, mut open) = (BTreeSet::new(), vec![package.to_owned()]);
+    while let Some(name) = open.pop() {
+        open.extend(dependencies[&name].iter().filter(|name| found.insert((*name).clone())).cloned());
+    }
+    found
 }
 
 #[test]

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use bulkhead_client::Reply;
 use bulkhead_fleet::{Fleet, FleetError};
 use bulkhead_tests::fleet::{HOST_LOST_AFTER, TestFleet, VERSIONS, streams};
-use bulkhead_tests::{SAME_NUMBERS, Supervisor, heavy, programs, run, tally, wait_for};
+use bulkhead_tests::{PATIENCE, SAME_NUMBERS, Supervisor, heavy, programs, run, tally, wait_for};
 use nix::sys::signal::Signal;
 use tokio::sync::watch;
 
@@ -15,6 +16,12 @@ use tokio::sync::watch;
 const OPEN_MAX: usize = 256;
 /// Deadline of each job. Long enough that no fault causes a job to miss it.
 const DEADLINE: Duration = Duration::from_secs(600);
+/// Deadline of short jobs. Shorter than the difference between the clocks of the hosts.
+const SHORT_DEADLINE: Duration = Duration::from_secs(3);
+/// Maximum time from the last fault to the last decision, in a thorough run.
+const DECIDED_MAX: Duration = Duration::from_secs(HOST_LOST_AFTER.as_secs() + 15);
+/// Number of jobs that a host holds at the same time: one for each permit.
+const HELD_MAX: usize = 8;
 /// Time between the starts of two consecutive faults.
 const FAULT_INTERVAL: Duration = Duration::from_secs(4);
 
@@ -39,6 +46,16 @@ pub(super) struct Plan {
     pub(super) planted: Option<&'static str>,
     /// Permitted outcomes. Any other outcome is a violation.
     pub(super) outcomes: &'static [&'static str],
+    /// True if a third of the jobs have a deadline of [`SHORT_DEADLINE`], which they can miss.
+    pub(super) has_short_deadlines: bool,
+    /// True if the run also checks the times of outcomes, the number of lost jobs, and that outcomes do not change.
+    pub(super) is_thorough: bool,
+}
+
+impl Plan {
+    fn is_short(&self, number: u64) -> bool {
+        self.has_short_deadlines && number.is_multiple_of(3)
+    }
 }
 
 /// Number and outcome of a finished job.
@@ -51,9 +68,8 @@ struct JobEnd {
 #[derive(Debug)]
 pub(super) struct Report {
     pub(super) outcomes: BTreeMap<String, usize>,
-    #[expect(dead_code, reason = "printed")]
-    ran_again: usize,
-    /// Time between the last fault and the last outcome.
+    pub(super) ran_again: usize,
+    /// Time between the last fault and the last outcome that the submitter read.
     #[expect(dead_code, reason = "printed")]
     settled: Duration,
 }
@@ -85,12 +101,18 @@ impl Files {
 }
 
 /// Submits a job repeatedly until it is accepted, and waits for its outcome.
-async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -> Result<JobEnd, String> {
+async fn submit(
+    fleet: Fleet,
+    number: u64,
+    operation: String,
+    deadline: Duration,
+    is_copied: bool,
+) -> Result<JobEnd, String> {
     let job = fleet
         .job("b", Vec::new())
         .id(id(number))
         .operation(&operation)
-        .deadline(DEADLINE)
+        .deadline(deadline)
         .idempotent(is_idempotent(number))
         .traceparent(format!("00-{number:032x}-00000000000000{:02x}-01", number % 255 + 1));
     if is_copied {
@@ -108,15 +130,35 @@ async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -
             Err(error) => return Err(format!("job {number} was not accepted: {error}")),
         }
     };
-    let outcome = match submitted.result().await {
-        Ok(_) => "ok".to_owned(),
+    let mut result = submitted.result().await;
+    if matches!(result, Err(FleetError::Overdue { .. } | FleetError::Unreachable { .. })) {
+        // The servers can be stopped for longer than the deadline.
+        result = fleet.result("", &id(number), PATIENCE).await;
+    }
+    Ok(JobEnd { number, outcome: outcome_of(number, result)? })
+}
+
+/// Returns the name and the reason of an outcome.
+fn outcome_of(number: u64, result: Result<Reply, FleetError>) -> Result<String, String> {
+    match result {
+        Ok(_) => Ok("ok".to_owned()),
         Err(FleetError::Job(error)) => {
             let outcome = error.outcome().ok_or_else(|| format!("job {number}: {error}"))?;
-            format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
+            Ok(format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default()))
         }
-        Err(error) => return Err(format!("job {number} has no outcome: {error}")),
-    };
-    Ok(JobEnd { number, outcome })
+        Err(error) => Err(format!("job {number} has no outcome: {error}")),
+    }
+}
+
+/// Reads the outcomes of all jobs again. Returns an error if one of them has changed.
+async fn read_again(fleet: &Fleet, ends: &[Result<JobEnd, String>]) -> Result<(), String> {
+    for JobEnd { number, outcome } in ends.iter().flatten() {
+        let again = outcome_of(*number, fleet.result("", &id(*number), PATIENCE).await)?;
+        if again != *outcome {
+            return Err(format!("job {number} ended as {outcome}, and later as {again}"));
+        }
+    }
+    Ok(())
 }
 
 /// Submits all jobs and waits for their outcomes. Returns `None` without waiting any longer if `given_up` becomes true
@@ -141,8 +183,9 @@ async fn submit_all(
             let permit = open.clone().acquire_owned().await.unwrap();
             let (fleet, operation) = (fleet.clone(), operation.clone());
             let is_copied = number.is_multiple_of(plan.copied);
+            let deadline = if plan.is_short(number) { SHORT_DEADLINE } else { DEADLINE };
             tasks.spawn(async move {
-                let end = submit(fleet, number, operation, is_copied).await;
+                let end = submit(fleet, number, operation, deadline, is_copied).await;
                 drop(permit);
                 end
             });
@@ -275,8 +318,8 @@ fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
         fleet.wait_agent(name);
     }
     let mut random = Random(plan.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
-    Some(submit_during(plan, &mut fleet, |fleet| {
-        let mut faults = Vec::new();
+    let mut faults = Vec::new();
+    let result = submit_during(plan, &mut fleet, |fleet| {
         let began = Instant::now();
         while began.elapsed() < Duration::from_secs(plan.seconds) {
             let fault_began = Instant::now();
@@ -284,6 +327,15 @@ fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
             pause(FAULT_INTERVAL.saturating_sub(fault_began.elapsed()));
         }
         println!("{} faults: {:?}", faults.len(), tally(faults.iter()));
+    });
+    // Losing only a server loses no jobs.
+    let of_hosts = faults.iter().filter(|fault| fault.contains("agent") || fault.contains("supervisor"));
+    let lost_max = HELD_MAX * of_hosts.count();
+    Some(result.and_then(|report| match report.outcomes.get("crashed/host_lost") {
+        Some(lost) if plan.is_thorough && *lost > lost_max => {
+            Err(format!("{lost} jobs ended as host_lost; the faults explain at most {lost_max}"))
+        }
+        _ => Ok(report),
     }))
 }
 
@@ -301,7 +353,7 @@ pub(super) fn submit_during(
 ) -> Result<Report, String> {
     let files = Files::of(fleet.folder.path());
     let config = fleet.config();
-    let (ends, settled) = std::thread::scope(|scope| {
+    let (ends, settled, decided) = std::thread::scope(|scope| {
         // A panic drops the sender. The submitter then ends, so that the scope does not wait for jobs forever.
         let (give_up, given_up) = watch::channel(false);
         let submitter = scope.spawn(|| {
@@ -313,15 +365,26 @@ pub(super) fn submit_during(
         });
         cause(fleet);
         let last_fault = Instant::now();
+        let mut decided = Duration::ZERO;
         wait_for("every job has an outcome", || {
+            // The submitter can read an outcome later than it was decided.
+            if plan.is_thorough && fleet.pending("b") != Some(0) {
+                decided = last_fault.elapsed();
+            }
             // With a planted fault, some jobs never get an outcome.
             let is_lost = plan.planted.is_some() && last_fault.elapsed() > 10 * HOST_LOST_AFTER;
             (is_lost || submitter.is_finished()).then_some(())
         });
         give_up.send_replace(true);
-        (submitter.join().unwrap(), last_fault.elapsed())
+        (submitter.join().unwrap(), last_fault.elapsed(), decided)
     });
+    if decided > DECIDED_MAX {
+        return Err(format!("the last job was decided {decided:?} after the last fault"));
+    }
     let ends = ends.ok_or("accepted jobs are not decided")?;
+    if plan.is_thorough {
+        run(async { read_again(&fleet.connect().await, &ends).await })?;
+    }
     let report = judge(plan, ends, &files, settled)?;
     println!("{} (seed {}): {report:?}", plan.version, plan.seed);
     if plan.planted.is_none() {
@@ -348,10 +411,11 @@ fn judge(
         if outcome == "ok" && !ended.contains_key(number) {
             return Err(format!("job {number} ended as ok but did not run to completion"));
         }
-        if !plan.outcomes.contains(&outcome.as_str()) {
+        let is_late = plan.is_short(*number) && outcome.starts_with("deadline_exceeded/");
+        if !is_late && !plan.outcomes.contains(&outcome.as_str()) {
             return Err(format!("job {number} ended as {outcome}"));
         }
-        if is_idempotent(*number) && outcome != "ok" {
+        if is_idempotent(*number) && outcome != "ok" && !is_late {
             println!("job {number} used all attempts: {outcome}");
         }
     }
@@ -380,6 +444,8 @@ fn every_job_has_one_outcome_while_hosts_and_servers_die() {
             copied: 5,
             planted: None,
             outcomes: OUTCOMES,
+            has_short_deadlines: false,
+            is_thorough: std::env::var_os("BULKHEAD_FLEET_CHAOS_SECONDS").is_some(),
         }) else {
             return;
         };
@@ -404,6 +470,8 @@ fn planted_faults_are_found() {
                 copied: 1,
                 planted: Some(planted),
                 outcomes: OUTCOMES,
+                has_short_deadlines: false,
+                is_thorough: false,
             };
             match chaos(&plan) {
                 Some(Ok(_)) => None,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{Ipv4Addr, TcpStream};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -14,6 +14,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use super::jobs::{BULKHEADS, settings, start};
+use super::limits::stored_headers;
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -64,7 +65,9 @@ fn closed_output_pipe_is_an_error_only_for_submit() {
     };
     const LOST: &str = "failed to write to standard output: the reader has closed the pipe";
     let (code, told) = unread(&["submit", "b", "fail", "-n", "--json", "--repeat", "3"]);
-    assert_eq!((code, told), (Some(74), format!("bulkhead-fleet: {LOST}; jobs not submitted: 2\n")));
+    assert!(code == Some(74) && told.ends_with(&format!("{LOST}; jobs not submitted: 2\n")), "{told}");
+    // The outcome can be read again.
+    assert!(told.contains("bulkhead fleet result "), "{told}");
     for arguments in [&["submit", "b", "pid", "-n"][..], &["submit", "b", "-n", "--detach"]] {
         let (code, told) = unread(arguments);
         assert!(code == Some(74) && told.ends_with(&format!("bulkhead-fleet: {LOST}\n")), "{told}");
@@ -99,6 +102,10 @@ fn invalid_configuration_is_explained() {
         (output.status.code(), text(&output.stderr))
     };
     assert_eq!(check("[nats]\nservers = [\"nats://x\"]\n[bulkhead.b]\n").0, Some(0));
+    for address in ["http://x:1", "nats://x:y", "ws://x"] {
+        let (code, message) = check(&format!("[nats]\nservers = [\"{address}\"]\n"));
+        assert!(code == Some(2) && message.contains(address), "{message}");
+    }
     let (code, message) = check("[nats]\nservers = []\n[bulkhead.b]\nlanes = 5\n");
     assert!(
         code == Some(2) && message.contains("lanes = 5") && message.contains("servers is empty"),
@@ -111,15 +118,170 @@ fn invalid_configuration_is_explained() {
 }
 
 #[test]
-fn secret_with_permissive_file_mode_is_refused() {
+fn invalid_secret_files_are_configuration_errors() {
+    use std::os::unix::fs::PermissionsExt;
+    const ACCOUNT: &str = "SAAPEBAGAYDAMBQGAYDAMBQGAYDAMBQGAYDAMBQGAYDAMBQGAYDAMBQGAY";
     let folder = tempfile::tempdir().unwrap();
-    let (file, seed) = (folder.path().join("fleet.toml"), folder.path().join("seed"));
-    std::fs::write(&file, "[nats]\nservers = [\"nats://127.0.0.1:1\"]\nnkey = \"seed\"\n").unwrap();
-    std::fs::write(&seed, "S").unwrap();
+    let (file, secret) = (folder.path().join("fleet.toml"), folder.path().join("secret"));
+    for (key, content, mode, cause) in [
+        ("nkey", None, 0, "No such file"),
+        ("nkey", Some("S"), 0o644, "chmod 600"),
+        ("nkey", Some("S"), 0o600, "does not contain the seed"),
+        ("nkey", Some(ACCOUNT), 0o600, "does not contain the seed"),
+        ("credentials", Some("S"), 0o640, "chmod 600"),
+        ("credentials", Some("S"), 0o600, "does not contain the JWT"),
+        ("ca", Some("S"), 0o644, "does not contain a PEM certificate"),
+    ] {
+        let settings =
+            format!("[nats]\nservers = [\"tls://127.0.0.1:1\"]\n{key} = \"secret\"\n[bulkhead.b]\n");
+        std::fs::write(&file, settings).unwrap();
+        let _ = std::fs::remove_file(&secret);
+        if let Some(content) = content {
+            std::fs::write(&secret, content).unwrap();
+            std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(mode)).unwrap();
+        }
+        for arguments in
+            [&["agent", "--check"][..], &["agent"], &["status"], &["init"], &["submit", "b", "-n"]]
+        {
+            let mut command = Command::new(programs().join("bulkhead-fleet"));
+            let output = command.arg("--json").arg("--config").arg(&file).args(arguments).output().unwrap();
+            assert_eq!(output.status.code(), Some(2), "{output:?}");
+            assert!(text(&output.stderr).contains(cause), "{output:?}");
+            let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!((&document["outcome"], &document["retryable"]), (&"error".into(), &false.into()));
+            assert!(document["message"].as_str().unwrap().contains(cause), "{document}");
+        }
+    }
+}
+
+#[test]
+fn output_is_checked_before_a_job_is_submitted() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("fleet.toml");
+    // The command does not even connect.
+    std::fs::write(&file, "[nats]\nservers = [\"nats://127.0.0.1:1\"]\n").unwrap();
     let mut command = Command::new(programs().join("bulkhead-fleet"));
-    let output = command.arg("--config").arg(&file).arg("status").output().unwrap();
-    assert_eq!(output.status.code(), Some(69));
-    assert!(text(&output.stderr).contains("chmod 600"), "{output:?}");
+    command.arg("--json").arg("--config").arg(&file).args(["submit", "b", "-n", "--output"]);
+    let output = command.arg(folder.path().join("missing/result")).output().unwrap();
+    assert_eq!(output.status.code(), Some(74), "{output:?}");
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&document["executed"], &document["bulkhead"]), (&"no".into(), &"b".into()), "{document}");
+}
+
+/// Returns the names of the fields of a JSON object, except for `id`.
+fn fields(document: &Value) -> BTreeSet<String> {
+    document.as_object().unwrap().keys().filter(|key| *key != "id").cloned().collect()
+}
+
+#[test]
+fn json_has_the_same_fields_as_that_of_the_bulkhead_command() {
+    let Some(fleet) = start() else { return };
+    let local = |operation: &str| {
+        let mut command = Command::new(programs().join("bulkhead"));
+        command.arg("--socket").arg(fleet.hosts[0].supervisor.socket());
+        let output = command.args(["--json", "submit", "b", operation, "-n"]).output().unwrap();
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    let submit = |operation: &str| fleet.json(&["submit", "b", operation, "-n"]).1.remove(0);
+    for (operation, signal) in [("pid", Value::Null), ("fail", Value::Null), ("segv", "SIGSEGV".into())] {
+        let (wanted, found) = (local(operation), submit(operation));
+        // Only the local job has a crash report that is known when the job ends.
+        let wanted: BTreeSet<_> = fields(&wanted).into_iter().filter(|field| field != "report").collect();
+        assert!(fields(&found).is_superset(&wanted), "{operation}: {found}");
+        assert_eq!(found["signal"], signal, "{found}");
+    }
+    let letters = wait_for("the letters are stored", || {
+        Some(fleet.json(&["dead", "list"]).1).filter(|letters| letters.len() == 2)
+    });
+    assert_eq!(letters[0]["signal"], "SIGSEGV", "{letters:?}");
+    assert!(letters[0]["message"].as_str().unwrap().contains("SIGSEGV"), "{letters:?}");
+    let shown = text(&fleet.command(&["dead", "show", letters[0]["id"].as_str().unwrap()]).stdout);
+    assert!(shown.contains("\"signal\": \"SIGSEGV\""), "{shown}");
+}
+
+/// Checks that a document has all fields that the document of every job has.
+fn assert_job_fields(document: &Value, outcome: &str) {
+    let always = "outcome reason job bulkhead attempts queued_ms ran_ms deadline_ms executed retryable id";
+    let missing: Vec<_> = always.split(' ').filter(|name| document.get(name).is_none()).collect();
+    assert!(missing.is_empty(), "{missing:?}: {document}");
+    assert_eq!((&document["outcome"], &document["id"]), (&outcome.into(), &"mine".into()), "{document}");
+}
+
+#[test]
+fn failed_commands_print_json() {
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let file = fleet.folder.path().join("other.toml");
+    std::fs::write(&file, "[nats]\nservers = [\"nats://127.0.0.1:1\"]\n[bulkhead.b]\n").unwrap();
+    for command in [&["status"][..], &["init"], &["dead", "list"]] {
+        let (code, lines) = fleet.json(&[&["--config", file.to_str().unwrap()], command].concat());
+        assert_eq!((code, &lines[0]["outcome"]), (69, &"unreachable".into()), "{lines:?}");
+        assert_eq!((lines.len(), &lines[0]["retryable"]), (1, &true.into()), "{lines:?}");
+        assert!(lines[0]["message"].as_str().unwrap().contains("127.0.0.1:1"), "{lines:?}");
+    }
+    std::fs::write(&file, "[nats]\nservers = []\n").unwrap();
+    for (command, executed) in
+        [(&["submit", "b", "-n", "--id", "mine"][..], "no"), (&["result", "mine"], "unknown")]
+    {
+        let (code, lines) = fleet.json(&[&["--config", file.to_str().unwrap()], command].concat());
+        assert_eq!((code, &lines[0]["executed"]), (2, &executed.into()), "{lines:?}");
+        assert_job_fields(&lines[0], "error");
+    }
+    let (code, lines) = fleet.json(&["dead", "drop", "missing"]);
+    assert_eq!((code, &lines[0]["outcome"]), (66, &"error".into()), "{lines:?}");
+    fleet.send(&letter_message("acme", "old"));
+    wait_for("the letter is stored", || (fleet.json(&["dead", "list"]).1.len() == 1).then_some(()));
+    let (code, lines) = fleet.json(&["dead", "requeue", "--all"]);
+    assert_eq!((code, &lines[0]["outcome"]), (65, &"rejected".into()), "{lines:?}");
+    assert_eq!(lines[0]["reason"], "invalid", "{lines:?}");
+}
+
+#[test]
+fn interrupted_submission_prints_the_id() {
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    for (number, is_json) in [(1, false), (2, true)] {
+        let mut command = Command::new(programs().join("bulkhead-fleet"));
+        command.arg("--config").arg(fleet.config()).args(["submit", "b", "-n"]);
+        if is_json {
+            command.arg("--json");
+        }
+        let submit = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_for("the job is stored", || (fleet.pending("b")? == number).then_some(()));
+        kill_pid(submit.id(), Signal::SIGINT);
+        let output = submit.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(130), "{output:?}");
+        let stderr = text(&output.stderr);
+        let id = match is_json {
+            true => {
+                let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+                // The job may be stored although the command has not received the acknowledgement yet.
+                let outcome = document["outcome"].as_str().unwrap();
+                assert!(["accepted", "unreachable"].contains(&outcome), "{document}");
+                assert_eq!(document["executed"], "unknown", "{document}");
+                document["id"].as_str().unwrap().to_owned()
+            }
+            false => stderr.split_once("the job ").unwrap().1.split(' ').next().unwrap().to_owned(),
+        };
+        let job = stored_headers(&fleet, number);
+        assert!(job.contains(&format!("Bulkhead-Id: {id}\r\n")), "{id}: {job}");
+    }
+}
+
+#[test]
+fn submission_waits_for_a_server_that_restarts() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    fleet.servers[0].kill();
+    let port = fleet.servers[0].address().rsplit(':').next().unwrap().parse().unwrap();
+    let refusing = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).unwrap();
+    let mut command = Command::new(programs().join("bulkhead-fleet"));
+    command.arg("--config").arg(fleet.config()).args(["submit", "b", "-n", "--detach"]);
+    let submit = command.stdout(Stdio::piped()).spawn().unwrap();
+    // The first attempt to connect fails.
+    drop(refusing.accept().unwrap());
+    drop(refusing);
+    fleet.servers[0].restart();
+    let output = submit.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(wait_for("the server counts the jobs", || fleet.pending("b")), 1);
 }
 
 #[test]
@@ -129,8 +291,10 @@ fn unreachable_server_and_missing_streams_are_explained() {
     let port_of_nothing = "[nats]\nservers = [\"nats://127.0.0.1:1\"]\n[bulkhead.b]\n";
     std::fs::write(&file, port_of_nothing).unwrap();
     let file = file.to_str().unwrap();
-    let output = fleet.command(&["--config", file, "submit", "b", "-n"]);
-    assert_eq!(output.status.code(), Some(69), "{output:?}");
+    let (code, lines) = fleet.json(&["--config", file, "submit", "b", "-n", "--id", "mine"]);
+    assert_eq!(code, 69, "{lines:?}");
+    assert_job_fields(&lines[0], "unreachable");
+    assert!(lines[0]["message"].as_str().unwrap().contains("tried for 15 s"), "{lines:?}");
     let (code, findings) = fleet.json(&["init"]);
     assert_eq!(code, 0);
     assert!(findings.iter().all(|finding| finding["state"] == "unchanged"), "{findings:?}");

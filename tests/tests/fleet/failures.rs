@@ -425,23 +425,39 @@ fn full_disk_rejects_jobs_but_loses_none() {
     );
     let server = NatsServer::start_configured(&program, folder.path(), "n0", port, &text);
     let mut fleet = TestFleet::prepare(folder, vec![server], &settings(), (String::new(), "nats"));
+    fleet.add_host("host-a", &format!("{BULKHEADS}{SAME_NUMBERS}"));
     run(async {
         let client = fleet.connect().await;
+        let place = fleet.folder.path().display();
+        let operation = format!("steps:trace {place}/begun;wait {place}/go;echo");
+        // Small records would still fit into the space that the ledger's file occupies.
+        let job = client.job("b", vec![b'x'; 100_000]).operation(operation);
+        let running = job.submit().await.unwrap();
+        wait_for("the job has begun", || (begun(&fleet) == 1).then_some(()));
         let mut accepted = Vec::new();
-        let error = loop {
-            match client.job("b", vec![b'x'; 500_000]).submit().await {
-                Ok(submitted) => accepted.push(submitted),
-                Err(error) => break error,
-            }
-        };
-        assert!(error.to_string().contains("unavailable"), "{error}");
+        // No agent serves this bulkhead yet. Smaller and smaller jobs fill the disk completely.
+        for bytes in [500_000, 20_000, 1_000, 0] {
+            let error = loop {
+                match client.job("other", vec![b'x'; bytes]).submit().await {
+                    Ok(submitted) => accepted.push(submitted),
+                    Err(error) => break error,
+                }
+            };
+            assert!(error.to_string().contains("unavailable"), "{error}");
+        }
         assert!(accepted.len() > 5, "{}", accepted.len());
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        wait_for("the outcome is refused", || {
+            fleet.hosts[0].log().contains("failed to store the record").then_some(())
+        });
         disk.grow();
-        fleet.add_host("host-a", BULKHEADS);
+        assert_eq!(result_of(running).await.unwrap().payload().len(), 100_000);
+        fleet.add_host("host-b", &BULKHEADS.replace("[bulkhead.b]", "[bulkhead.other]"));
         for submitted in accepted {
             result_of(submitted).await.unwrap();
         }
     });
+    assert_eq!(begun(&fleet), 1);
     drop(fleet);
     drop(disk);
 }

@@ -9,7 +9,8 @@ use bulkhead_client::RejectReason;
 use bulkhead_fleet::FleetError;
 use bulkhead_shared::Verdict;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, result_of, streams};
-use bulkhead_tests::{PATIENCE, run, tally, wait_for};
+use bulkhead_tests::{PATIENCE, SAME_NUMBERS, run, tally, wait_for};
+use serde_json::Value;
 
 use super::commands::rejected_letter;
 use super::jobs::{BULKHEADS, settings, start};
@@ -207,7 +208,8 @@ fn message_that_is_not_a_valid_job_becomes_a_dead_letter() {
         assert!(letters.iter().any(|letter| letter["id"] == id), "{id}: {letters:?}");
     }
     // These letters cannot be requeued, because they do not contain the options of the jobs.
-    assert_eq!(fleet.json(&["dead", "requeue", "--all"]), (65, Vec::new()));
+    let (code, lines) = fleet.json(&["dead", "requeue", "--all"]);
+    assert!(code == 65 && lines.iter().all(|line| line["reason"] == "invalid"), "{lines:?}");
     assert_eq!(fleet.json(&["dead", "list"]).1, letters);
     // The agent still works.
     run(async {
@@ -240,13 +242,18 @@ fn lanes_let_a_quiet_tenant_overtake_a_busy_one() {
     });
 }
 
+/// Writes a configuration in which the table of the bulkhead `b` is replaced. Returns the path of the file.
+fn changed_config(fleet: &TestFleet, tables: &str) -> String {
+    let text = std::fs::read_to_string(fleet.config()).unwrap();
+    let file = fleet.folder.path().join("changed.toml");
+    std::fs::write(&file, text.replace("[bulkhead.b]\n", tables)).unwrap();
+    file.to_str().unwrap().to_owned()
+}
+
 /// Runs `init` with a different number of lanes.
 fn change_lanes(fleet: &TestFleet, lanes: &str) -> Output {
-    let text = std::fs::read_to_string(fleet.config()).unwrap();
-    let text = text.replace("[bulkhead.b]\n", &format!("[bulkhead.b]\nlanes = {lanes}\n"));
-    let file = fleet.folder.path().join("lanes.toml");
-    std::fs::write(&file, text).unwrap();
-    fleet.command(&["--config", file.to_str().unwrap(), "init"])
+    let config = changed_config(fleet, &format!("[bulkhead.b]\nlanes = {lanes}\n"));
+    fleet.command(&["--config", &config, "init"])
 }
 
 #[test]
@@ -256,8 +263,21 @@ fn lanes_can_change_only_while_no_jobs_are_waiting() {
     let (code, _) = fleet.json(&["submit", "b", "-n", "--detach"]);
     assert_eq!(code, 0);
     let refused = change_lanes(&fleet, "2");
-    assert_eq!(refused.status.code(), Some(69));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("1 jobs are waiting"), "{refused:?}");
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stdout).contains("1 jobs are waiting"), "{refused:?}");
+
+    // Everything else is applied, also for bulkheads that come later in the order of names.
+    let tables = "[bulkhead.a]\n[bulkhead.b]\nlanes = 2\n[bulkhead.z]\n";
+    let (code, findings) = fleet.json(&["--config", &changed_config(&fleet, tables), "init"]);
+    assert_eq!(code, 2, "{findings:?}");
+    let state = |name: &str| {
+        let finding = findings.iter().find(|finding| finding["name"] == name);
+        finding.unwrap_or_else(|| panic!("{name}: {findings:?}"))["state"].as_str().unwrap()
+    };
+    assert_eq!([state("BH_JOBS/a_n_0"), state("BH_JOBS/z_n_0")], ["created"; 2]);
+    assert_eq!([state("[bulkhead.b]"), state("BH_JOBS/other_n_0")], ["differs", "unchanged"]);
+    let differences = findings.iter().find(|finding| finding["state"] == "differs").unwrap();
+    assert!(differences["differences"][0].as_str().unwrap().contains("1 jobs are waiting"), "{differences}");
 }
 
 #[test]
@@ -285,10 +305,10 @@ fn interrupted_change_of_lanes_can_be_repeated() {
 }
 
 /// Returns the headers of a waiting job.
-fn stored_headers(fleet: &TestFleet, sequence: u64) -> String {
+pub(crate) fn stored_headers(fleet: &TestFleet, sequence: u64) -> String {
     let request = format!("{{\"seq\": {sequence}}}");
     let stored = fleet.request(b"$JS.API.STREAM.MSG.GET.BH_JOBS", b"", request.as_bytes());
-    let stored: serde_json::Value = serde_json::from_str(&stored).unwrap();
+    let stored: Value = serde_json::from_str(&stored).unwrap();
     let headers = STANDARD.decode(stored["message"]["hdrs"].as_str().unwrap()).unwrap();
     String::from_utf8(headers).unwrap()
 }
@@ -313,10 +333,13 @@ fn nearly_full_ledger_stops_pulls_before_records_are_lost() {
         .replace("ledger_max_bytes = \"64MiB\"", "ledger_max_bytes = \"64KiB\"\nledger_keep = \"1m\"")
         .replace("[bulkhead.b]\n[bulkhead.other]\n", "[bulkhead.b]\ndeadline_max = \"50s\"\n");
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings) else { return };
-    fleet.add_host("host-a", BULKHEADS);
-    let marker = fleet.folder.path().join("ran");
+    fleet.add_host("host-a", &format!("{BULKHEADS}{SAME_NUMBERS}"));
+    let [marker, begun, go] = ["ran", "begun", "go"].map(|name| fleet.folder.path().join(name));
     run(async {
         let client = fleet.connect().await;
+        let operation = format!("steps:trace {};wait {};echo", begun.display(), go.display());
+        let running = client.job("b", vec![b'x'; 3500]).operation(operation).submit().await.unwrap();
+        wait_for("the job has begun", || begun.exists().then_some(()));
         // Each record contains the result and about 600 further bytes.
         for _ in 0..15 {
             let submitted = client.job("b", vec![b'x'; 3500]).submit().await.unwrap();
@@ -326,9 +349,31 @@ fn nearly_full_ledger_stops_pulls_before_records_are_lost() {
             fleet.hosts[0].log().contains("no new jobs are accepted").then_some(())
         });
         let operation = format!("steps:trace {}", marker.display());
-        client.job("b", "").operation(operation).submit().await.unwrap();
-        assert_eq!(fleet.pending("b"), Some(1));
+        let waiting = client.job("b", "").operation(operation).submit().await.unwrap();
+        assert_eq!(fleet.pending("b"), Some(2));
         assert!(!marker.exists());
+        assert!(!fleet.hosts[0].log().contains("failed to store the record"));
+
+        // Other records fill the ledger completely, so that it refuses the outcome of the running job.
+        for bytes in [3000, 300, 0] {
+            let fill = |number: u32| {
+                let subject = format!("bh.ledger.=.filler-{bytes}-{number}");
+                fleet.request(subject.as_bytes(), b"", &vec![b'x'; bytes])
+            };
+            assert!((0..).map(fill).any(|answer| answer.contains("maximum bytes exceeded")));
+        }
+        std::fs::write(&go, "").unwrap();
+        wait_for("the outcome is refused", || {
+            fleet.hosts[0].log().contains("failed to store the record").then_some(())
+        });
+        let info = fleet.request(b"$JS.API.STREAM.INFO.BH_LEDGER", b"", b"");
+        let mut config = serde_json::from_str::<Value>(&info).unwrap()["config"].take();
+        config["max_bytes"] = (1 << 20).into();
+        let updated = fleet.request(b"$JS.API.STREAM.UPDATE.BH_LEDGER", b"", config.to_string().as_bytes());
+        assert!(!updated.contains("error"), "{updated}");
+        assert_eq!(result_of(running).await.unwrap().payload().len(), 3500);
+        result_of(waiting).await.unwrap();
     });
-    assert_eq!(fleet.hosts[0].log().matches("failed to store a record").count(), 0);
+    assert!(marker.exists());
+    assert_eq!(std::fs::read_to_string(begun).unwrap().lines().count(), 1);
 }
