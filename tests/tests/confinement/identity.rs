@@ -538,6 +538,130 @@ fn link_in_place_of_program_does_not_reveal_private_folder() {
     }
 }
 
+/// Bulkheads use paths in a folder to which a bulkhead that a reload adds can write. Replaces the paths with links to a
+/// private folder, as a worker of the added bulkhead could.
+#[test]
+fn worker_cannot_redirect_paths_of_other_bulkheads() {
+    for (profile, mode) in profiles().flat_map(|profile| [(profile, 0o755), (profile, 0o700)]) {
+        let home = home();
+        set_mode(home.path(), mode);
+        let path = |name: &str| home.path().join(name);
+        let folders = [("private", 0o700), ("shared", 0o777), ("shared/out", 0o755), ("shared/job", 0o755)];
+        for (name, mode) in folders {
+            std::fs::create_dir(path(name)).unwrap();
+            set_mode(&path(name), mode);
+        }
+        let private = path("private");
+        let script = format!("#!/bin/sh\npwd\ncat {}/note 2>/dev/null || echo hidden\n", private.display());
+        for (name, text, mode) in [
+            ("private/note", "a secret\n", 0o644),
+            ("shared/out/note", "given\n", 0o644),
+            ("shared/key", "sesame\n", 0o600),
+            ("shared/tool", &script, 0o755),
+        ] {
+            std::fs::write(path(name), text).unwrap();
+            set_mode(&path(name), mode);
+        }
+        let (out, job) = (path("shared/out"), path("shared/job"));
+        let config = format!(
+            "{SOCKETS}[bulkhead.program]\nexec = [\"shared/tool\"]\ncwd = \"shared/job\"\n\
+             [bulkhead.reader]\nexec = [\"/bin/sh\", \"-c\", \"cat {}/note\"]\ncwd = \"/\"\n\
+             sandbox.read = [\"shared/out\"]\n\
+             [bulkhead.secret]\nexec = [\"/bin/sh\", \"-c\", \"echo $SECRET\"]\n\
+             env_files = {{ SECRET = \"shared/key\" }}\n\
+             [defaults]\nmax_queue = 10\nenv = {{ PATH = \"/usr/bin:/bin\" }}\nsandbox.profile = \"{profile}\"\n",
+            out.display()
+        );
+        let supervisor = start_in(home, &config);
+        let path = |name: &str| supervisor.file(name);
+        let client = client(&supervisor);
+        let expected = format!("{}\nhidden\n", job.display());
+        let check = |when: &str| {
+            assert_eq!(answer(&client, "program", "", ""), expected, "{profile} {mode:o} {when}");
+            assert_eq!(answer(&client, "reader", "", ""), "given\n", "{profile} {mode:o} {when}");
+            assert_eq!(answer(&client, "secret", "", ""), "sesame\n", "{profile} {mode:o} {when}");
+        };
+        let ready = || supervisor.events("worker_ready").len();
+        let kill = |bulkhead: &str| kill_pid(supervisor.worker_pids(bulkhead)[0], Signal::SIGKILL);
+        check("before the reload");
+        let added = "[bulkhead.writer]\nexec = [\"/bin/true\"]\nsandbox.write = [\"shared\"]\n";
+        std::fs::write(path("workers.toml"), format!("{config}{added}")).unwrap();
+        supervisor.signal(Signal::SIGHUP);
+        supervisor.wait_events("config_reloaded", 1);
+        wait_for("the added bulkhead is ready", || (ready() >= 4).then_some(()));
+        ["program", "reader", "secret"].into_iter().for_each(kill);
+        wait_for("all workers are replaced", || (ready() >= 7).then_some(()));
+        check("after the reload");
+
+        let redirect = |name: &str, to: &Path| {
+            std::fs::rename(path(name), path("aside")).unwrap();
+            std::os::unix::fs::symlink(to, path(name)).unwrap();
+        };
+        let restore = |name: &str| std::fs::rename(path("aside"), path(name)).unwrap();
+        let before = ready();
+        redirect("shared/tool", &private);
+        kill("program");
+        wait_for("another worker is ready", || (ready() > before).then_some(()));
+        restore("shared/tool");
+        // The worker has no access to the program, because the program's path led out of the folder at the start.
+        let refused = client.job("program", "").deadline(PATIENCE).send().unwrap_err().to_string();
+        assert!(refused.contains("failed to start"), "{profile} {mode:o}: {refused}");
+        let before = ready();
+        kill("program");
+        wait_for("another worker is ready", || (ready() > before).then_some(()));
+        let cases = [
+            ("secret", "shared/key", private.join("note"), "env_files.SECRET"),
+            ("reader", "shared/out", private.clone(), "leads out of a folder in `write`"),
+        ];
+        for (bulkhead, name, to, reason) in cases {
+            redirect(name, &to);
+            kill(bulkhead);
+            wait_for("the failed start is reported", || {
+                let events = supervisor.events("worker_not_started");
+                let mut of_bulkhead = events.iter().filter(|event| event["bulkhead"] == bulkhead);
+                of_bulkhead.any(|event| event.to_string().contains(reason)).then_some(())
+            });
+            std::fs::remove_file(path(name)).unwrap();
+            restore(name);
+        }
+        check("after all paths are restored");
+    }
+}
+
+/// The program and the working directory of a bulkhead are below its own writable folder.
+#[test]
+fn check_suggests_chmod_for_closed_folder_in_writable_folder() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let home = home();
+    let path = |name: &str| home.path().join(name);
+    for (name, mode) in [("work", 0o777), ("work/bin", 0o700), ("work/job", 0o700)] {
+        std::fs::create_dir(path(name)).unwrap();
+        set_mode(&path(name), mode);
+    }
+    copy(&programs().join("misbehave"), &path("work/bin/misbehave"));
+    let config = format!(
+        "{SOCKETS}[bulkhead.bin]\ncommand = [\"work/bin/misbehave\"]\n\
+         [bulkhead.job]\ncommand = [\"bin/misbehave\"]\ncwd = \"work/job\"\n\
+         [defaults.sandbox]\nwrite = [\"work\"]\n"
+    );
+    std::fs::write(path("workers.toml"), config).unwrap();
+    let (out, error) = texts(&check(home.path()));
+    for name in ["bin", "job"] {
+        let line = error.lines().find(|line| line.contains(&format!("bulkhead '{name}' does not start")));
+        let line = line.unwrap_or_else(|| panic!("no error about {name}: {out}{error}"));
+        let closed = path("work").join(name);
+        assert!(
+            line.contains(&format!("cannot traverse {0}: run `chmod o+x {0}`", closed.display())),
+            "{line}"
+        );
+        set_mode(&closed, 0o711);
+    }
+    let output = check(home.path());
+    assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
+}
+
 /// A host can open a program or library by descriptor instead of by path. A program must be a single ELF file. A
 /// library must not load other libraries from its folder.
 #[test]

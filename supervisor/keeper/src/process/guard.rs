@@ -9,7 +9,7 @@
 //!
 //! The guard sleeps until the keeper is killed. Then it kills the remaining processes and exits.
 
-use std::io;
+use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
@@ -67,7 +67,8 @@ pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid
             drop(reader);
             let ended = watch_keeper(keeper, layers, ids, writer);
             if let Err(error) = &ended {
-                eprintln!("bulkhead-keeper: failed to guard the keeper: {error}");
+                // Unlike `eprintln!`, this does not panic if the write fails.
+                let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to guard the keeper: {error}");
             }
             std::process::exit(i32::from(!matches!(ended, Ok(true))))
         }
