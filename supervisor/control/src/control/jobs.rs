@@ -167,7 +167,8 @@ impl Submitter {
         let config = control.config();
         // A client without access must not learn from the handling of its payload that the bulkhead exists.
         let has_access = self.client.allows_bulkhead(name);
-        let configured = config.bulkheads.iter().find(|b| has_access && b.name == name).map(|b| b.max_payload);
+        let configured =
+            config.bulkheads.iter().find(|b| has_access && b.name == name).map(|b| b.max_payload);
         // Once a successor has taken over, it checks the size according to its own configuration.
         let max_bytes =
             if control.handover.is_listening() { configured } else { Some(PAYLOAD_BYTES_CEILING) };
