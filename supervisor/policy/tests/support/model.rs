@@ -224,8 +224,8 @@ enum Phase {
 struct Step {
     cause: Cause,
     submission: Option<PendingSubmission>,
-    /// The accepted job, and the worker that the job's submission prefers.
-    preferred: Option<(JobId, WorkerId)>,
+    /// The accepted job, and the worker that must run the job immediately.
+    immediate: Option<(JobId, WorkerId)>,
     /// Outcomes that the bulkhead must send in this step.
     required: BTreeMap<JobId, Verdict>,
     /// True if all workers must be replaced. Workers that are still starting must be killed.
@@ -290,7 +290,9 @@ struct PendingSubmission {
     limit: Duration,
     run_limits: [Option<Duration>; 2],
     rejection: Option<Verdict>,
-    preferred_worker: Option<WorkerId>,
+    /// Worker that must run the job immediately, or `None` if the job must wait. Determined before the bulkhead handles
+    /// the submission, because the dispatch can change which worker is reserved for a suspect job.
+    immediate_worker: Option<WorkerId>,
 }
 
 impl Model {

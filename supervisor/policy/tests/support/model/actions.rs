@@ -103,9 +103,8 @@ impl Model {
         if self.next_suspect() == Some(job_id) {
             self.take_suspect(id, job_id);
         } else {
-            let preferred = self.step.preferred.filter(|(job, _)| *job == job_id).map(|(_, worker)| worker);
-            let preferred = preferred.filter(|worker| self.able().any(|able| able.id == *worker));
-            let expected = preferred.or_else(|| self.least_loaded());
+            let immediate = self.step.immediate.filter(|(job, _)| *job == job_id).map(|(_, worker)| worker);
+            let expected = immediate.or_else(|| self.least_loaded());
             assert_eq!(expected, Some(id), "a job was dispatched to the wrong worker");
             let next = self.next_candidates();
             assert!(next.contains(&job_id), "{job_id:?} was dispatched before one of {next:?}");
