@@ -224,8 +224,8 @@ enum Phase {
 struct Step {
     cause: Cause,
     submission: Option<PendingSubmission>,
-    /// The accepted job, and the worker that the job's submission prefers.
-    preferred: Option<(JobId, WorkerId)>,
+    /// The accepted job, and the worker that must run the job immediately.
+    immediate: Option<(JobId, WorkerId)>,
     /// Outcomes that the bulkhead must send in this step.
     required: BTreeMap<JobId, Verdict>,
     /// True if all workers must be replaced. Workers that are still starting must be killed.
@@ -252,6 +252,11 @@ struct Step {
     /// Jobs that workers must be asked to cancel.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
+    /// Workers from which a job was recalled.
+    recalled_from: BTreeSet<WorkerId>,
+    /// Workers whose kill is due now because of a recall. The bulkhead can recall jobs after its timers have fired. In
+    /// that case, these workers are killed at the next tick.
+    kills_at_next_tick: BTreeSet<WorkerId>,
     /// Jobs that are candidates for eviction. One of them must be evicted to make room for the submitted job. Empty if
     /// no eviction is needed.
     evictable: BTreeSet<JobId>,
@@ -290,7 +295,9 @@ struct PendingSubmission {
     limit: Duration,
     run_limits: [Option<Duration>; 2],
     rejection: Option<Verdict>,
-    preferred_worker: Option<WorkerId>,
+    /// Worker that must run the job immediately, or `None` if the job must wait. Determined before the bulkhead handles
+    /// the submission, because the dispatch can change which worker is reserved for a suspect job.
+    immediate_worker: Option<WorkerId>,
 }
 
 impl Model {
@@ -362,8 +369,9 @@ impl Model {
         self.check_adaptive(bulkhead);
         let next = bulkhead.next_deadline();
         if self.step.cause == Cause::Tick {
+            let is_kill_due = !self.step.kills_at_next_tick.is_empty();
             assert!(
-                next.is_none_or(|at| at > self.now),
+                next.is_none_or(|at| at > self.now || is_kill_due),
                 "after a tick at {:?}, the next deadline {next:?} is not in the future",
                 self.now
             );

@@ -103,9 +103,8 @@ impl Model {
         if self.next_suspect() == Some(job_id) {
             self.take_suspect(id, job_id);
         } else {
-            let preferred = self.step.preferred.filter(|(job, _)| *job == job_id).map(|(_, worker)| worker);
-            let preferred = preferred.filter(|worker| self.able().any(|able| able.id == *worker));
-            let expected = preferred.or_else(|| self.least_loaded());
+            let immediate = self.step.immediate.filter(|(job, _)| *job == job_id).map(|(_, worker)| worker);
+            let expected = immediate.or_else(|| self.least_loaded());
             assert_eq!(expected, Some(id), "a job was dispatched to the wrong worker");
             let next = self.next_candidates();
             assert!(next.contains(&job_id), "{job_id:?} was dispatched before one of {next:?}");
@@ -252,10 +251,18 @@ impl Model {
 
     /// Checks that all workers that should be killed or drained by now have been killed or drained.
     pub(super) fn update_workers(&mut self) {
+        let now = self.now;
         let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w).then(|| self.killed_at(w)));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
         for (place, killed_at) in stuck {
-            self.workers.get_mut(&place).expect("the worker must be alive").killed_at = killed_at;
+            let worker = self.workers.get_mut(&place).expect("the worker must be alive");
+            let is_due = |at: Option<Time>| at.is_some_and(|at| at <= now);
+            let becomes_due = is_due(killed_at) && !is_due(worker.killed_at);
+            worker.killed_at = killed_at;
+            if becomes_due && worker.is_alive() && self.step.recalled_from.contains(&worker.id) {
+                self.coverage.see("kill due after a recall");
+                self.step.kills_at_next_tick.insert(worker.id);
+            }
         }
         if let Cause::CpuTimeChecked(id) = self.step.cause
             && !self.step.is_excused
@@ -315,8 +322,9 @@ impl Model {
         assert!(is_fine, "{:?} is silent but is not being checked", worker.id);
         assert!(!self.needs_successor(worker), "{:?} was given its last job but has no successor", worker.id);
         for reason in [Deadline, NoHello, NotReady, ExitTimeout, NotNeeded] {
+            let may_wait = reason == Deadline && self.step.kills_at_next_tick.contains(&worker.id);
             assert!(
-                !self.is_kill_allowed(worker, &reason),
+                may_wait || !self.is_kill_allowed(worker, &reason),
                 "{:?} was not killed despite {reason:?}",
                 worker.id
             );

@@ -209,7 +209,8 @@ impl Model {
             }),
             own,
         ];
-        let rejection = match self.rejection(limit, priority, tenant) {
+        let immediate_worker = self.immediate_worker(priority, tenant, preferred_worker);
+        let rejection = match self.rejection(limit, priority, tenant, immediate_worker.is_some()) {
             early @ Some(Verdict::DeadlineQueued) => early,
             early if self.mode != Mode::Open => early,
             _ if self.is_quarantined(digest) => {
@@ -230,13 +231,31 @@ impl Model {
             limit,
             run_limits,
             rejection,
-            preferred_worker,
+            immediate_worker,
         };
         self.step.submission = Some(submitted);
     }
 
+    /// Returns the worker that must run a job that arrives now, or `None` if no permit is free for the job.
+    fn immediate_worker(
+        &self,
+        priority: Priority,
+        tenant: TenantId,
+        preferred: Option<WorkerId>,
+    ) -> Option<WorkerId> {
+        let is_admitted = !self.is_at_quota(tenant) && priority >= self.lowest_admitted();
+        let preferred = preferred.filter(|worker| self.able().any(|able| able.id == *worker));
+        preferred.or_else(|| self.least_loaded()).filter(|_| is_admitted)
+    }
+
     /// Returns the reason why a job that arrives now must be rejected, or `None` if it must be accepted.
-    fn rejection(&mut self, limit: Duration, priority: Priority, tenant: TenantId) -> Option<Verdict> {
+    fn rejection(
+        &mut self,
+        limit: Duration,
+        priority: Priority,
+        tenant: TenantId,
+        is_immediate: bool,
+    ) -> Option<Verdict> {
         let reject = |reason| Some(Verdict::rejected(reason));
         let has_share = !self.is_at_quota(tenant);
         let of_queue = self.queue.iter().filter(|id| self.jobs[id].tenant == tenant).count();
@@ -248,7 +267,7 @@ impl Model {
             Some(Verdict::DeadlineQueued)
         } else if self.live_slots() == 0 {
             reject(RejectReason::Unavailable)
-        } else if has_share && priority >= self.lowest_admitted() && self.least_loaded().is_some() {
+        } else if is_immediate {
             None
         } else if self.limits.tenants.max_queue.is_some_and(|most| of_tenant >= most as usize)
             || !has_share && self.limits.max_queue == 0
@@ -331,7 +350,7 @@ impl Model {
         assert_eq!(submission.rejection, None, "a job that must be rejected was accepted");
         assert!(id > self.newest_job, "a job ID was used twice");
         self.newest_job = id;
-        self.step.preferred = submission.preferred_worker.map(|worker| (id, worker));
+        self.step.immediate = submission.immediate_worker.map(|worker| (id, worker));
         let job = Job {
             tag: submission.tag,
             priority: submission.priority,

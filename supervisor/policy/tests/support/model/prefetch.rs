@@ -133,6 +133,7 @@ impl Model {
             "{job:?} is not in the worker"
         );
         let now = self.now;
+        self.step.recalled_from.insert(id);
         let worker = self.live_mut(id).expect("the worker must be alive");
         let had_permit = worker.jobs.contains(&job);
         worker.prefetched.retain(|&prefetched| prefetched != job);
