@@ -1,5 +1,7 @@
 //! Backtraces in crash reports. A symbolizer derives them from a worker's crash record, which is untrusted.
 
+use std::time::Instant;
+
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::http::Place;
 use bulkhead_tests::{Supervisor, compile_library, outcome, programs, wait_for};
@@ -106,8 +108,13 @@ const STRICT: &str = "sandbox = { profile = \"strict\", best_effort = [\"identit
 
 /// Crashes a worker of the bulkhead `b`. Returns the crash report with a backtrace.
 fn crash(supervisor: &Supervisor, operation: &str) -> Value {
+    crash_in(supervisor, "b", operation)
+}
+
+/// Crashes a worker of a bulkhead. Returns the crash report with a backtrace.
+fn crash_in(supervisor: &Supervisor, bulkhead: &str, operation: &str) -> Value {
     let client = Client::connect(supervisor.socket()).unwrap();
-    let error = client.job("b", "p").operation(operation).send().unwrap_err();
+    let error = client.job(bulkhead, "p").operation(operation).send().unwrap_err();
     let id = error.outcome().and_then(|outcome| outcome.report.clone()).expect("an id");
     wait_for("the backtrace", || {
         let report = supervisor.crash_report(&id);
@@ -319,17 +326,39 @@ fn registers_are_hidden_from_monitoring_token() {
     }
 }
 
-/// The worker forges a crash record that contains mappings of other files and random contents.
+/// Workers forge crash records that contain mappings of other files and random contents. `BULKHEAD_FORGED` sets the
+/// number of records, for example 1000.
 #[test]
 fn forged_record_affects_only_its_report() {
-    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
-    let client = Client::connect(supervisor.socket()).unwrap();
+    let count = std::env::var("BULKHEAD_FORGED").map_or(9, |count| count.parse().expect("a number"));
     // A bulkhead can produce a burst of ten reports.
-    for _ in 0..9 {
-        let report = crash(&supervisor, "forged-record");
-        assert_eq!((&report["cause"], &report["signal"]), (&"signal".into(), &"SIGSEGV".into()));
-        let text = report["native"].to_string();
-        assert!(!text.contains("root:") && text.len() < 100_000, "{text}");
-        assert_eq!(outcome(&client.job("b", "p").operation("echo").send()), "ok");
-    }
+    let names: Vec<_> = (0..count).step_by(9).map(|number| format!("b{number}")).collect();
+    let forgers = names.iter().map(|name| format!("[bulkhead.{name}]\ncommand = [\"MISBEHAVE\"]\n"));
+    let sibling = "[bulkhead.sibling]\ncommand = [\"MISBEHAVE\"]\n".to_owned();
+    let supervisor = Supervisor::start(&forgers.chain([sibling]).collect::<String>());
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let began = Instant::now();
+    let jobs = std::thread::scope(|scope| {
+        let forger = scope.spawn(|| {
+            let client = Client::connect(supervisor.socket()).unwrap();
+            for number in 0..count {
+                let name = &names[number / 9];
+                let report = crash_in(&supervisor, name, "forged-record");
+                assert_eq!((&report["cause"], &report["signal"]), (&"signal".into(), &"SIGSEGV".into()));
+                let text = report["native"].to_string();
+                assert!(!text.contains("root:") && text.len() < 100_000, "{text}");
+                assert_eq!(outcome(&client.job(name, "p").operation("echo").send()), "ok");
+            }
+        });
+        let mut jobs = 0;
+        while !forger.is_finished() {
+            assert_eq!(outcome(&client.job("sibling", "p").operation("echo").send()), "ok");
+            jobs += 1;
+        }
+        jobs
+    });
+    println!(
+        "{count} forged records in {:?}; meanwhile, the sibling's {jobs} jobs ended ok",
+        began.elapsed()
+    );
 }
