@@ -114,6 +114,14 @@ def terminate(payload: bytes, ctx: Context) -> bytes:
     return b"slept"
 
 
+@bulkhead.handler("stop")
+def stop(payload: bytes, ctx: Context) -> bytes:
+    """Stops its own worker, and then sleeps."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+    return b"slept"
+
+
 @bulkhead.handler("asleep")
 async def asleep(payload: bytes, ctx: Context) -> str:
     import asyncio

@@ -318,6 +318,30 @@ def test_report_on_a_late_job_contains_the_handlers_stack(profile: str, mode: st
         assert client.call("one", b"x").payload == b"x"
 
 
+@pytest.mark.parametrize("profile", ["none", "strict"])
+def test_report_on_a_stopped_worker_contains_only_native_stacks(profile: str) -> None:
+    with running(one=sandboxed(profile)) as own, Client(own.socket) as client:
+
+        def stopped() -> Any:
+            report = late_report(own, client, "one", "stop", b"")
+            if report is None:
+                return None
+            path = f"/v1/crashes/{report['id']}"
+            report = wait_for("the stacks", lambda: _with_native(own.request("GET", path)[1]))
+            threads = report["native"].get("threads", [])
+            # On a busy machine, the handler might not have stopped the worker at the deadline.
+            has_stack = any(thread["state"] == "T" and thread["frames"] for thread in threads)
+            return report if has_stack else None
+
+        report = wait_for("a report has the stacks of the stopped worker", stopped, 3 * LONG)
+        assert not report.get("runtime_stack")
+        assert client.call("one", b"x").payload == b"x"
+
+
+def _with_native(report: Any) -> Any:
+    return report if "native" in report else None
+
+
 def test_stack_request_does_not_kill_a_wrapper_script(tmp_path: Path) -> None:
     script, go = tmp_path / "worker.sh", tmp_path / "go"
     # The shell, which does not handle the signal, stays the parent of the worker.

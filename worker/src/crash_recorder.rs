@@ -5,21 +5,21 @@
 //! The signal handler makes only system calls, and never allocates memory or takes a lock. It copies memory
 //! with `pwrite(2)`, which returns an error where a copy in user space would fault again. After the record is
 //! written, the previous action for the signal takes effect, so that the worker dies as it would without a
-//! recorder.
+//! recorder. If several threads crash, the first one records its state, and the others wait.
 #![expect(unsafe_code, reason = "there is no safe way to install a signal handler")]
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use bulkhead_shared::crash_record::{
     FILE_BYTES, HEADER_BYTES, Header, MACHINE, MAPS_BYTES_MAX, MAPS_OFFSET, RECORD_OFFSET, RECORDED_SIGNALS,
     REGISTERS_MAX, STACK_BYTES_MAX, STACK_OFFSET,
 };
 use libc::{c_int, c_void};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Mode, OFlags, Timespec};
 use rustix::process::{Resource, getrlimit};
 
 /// Size of the x86-64 red zone in bytes. Functions can use this area below the stack pointer without allocating a
@@ -28,10 +28,9 @@ const RED_ZONE_BYTES: usize = 128;
 
 const PAGE_BYTES: usize = 4096;
 
-// States of the recorder.
-const UNUSED: u8 = 0;
-const RECORDING: u8 = 1;
-const DONE: u8 = 2;
+/// Interval and maximum number of a thread's waits for the death of the process by another thread's signal.
+const WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+const WAITS_MAX: u32 = 100;
 
 /// State that the signal handler needs.
 struct Recorder {
@@ -44,12 +43,13 @@ struct Recorder {
     maps: BorrowedFd<'static>,
     /// Signal actions that were set before the recorder's own, in the order of [`RECORDED_SIGNALS`].
     previous: [libc::sigaction; RECORDED_SIGNALS.len()],
-    state: AtomicU8,
+    /// Thread that records its state, or 0.
+    thread: AtomicI32,
     /// Scratch buffer for the thread that writes the record. Signal stacks are too small for a buffer of this size.
     buffer: UnsafeCell<[u8; PAGE_BYTES]>,
 }
 
-// SAFETY: only the thread that has changed `state` to `RECORDING` uses `buffer`. The pointers in `previous` are never
+// SAFETY: only the thread that has changed `thread` from 0 uses `buffer`. The pointers in `previous` are never
 // dereferenced.
 unsafe impl Send for Recorder {}
 // SAFETY: as for `Send`.
@@ -83,7 +83,7 @@ pub(crate) fn install(file: OwnedFd) {
         identity: (found.st_dev, found.st_ino),
         maps: forever(maps),
         previous,
-        state: AtomicU8::new(UNUSED),
+        thread: AtomicI32::new(0),
         buffer: UnsafeCell::new([0; PAGE_BYTES]),
     };
     if RECORDER.set(recorder).is_err() {
@@ -118,22 +118,30 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_
     // Processes forked by the worker's code inherit the handler, but must not write a record.
     let is_worker = rustix::process::getpid().as_raw_nonzero().get().cast_unsigned() == recorder.process;
     if is_worker {
-        match recorder.state.compare_exchange(UNUSED, RECORDING, Ordering::Acquire, Ordering::Relaxed) {
-            Ok(_) => {
-                recorder.record(signal, info, context);
-                recorder.state.store(DONE, Ordering::Release);
-            }
-            // Another thread is recording and will kill the process. Until then, this thread receives the signal
-            // repeatedly.
-            Err(RECORDING) => return resend(signal, info),
+        let thread = rustix::thread::gettid().as_raw_nonzero().get();
+        match recorder.thread.compare_exchange(0, thread, Ordering::Acquire, Ordering::Relaxed) {
+            Ok(_) => recorder.record(signal, info, context),
+            Err(recording) if recording != thread => wait_for_death(),
             Err(_) => {}
         }
     }
     if let Some(index) = RECORDED_SIGNALS.iter().position(|recorded| *recorded == signal) {
-        // SAFETY: the kernel returned this action in `install`.
-        unsafe { libc::sigaction(signal, &recorder.previous[index], std::ptr::null_mut()) };
+        // The handler in Rust's standard library ignores a SIGSEGV or SIGBUS that a process has sent. The worker would
+        // continue, and the report about a later crash would contain this record.
+        let is_ignored = info.si_code <= 0 && matches!(signal, libc::SIGSEGV | libc::SIGBUS);
+        let action = if is_ignored { &EMPTY_ACTION } else { &recorder.previous[index] };
+        // SAFETY: the kernel returned this action in `install`, or it is the default action.
+        unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
     }
     resend(signal, info);
+}
+
+/// Waits while another thread writes the record and its signal kills the process. The time is limited, because the
+/// previous action for that signal may let the process continue.
+fn wait_for_death() {
+    for _ in 0..WAITS_MAX {
+        let _ = rustix::thread::nanosleep(&WAIT);
+    }
 }
 
 /// Sends the signal to this thread again, unless the signal recurs by itself. A fault recurs when the handler returns.

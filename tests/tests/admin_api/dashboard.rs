@@ -206,13 +206,19 @@ fn dashboard_lists_failing_bulkheads_first() {
     check(&site, &browser);
 }
 
+/// The names of the elements whose content is wider than the page or than their card.
+const OVERFLOWING: &str = "[document.documentElement, document.body, ...document.querySelectorAll('main > *, .card, .card *')]\
+     .filter((e) => e.clientWidth && (e.scrollWidth > e.clientWidth && getComputedStyle(e).overflowX === 'visible'\
+     || e.getBoundingClientRect().right > innerWidth)).map((e) => `${e.tagName} ${e.className}`)";
+
 #[test]
 fn dashboard_summarises_problems_and_folds_healthy_bulkheads() {
+    const HEALTHY: u32 = 39;
     let _turn = heavy();
     let mut bulkheads =
         "[bulkhead.zz]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n"
             .to_owned();
-    for number in 0..12 {
+    for number in 0..HEALTHY {
         bulkheads += &format!("[bulkhead.w{number}]\ncommand = [\"MISBEHAVE\"]\n");
     }
     let Some((site, browser)) = open(&bulkheads) else { return };
@@ -227,16 +233,24 @@ fn dashboard_summarises_problems_and_folds_healthy_bulkheads() {
         ))
     };
     assert_eq!(names("#cards"), "zz");
-    assert_eq!(names("#folded"), (0..12).map(|n| format!("w{n}")).collect::<Vec<_>>().join(","));
-    assert_eq!(browser.text("#fold-title"), "12 other healthy bulkheads");
+    assert_eq!(names("#folded"), (0..HEALTHY).map(|n| format!("w{n}")).collect::<Vec<_>>().join(","));
+    assert_eq!(browser.text("#fold-title"), format!("{HEALTHY} other healthy bulkheads"));
     // A search shows matching bulkheads even if they are folded.
     assert_eq!(browser.value("document.querySelector('#fold').open"), false);
-    browser.fill("#filter", "w11");
+    browser.fill("#filter", "w38");
     browser.wait("document.querySelector('#fold').open && document.querySelectorAll('.card:not([hidden])').length === 1");
     browser.run(
         "const f = document.querySelector('#filter'); f.value = ''; f.dispatchEvent(new Event('input'))",
     );
     browser.wait("!document.querySelector('#fold').open");
+    browser.run("document.querySelector('#fold').open = true");
+    for width in [1440, 1280, 360] {
+        browser.resize(width, 900);
+        assert_eq!(browser.value("document.querySelector('.card[data-name=w0]').checkVisibility()"), true);
+        assert_eq!(browser.value(OVERFLOWING), json!([]), "at a width of {width}");
+    }
+    browser.resize(1440, 1000);
+    browser.run("document.querySelector('#fold').open = false");
 
     // Two identical crashes form one group of events.
     for _ in 0..2 {
@@ -590,6 +604,37 @@ fn save(browser: &Browser, name: &str) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/images");
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join(name), picture).unwrap();
+}
+
+/// Saves a screenshot that is not part of the documentation.
+fn save_temporarily(browser: &Browser, name: &str) {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::write(&path, browser.picture()).unwrap();
+    println!("saved {}", path.display());
+}
+
+#[test]
+fn saves_screenshots_of_many_bulkheads() {
+    if std::env::var_os("UPDATE_SCREENSHOTS").is_none() {
+        return;
+    }
+    let many = (0..34).map(|n| format!("[bulkhead.service-{n}]\ncommand = [\"MISBEHAVE\"]\n"));
+    let Some((site, browser)) = open(&(SHOWN.to_owned() + &many.collect::<String>())) else { return };
+    let geoip = Load::begin(&site, "geoip", 3, "echo", "127.0.0.1", 3);
+    let crashing = Load::begin(&site, "plugin", 2, "abort", "", 100);
+    let slow = Load::begin(&site, "ocr", 16, "sleep", "60", 10);
+    for (theme, width, height) in [("light", 1440, 1000), ("dark", 1440, 1000), ("light", 360, 740)] {
+        browser.prefer(theme);
+        browser.resize(width, height);
+        for (is_open, state) in [(false, "folded"), (true, "open")] {
+            browser.run(&format!("document.querySelector('#fold').open = {is_open}"));
+            std::thread::sleep(Duration::from_secs(5));
+            save_temporarily(&browser, &format!("dashboard-40-{theme}-{width}-{state}.png"));
+        }
+    }
+    for load in [geoip, crashing, slow] {
+        load.end();
+    }
 }
 
 #[test]

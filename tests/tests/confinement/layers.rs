@@ -642,19 +642,30 @@ fn unprivileged_supervisor_confines_workers() {
         });
     }
     place.ask("program", "");
+    let backtraces = |id: &str| {
+        wait_for("the backtraces", || {
+            let report = place.supervisor.crash_report(id);
+            report.get("native").is_some().then_some(report)
+        })
+    };
+    let has_frame = |thread: &serde_json::Value, function: &str| {
+        let frames = thread["frames"].as_array().into_iter().flatten();
+        frames.filter_map(|frame| frame["function"].as_str()).any(|name| name.contains(function))
+    };
     for name in ["default", "strict"] {
         let client = place.client();
         // A bulkhead produces at most one report per second, and on a busy machine the threads might not stop in time.
         wait_for("the report has stacks", || {
             let job = client.job(name, "{}").operation("hang").deadline(Duration::from_millis(200));
             let id = job.send().unwrap_err().outcome()?.report.clone()?;
-            let report = wait_for("the backtraces", || {
-                let report = place.supervisor.crash_report(&id);
-                report.get("native").is_some().then_some(report)
-            });
+            let report = backtraces(&id);
             let threads = report["native"]["threads"].as_array()?;
-            threads.iter().any(|thread| thread["frames"][0].is_object()).then_some(())
+            threads.iter().any(|thread| has_frame(thread, "hostile::tell")).then_some(())
         });
+        let error = client.job(name, "{}").operation("crash").send().unwrap_err();
+        let report = backtraces(&error.outcome().and_then(|outcome| outcome.report.clone()).unwrap());
+        assert_eq!(report["signal"], "SIGABRT");
+        assert!(has_frame(&report["native"]["threads"][0], "hostile::tell"), "{:#}", report["native"]);
     }
     place.supervisor.signal(Signal::SIGTERM);
     assert_eq!(place.supervisor.wait().code(), Some(0));

@@ -1,5 +1,7 @@
 //! Backtraces in crash reports. A symbolizer derives them from a worker's crash record, which is untrusted.
 
+use std::time::Instant;
+
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::http::Place;
 use bulkhead_tests::{Supervisor, compile_library, outcome, programs, wait_for};
@@ -7,9 +9,15 @@ use serde_json::Value;
 
 /// A library that crashes in an inner function.
 const LIBRARY: &str = r#"
+#define _GNU_SOURCE
 #include <bulkhead.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 BULKHEAD_LIBRARY
 
@@ -33,6 +41,22 @@ static __attribute__((noinline)) int overflow(volatile char *previous)
     return overflow(page) + page[0];
 }
 
+/* Reads a page of an empty file. */
+static int read_beyond_end(void)
+{
+    int file = memfd_create("empty", 0);
+    return *(volatile char *)mmap(NULL, 4096, PROT_READ, MAP_SHARED, file, 0);
+}
+
+static pthread_barrier_t barrier;
+
+static void *crash_together(void *unused)
+{
+    pthread_barrier_wait(&barrier);
+    walk_list(NULL);
+    return unused;
+}
+
 int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
 {
     const char *op = job->operation;
@@ -44,10 +68,38 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
     if (!strcmp(op, "overflow")) return overflow(&start) + 1;
     if (!strcmp(op, "abort")) abort();
 #ifdef __x86_64__
-    if (!strcmp(op, "breakpoint")) __asm__ volatile("int3"); /* the breakpoint */
+    if (!strcmp(op, "breakpoint")) __asm__ volatile("int3");
+    if (!strcmp(op, "illegal")) __asm__ volatile("ud2");
+    if (!strcmp(op, "divide")) return 100 / (int)start;
 #else
-    if (!strcmp(op, "breakpoint")) __asm__ volatile("brk #0"); /* the breakpoint */
+    if (!strcmp(op, "breakpoint")) __asm__ volatile("brk #0");
+    if (!strcmp(op, "illegal")) __asm__ volatile("udf #0");
+    if (!strcmp(op, "divide")) raise(SIGFPE); /* A division by zero is no error. */
 #endif
+    if (!strcmp(op, "beyond-end")) return read_beyond_end() + 1;
+    if (!strcmp(op, "kill")) {
+        kill(getpid(), SIGSEGV);
+        for (;;) pause();
+    }
+    if (!strcmp(op, "unrecorded")) {
+        signal(SIGSEGV, SIG_DFL);
+        return walk_list(NULL);
+    }
+    if (!strcmp(op, "child")) {
+        int status = 0;
+        pid_t child = fork();
+        if (child == 0) return walk_list(NULL);
+        waitpid(child, &status, 0);
+        op = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "not killed";
+    }
+    if (!strncmp(op, "both-", 5)) {
+        pthread_t thread;
+        pthread_barrier_init(&barrier, NULL, 2);
+        pthread_create(&thread, NULL, crash_together, NULL);
+        pthread_barrier_wait(&barrier);
+        if (!strcmp(op, "both-abort")) abort();
+        return walk_list(NULL);
+    }
     return host->result(job, op, strlen(op));
 }
 "#;
@@ -56,8 +108,13 @@ const STRICT: &str = "sandbox = { profile = \"strict\", best_effort = [\"identit
 
 /// Crashes a worker of the bulkhead `b`. Returns the crash report with a backtrace.
 fn crash(supervisor: &Supervisor, operation: &str) -> Value {
+    crash_in(supervisor, "b", operation)
+}
+
+/// Crashes a worker of a bulkhead. Returns the crash report with a backtrace.
+fn crash_in(supervisor: &Supervisor, bulkhead: &str, operation: &str) -> Value {
     let client = Client::connect(supervisor.socket()).unwrap();
-    let error = client.job("b", "p").operation(operation).send().unwrap_err();
+    let error = client.job(bulkhead, "p").operation(operation).send().unwrap_err();
     let id = error.outcome().and_then(|outcome| outcome.report.clone()).expect("an id");
     wait_for("the backtrace", || {
         let report = supervisor.crash_report(&id);
@@ -120,14 +177,56 @@ fn report_of_crash_in_strict_library_names_function_and_line() {
 
 /// On x86-64, the program continues after a breakpoint if the signal handler returns.
 #[test]
-fn worker_dies_at_a_breakpoint() {
+fn every_fatal_signal_kills_worker_with_a_backtrace() {
     let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
     let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
-    for operation in ["breakpoint", "abort"] {
+    for (operation, signal) in [
+        ("breakpoint", "SIGTRAP"),
+        ("abort", "SIGABRT"),
+        ("illegal", "SIGILL"),
+        ("divide", "SIGFPE"),
+        ("beyond-end", "SIGBUS"),
+    ] {
         let report = crash(&supervisor, operation);
-        let signal = if operation == "abort" { "SIGABRT" } else { "SIGTRAP" };
-        assert_eq!(report["signal"], signal);
+        assert_eq!(report["signal"], signal, "{operation}");
         assert!(frame_of(&report, "bulkhead_handle")["line"].is_u64(), "{:#}", report["native"]);
+    }
+}
+
+/// The kernel can deliver the signal to any thread.
+#[test]
+fn sent_signal_kills_worker_with_a_backtrace() {
+    let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
+    let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
+    let report = crash(&supervisor, "kill");
+    let native = &report["native"];
+    assert_eq!(report["signal"], "SIGSEGV");
+    assert_eq!((&native["signal_code"], &native["address"]), (&0.into(), &"0x0".into()), "{native:#}");
+    assert!(!frames(&report).is_empty());
+}
+
+#[test]
+fn crash_of_forked_child_leaves_no_record() {
+    let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
+    let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let reply = client.job("b", "p").operation("child").send().unwrap();
+    assert_eq!(reply.payload(), b"Segmentation fault");
+    let report = crash(&supervisor, "unrecorded");
+    assert_eq!(reply.outcome().worker_pid, report["pid"].as_u64().map(|pid| pid as u32), "{report:#}");
+    assert!(report["native"]["unavailable"].as_str().unwrap().contains("no record"), "{}", report["native"]);
+    assert_eq!(frames(&crash(&supervisor, "walk"))[0]["function"], "walk_list");
+}
+
+/// The first thread records its state, and the other thread waits until the process is dead.
+#[test]
+fn simultaneous_crashes_of_two_threads_produce_one_backtrace() {
+    let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1", "-pthread"]);
+    let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
+    for operation in ["both-walk", "both-abort", "both-abort", "both-abort"] {
+        let report = crash(&supervisor, operation);
+        let function = if report["signal"] == "SIGABRT" { "bulkhead_handle" } else { "walk_list" };
+        frame_of(&report, function);
     }
 }
 
@@ -227,17 +326,39 @@ fn registers_are_hidden_from_monitoring_token() {
     }
 }
 
-/// The worker forges a crash record that contains mappings of other files and random contents.
+/// Workers forge crash records that contain mappings of other files and random contents. `BULKHEAD_FORGED` sets the
+/// number of records, for example 1000.
 #[test]
 fn forged_record_affects_only_its_report() {
-    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
-    let client = Client::connect(supervisor.socket()).unwrap();
+    let count = std::env::var("BULKHEAD_FORGED").map_or(9, |count| count.parse().expect("a number"));
     // A bulkhead can produce a burst of ten reports.
-    for _ in 0..9 {
-        let report = crash(&supervisor, "forged-record");
-        assert_eq!((&report["cause"], &report["signal"]), (&"signal".into(), &"SIGSEGV".into()));
-        let text = report["native"].to_string();
-        assert!(!text.contains("root:") && text.len() < 100_000, "{text}");
-        assert_eq!(outcome(&client.job("b", "p").operation("echo").send()), "ok");
-    }
+    let names: Vec<_> = (0..count).step_by(9).map(|number| format!("b{number}")).collect();
+    let forgers = names.iter().map(|name| format!("[bulkhead.{name}]\ncommand = [\"MISBEHAVE\"]\n"));
+    let sibling = "[bulkhead.sibling]\ncommand = [\"MISBEHAVE\"]\n".to_owned();
+    let supervisor = Supervisor::start(&forgers.chain([sibling]).collect::<String>());
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let began = Instant::now();
+    let jobs = std::thread::scope(|scope| {
+        let forger = scope.spawn(|| {
+            let client = Client::connect(supervisor.socket()).unwrap();
+            for number in 0..count {
+                let name = &names[number / 9];
+                let report = crash_in(&supervisor, name, "forged-record");
+                assert_eq!((&report["cause"], &report["signal"]), (&"signal".into(), &"SIGSEGV".into()));
+                let text = report["native"].to_string();
+                assert!(!text.contains("root:") && text.len() < 100_000, "{text}");
+                assert_eq!(outcome(&client.job(name, "p").operation("echo").send()), "ok");
+            }
+        });
+        let mut jobs = 0;
+        while !forger.is_finished() {
+            assert_eq!(outcome(&client.job("sibling", "p").operation("echo").send()), "ok");
+            jobs += 1;
+        }
+        jobs
+    });
+    println!(
+        "{count} forged records in {:?}; meanwhile, the sibling's {jobs} jobs ended ok",
+        began.elapsed()
+    );
 }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use bulkhead_client::Executed;
-use bulkhead_client::blocking::Client;
+use bulkhead_client::blocking::{Client, Job};
 use bulkhead_shared::Verdict;
 use bulkhead_tests::{Supervisor, compile_library, kill_pid, wait_for};
 use nix::sys::signal::Signal;
@@ -45,7 +45,11 @@ const STRICT: &str = "sandbox = { profile = \"strict\", best_effort = [\"identit
 /// can pass before a worker has begun the job. There is no report in this case.
 fn exceed_deadline(supervisor: &Supervisor, operation: &str, deadline_ms: u64) -> Option<String> {
     let client = Client::connect(supervisor.socket()).unwrap();
-    let job = client.job("b", "p").operation(operation).deadline(Duration::from_millis(deadline_ms));
+    exceed(client.job("b", "p").operation(operation).deadline(Duration::from_millis(deadline_ms)))
+}
+
+/// Runs a job past its deadline or run limit. Returns the ID of the crash report, if there is one.
+fn exceed(job: Job) -> Option<String> {
     let error = job.send().unwrap_err();
     if error.executed() == Executed::No {
         return None;
@@ -163,6 +167,18 @@ fn report_of_late_job_shows_rust_handler() {
 }
 
 #[test]
+fn report_of_job_beyond_its_run_limit_shows_handler() {
+    let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\nrun_limit = \"300ms\"\n";
+    let supervisor = Supervisor::start(bulkhead);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let report = wait_for("a report has stacks", || {
+        let report = report(&supervisor, &exceed(client.job("b", "p").operation("hang"))?);
+        find_frame(&report, "misbehave::misbehave").is_some().then_some(report)
+    });
+    assert_eq!((&report["cause"], &report["jobs"][0]["operation"]), (&"deadline".into(), &"hang".into()));
+}
+
+#[test]
 fn report_of_hung_worker_contains_its_stacks() {
     let bulkhead =
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nhealth = { heartbeat = \"100ms\", missed = 3 }\n";
@@ -196,6 +212,23 @@ fn report_of_hung_start_contains_stacks() {
         let report = first_report(&supervisor, "not_ready");
         find_frame(&report, "bulkhead_init").is_some().then_some(())
     });
+}
+
+#[test]
+fn report_of_late_program_shows_spinning_or_stopped_shell() {
+    let shell = std::fs::canonicalize("/bin/sh").unwrap();
+    for (script, state) in [("while :; do :; done", "R"), ("kill -STOP $$; true", "T")] {
+        let supervisor =
+            Supervisor::start(&format!("[bulkhead.b]\nexec = [\"sh\", \"-c\", {script:?}]\n{STRICT}\n"));
+        wait_for("a report has stacks", || {
+            let report = report(&supervisor, &exceed_deadline(&supervisor, "late", 300)?);
+            let threads = report["native"]["threads"].as_array()?;
+            // On a busy machine, the program can reach its deadline before it runs the script.
+            let is_expected = |thread: &&Value| thread["program"] == "sh" && thread["state"] == state;
+            let frames = threads.iter().find(is_expected)?["frames"].as_array()?;
+            frames.iter().any(|frame| frame["module"] == shell.to_str().unwrap()).then_some(())
+        });
+    }
 }
 
 #[test]
