@@ -155,6 +155,7 @@ fn program_without_configuration(manager: &Manager) -> String {
 /// Runs an upgrade under load, during which one of the two programs dies when it sends or receives a message of the
 /// given kind. Returns the number of jobs by outcome.
 fn die_at(deed: &str, kind: u8) -> BTreeMap<String, usize> {
+    // Without root, workers have no IDs of their own.
     if kind == WORKER_ID && !is_root() {
         return BTreeMap::new();
     }
@@ -235,8 +236,10 @@ fn start_mortal(supervisor_keys: &str, bulkheads: &str) -> (Manager, PathBuf) {
 /// service must not stop.
 #[test]
 fn death_of_new_main_process_restarts_the_service_once() {
+    // A release build does not die on request.
+    let cases = if cfg!(debug_assertions) { &[false, true][..] } else { &[false] };
     std::thread::scope(|scope| {
-        for is_named in [false, true] {
+        for &is_named in cases {
             scope.spawn(move || {
                 let (manager, file) = start_mortal("", ONE);
                 let old = manager.main();
