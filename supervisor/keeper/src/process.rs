@@ -467,8 +467,8 @@ impl EventLoop {
             )
         };
         match Order::decode(message).ok_or_else(refused)? {
-            Order::Spawn(mut order) => {
-                if let Err(error) = self.spawn(&mut order, descriptors) {
+            Order::Spawn(order) => {
+                if let Err(error) = self.spawn(&order, descriptors) {
                     self.report_failure(order.worker, &error);
                 }
             }

@@ -22,34 +22,12 @@ pub struct SandboxSupport {
     abilities: BTreeMap<String, LayerSupport>,
     /// Paths that no worker can access. A reload can add paths.
     withheld: RwLock<Vec<String>>,
-    written: WrittenPaths,
     config: PathBuf,
     ids: IdSource,
     /// Range in `/etc/subuid` that contains the workers' UIDs, or `None` if the UIDs come from another source.
     subordinate: Option<Arc<SubordinateIds>>,
     /// True if the configuration sets `worker_uids`.
     has_worker_uids: bool,
-}
-
-/// Paths to which workers of any bulkhead can write. A reload only adds paths, because links that a worker created in a
-/// removed folder remain there. Also affects workers of programs that were resolved before the reload.
-#[derive(Clone, Default)]
-struct WrittenPaths(Arc<RwLock<Vec<String>>>);
-
-impl WrittenPaths {
-    fn add(&self, config: &Config) {
-        let mut written = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        for path in config.bulkheads.iter().flat_map(|bulkhead| &bulkhead.sandbox.write) {
-            let path = text(path);
-            if !written.contains(&path) {
-                written.push(path);
-            }
-        }
-    }
-
-    fn get(&self) -> Vec<String> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
 }
 
 /// Source of the workers' UIDs.
@@ -81,10 +59,8 @@ impl SandboxSupport {
     }
 
     /// Adds the files named in `config`, such as new token files, to the paths that workers must not access. Affects
-    /// only workers of programs that are resolved after this call. Also adds the paths to which the workers in `config`
-    /// can write, which affects all workers that are started later.
-    pub fn add_paths(&self, config: &Config) {
-        self.written.add(config);
+    /// only workers of programs that are resolved after this call.
+    pub fn withhold(&self, config: &Config) {
         let mut withheld = self.withheld.write().unwrap_or_else(PoisonError::into_inner);
         for path in withheld_paths(config) {
             if !withheld.contains(&path) {
@@ -112,20 +88,11 @@ impl SandboxSupport {
     ) -> Self {
         let abilities = abilities.into_iter().map(|ability| (ability.layer.clone(), ability)).collect();
         let withheld = RwLock::new(withheld_paths(config));
-        let written = WrittenPaths::default();
-        written.add(config);
         let ids = IdSource::Shared(String::new());
         let has_worker_uids = config.supervisor.worker_uids.is_some();
         let config_path = config.path.clone();
-        let mut support = Self {
-            abilities,
-            withheld,
-            written,
-            config: config_path,
-            ids,
-            subordinate: None,
-            has_worker_uids,
-        };
+        let mut support =
+            Self { abilities, withheld, config: config_path, ids, subordinate: None, has_worker_uids };
         let worker_uids = config.supervisor.worker_uids;
         support.ids = IdSource::from_result(match support.why_missing(Layer::Identity) {
             None => IdAllocator::new(worker_uids, id_use),
@@ -234,7 +201,6 @@ pub struct Sandbox {
     programs: Vec<String>,
     read: Vec<String>,
     write: Vec<String>,
-    written: WrittenPaths,
     withheld: Vec<String>,
     tcp_ports: Vec<u16>,
     allow: Vec<String>,
@@ -306,7 +272,6 @@ impl Sandbox {
                 .chain(named_folders(&bulkhead.env))
                 .collect(),
             write: texts(&sandbox.write),
-            written: support.written.clone(),
             withheld: support.withheld(),
             tcp_ports,
             allow: sandbox.allow.clone(),
@@ -320,12 +285,10 @@ impl Sandbox {
         }
     }
 
-    /// Removes the granted paths that lead through a folder to which a worker can write. The folders themselves stay
-    /// granted.
-    pub(crate) fn without_redirectable_paths(mut self) -> Self {
-        let written = self.written.get();
-        retain_fixed(&mut self.programs, &written);
-        retain_fixed(&mut self.read, &written);
+    /// Removes the granted paths that lead through one of these folders. The folders themselves stay granted.
+    pub(crate) fn without_paths_through(mut self, folders: &[PathBuf]) -> Self {
+        retain_fixed(&mut self.programs, folders);
+        retain_fixed(&mut self.read, folders);
         self
     }
 
@@ -379,11 +342,7 @@ impl Sandbox {
     /// has a separate UID.
     pub fn order(&self, id: Option<u32>) -> Confinement<'_> {
         if self.profile == Profile::None {
-            return Confinement {
-                layers: self.layers,
-                written: self.written.get(),
-                ..Confinement::default()
-            };
+            return Confinement { layers: self.layers, ..Confinement::default() };
         }
         let identity = match self.identity {
             WorkerIdentity::Own => None,
@@ -395,7 +354,6 @@ impl Sandbox {
             programs: list(&self.programs),
             read: list(&self.read),
             write: list(&self.write),
-            written: self.written.get(),
             withheld: list(&self.withheld),
             tcp_ports: self.tcp_ports.clone(),
             allow: list(&self.allow),
@@ -527,8 +485,8 @@ fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
 }
 
 /// Removes the paths whose targets a worker can change by writing to `folders`.
-fn retain_fixed(paths: &mut Vec<String>, folders: &[String]) {
-    let folders: Vec<&Path> = folders.iter().map(Path::new).collect();
+fn retain_fixed(paths: &mut Vec<String>, folders: &[PathBuf]) {
+    let folders: Vec<&Path> = folders.iter().map(PathBuf::as_path).collect();
     paths.retain(|path| keeper::is_fixed(Path::new(path), &folders));
 }
 
@@ -858,7 +816,7 @@ mod tests {
         std::os::unix::fs::symlink(path("written/link"), path("to-link")).unwrap();
         let names = ["written", "written/inner", "written/link", "to-link", "other", "written/../other"];
         let mut paths: Vec<String> = names.iter().map(|name| text(&path(name))).collect();
-        retain_fixed(&mut paths, &[text(&path("written"))]);
+        retain_fixed(&mut paths, &[path("written")]);
         assert_eq!(paths, ["written", "other", "written/../other"].map(|name| text(&path(name))));
     }
 }

@@ -213,7 +213,7 @@ impl Program {
 /// Resolves the confinement of a symbolizer. It equals the worker's confinement, but without write access or network
 /// access, and with the `strict` profile if this machine supports that profile. Even if a manipulated crash record
 /// compromises the symbolizer, the symbolizer has no rights that the worker did not have. Therefore, it gets no paths that
-/// a worker could have redirected.
+/// the worker could have redirected.
 fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &SandboxSupport) -> Sandbox {
     let resolve = |profile| {
         let mut bulkhead = bulkhead.clone();
@@ -222,9 +222,9 @@ fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &San
         sandbox.profile = profile;
         sandbox.network = config::Network::None;
         let written = std::mem::take(&mut sandbox.write);
-        sandbox.read.extend(written);
+        sandbox.read.extend(written.iter().cloned());
         (sandbox.allow, sandbox.deny) = (Vec::new(), Vec::new());
-        Sandbox::resolve(&bulkhead, worker.programs(), support).without_redirectable_paths()
+        Sandbox::resolve(&bulkhead, worker.programs(), support).without_paths_through(&written)
     };
     let strict = resolve(config::Profile::Strict);
     if strict.obstacle().is_none() { strict } else { resolve(bulkhead.sandbox.profile) }

@@ -347,7 +347,7 @@ fn read(active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
     {
         return Err(ReloadError::HostNotFound(bulkhead.name.clone()));
     }
-    active_config.support.add_paths(&after);
+    active_config.support.withhold(&after);
     let changes = reload::changes(before, &after);
     let mut bounded = after.clone();
     active_config.open_files.lower_max_clients(&mut bounded);

@@ -26,7 +26,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use self::self_test::ForbiddenAction;
-use super::paths::{self, PROC_FOLDER, Reach, WrittenFolders};
+use super::paths::{self, PROC_FOLDER};
 use crate::protocol::confinement::NetworkAccess;
 
 /// Newest Landlock version that the `landlock` crate supports. Used only to look up which rights apply to files as well
@@ -49,8 +49,6 @@ pub(crate) struct Rules<'a> {
     pub(crate) read: &'a [&'a Path],
     /// Files and folders to which the worker has full access, except for creating device nodes.
     pub(crate) write: &'a [&'a Path],
-    /// Real paths of the folders that other workers can write to.
-    pub(crate) others_write: &'a [&'a Path],
     /// The worker's private temporary folder. Grants the same rights as `write`, except the rights that concern sockets
     /// and devices.
     pub(crate) temporary: Option<&'a Path>,
@@ -104,9 +102,8 @@ impl Ruleset {
         let root = rustix::fs::stat("/").map_err(|errno| failure("inspect the root folder", errno))?;
         let mut root_is_given = false;
         let mut granted = Vec::new();
-        let written = WrittenFolders::new(rules.write, rules.others_write);
-        for grant in grants(rules, &written, known)? {
-            let Some(AddedRule { identity, access }) = add(&mut ruleset, &grant, &written)? else { continue };
+        for grant in grants(rules, known)? {
+            let Some(AddedRule { identity, access }) = add(&mut ruleset, &grant)? else { continue };
             root_is_given |= identity == (root.st_dev, root.st_ino);
             granted.push(program_rules::Grant { path: grant.path, access });
         }
@@ -229,7 +226,7 @@ enum Condition {
     IfWorldReadable,
 }
 
-fn grants(rules: &Rules<'_>, written: &WrittenFolders, abi: ABI) -> Result<Vec<Grant>, Failure> {
+fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     let read = AccessFs::ReadFile | AccessFs::ReadDir;
     let execute = read | AccessFs::Execute;
     let device = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev;
@@ -245,8 +242,8 @@ fn grants(rules: &Rules<'_>, written: &WrittenFolders, abi: ABI) -> Result<Vec<G
     grants.extend(if_present(&paths::DEVICES, device & AccessFs::from_all(abi)));
     grants.extend(if_present(&paths::RANDOM_DEVICES, AccessFs::ReadFile.into()));
     grants.extend(if_present(&[PROC_FOLDER], read));
-    for folder in paths::program_folders(rules.programs, rules.directory, written) {
-        let parts = paths::grantable_parts(&folder, rules.withheld, written);
+    for folder in paths::program_folders(rules.programs, rules.directory, rules.write) {
+        let parts = paths::grantable_parts(&folder, rules.withheld, rules.write);
         let parts = parts.map_err(|error| list_failure(&folder, &error))?;
         if parts.len() != 1 || parts[0] != folder {
             grants.extend(Grant::all([folder], AccessFs::ReadDir.into(), Condition::IfPresent));
@@ -255,12 +252,13 @@ fn grants(rules: &Rules<'_>, written: &WrittenFolders, abi: ABI) -> Result<Vec<G
     }
     for (paths, access) in [(rules.read, execute), (rules.write, write)] {
         for path in paths {
-            let target = written.resolve(path).map_err(|errno| link_failure(path, errno))?;
-            if rules.has_own_root && target.real == Path::new("/") {
+            let is_grantable =
+                paths::is_grantable(path, rules.write).map_err(|errno| link_failure(path, errno))?;
+            if rules.has_own_root && std::fs::canonicalize(path).is_ok_and(|real| real == Path::new("/")) {
                 // Grants access to each entry of the system's root folder, because the private root folder contains the
                 // same entries.
                 grants.extend(Grant::all(paths::root_entries(), access, Condition::IfPresent));
-            } else if target.reach != Reach::Own {
+            } else if is_grantable {
                 grants.extend(required(&[path], access));
             }
         }
@@ -298,16 +296,12 @@ struct AddedRule {
 }
 
 /// Adds a rule. Returns `None` if the path is missing and is not required.
-fn add(
-    ruleset: &mut RulesetCreated,
-    grant: &Grant,
-    written: &WrittenFolders,
-) -> Result<Option<AddedRule>, Failure> {
+fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<AddedRule>, Failure> {
     let Grant { path, access, condition } = grant;
     let failed = |errno| failure(&format!("open {} for a Landlock rule", path.display()), errno);
-    let descriptor = match written.open(path, OFlags::PATH | OFlags::CLOEXEC) {
+    let descriptor = match rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
         Ok(descriptor) => descriptor,
-        Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS | Errno::LOOP | Errno::XDEV)
+        Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS | Errno::LOOP)
             if *condition != Condition::Required =>
         {
             return Ok(None);
@@ -332,8 +326,8 @@ fn link_failure(path: &Path, errno: Errno) -> Failure {
     match errno {
         Errno::XDEV => failure(
             &format!(
-                "grant access to {path}, which leads out of a folder in `write` through a link that a \
-                 worker can change; grant access to the link's target instead"
+                "grant access to {path}, which leads out of a folder in `write` through a link that the \
+                 worker can change"
             ),
             errno,
         ),

@@ -2,11 +2,10 @@
 //! of its program. Also excludes paths that a worker could redirect, and withheld files. `landlock` grants the paths by
 //! rules, and `spawn/mounts/root.rs` shows them in a private root folder.
 
-use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
@@ -174,30 +173,28 @@ const LINKS_MAX: usize = 40;
 /// Returns the working directory, and the folders of the programs and of their interpreters, both as given and as real
 /// paths. For a program in a shared folder, returns only the program.
 ///
-/// Ignores the paths that the worker can write to, because writable paths are granted separately. Also ignores paths
-/// that lead out of a written folder, and the interpreters of scripts that a worker can change. Otherwise, a worker
-/// could use a symbolic link or the first line of a script to choose which paths the next worker can access.
-pub(crate) fn program_folders(
-    programs: &[&Path],
-    directory: Option<&Path>,
-    written: &WrittenFolders,
-) -> Vec<PathBuf> {
-    let granted: Vec<(&Path, Target)> =
-        programs.iter().filter_map(|path| Some((*path, written.granted(path)?))).collect();
-    let interpreters: Vec<(PathBuf, Target)> = granted
+/// Ignores all paths that a worker can write to. Otherwise, a worker could use a symbolic link or the first
+/// line of a script to choose which paths the next worker can access. Writable paths are granted separately.
+pub(crate) fn program_folders(programs: &[&Path], directory: Option<&Path>, write: &[&Path]) -> Vec<PathBuf> {
+    let writable = real_paths(write);
+    let trusted: Vec<&Path> =
+        programs.iter().copied().filter(|path| resolve_outside(path, &writable).is_some()).collect();
+    let interpreters: Vec<PathBuf> = trusted
         .iter()
-        .filter(|(_, target)| target.reach == Reach::Fixed && !is_in(&target.real, &written.all))
-        .filter_map(|(program, _)| interpreter(program))
-        .filter_map(|path| written.granted(&path).map(|target| (path, target)))
+        .filter(|path| resolve_outside(path, &writable).is_some_and(|real| !is_in(&real, &writable)))
+        .filter_map(|program| interpreter(program))
+        .filter(|path| resolve_outside(path, &writable).is_some())
         .collect();
-    let interpreters = interpreters.iter().map(|(path, target)| (path.as_path(), target));
-    let programs = granted.iter().map(|(path, target)| (*path, target)).chain(interpreters);
+    let programs = trusted.iter().copied().chain(interpreters.iter().map(PathBuf::as_path));
     let mut given: Vec<PathBuf> = directory.map(PathBuf::from).into_iter().collect();
-    for (program, target) in programs {
-        given.extend([program, &target.real].into_iter().flat_map(installed_with));
+    for program in programs {
+        let real = std::fs::canonicalize(program).ok();
+        let paths = [Some(program.to_path_buf()), real];
+        given.extend(paths.iter().flatten().flat_map(|path| installed_with(path)));
     }
     given.retain(|path| {
-        written.granted(path).is_some_and(|target| target.real.exists() && !is_shared(&target.real))
+        let real = resolve_outside(path, &writable);
+        real.is_some_and(|real| real.exists() && !is_shared(&real))
     });
     given.sort();
     given.dedup();
@@ -205,11 +202,11 @@ pub(crate) fn program_folders(
 }
 
 /// Returns the real path of each path in `paths` that exists.
-fn real_paths(paths: &[&Path]) -> Vec<PathBuf> {
+pub(super) fn real_paths(paths: &[&Path]) -> Vec<PathBuf> {
     paths.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect()
 }
 
-fn is_in(path: &Path, folders: &[PathBuf]) -> bool {
+pub(super) fn is_in(path: &Path, folders: &[PathBuf]) -> bool {
     folders.iter().any(|folder| path.starts_with(folder))
 }
 
@@ -218,132 +215,68 @@ fn is_shared(real: &Path) -> bool {
         || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Folders that workers of any bulkhead can write to. Their contents can be replaced with symbolic links, so a path that
-/// leads through such a folder can be redirected.
-#[derive(Debug, Default)]
-pub(crate) struct WrittenFolders {
-    /// Real paths of the folders to which the worker to be started has write access.
-    own: Vec<PathBuf>,
-    /// Real paths of `own` and of the folders of all other workers.
-    all: Vec<PathBuf>,
-}
-
-/// Real path to which a granted path leads.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Target {
-    pub(crate) real: PathBuf,
-    pub(crate) reach: Reach,
-}
-
-/// Reason why a worker can access the target of a granted path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reach {
-    /// No worker can redirect the path.
-    Fixed,
-    /// The path leads through another worker's folder, and its target is in that folder. The target must be opened
-    /// without following links.
-    Inside,
-    /// The path can be redirected, but its target is in the worker's own writable folder and granted with it.
-    Own,
-}
-
-impl WrittenFolders {
-    /// `own` contains the paths that the worker can write to. `others` contains real paths of the folders to which
-    /// other workers can write.
-    pub(crate) fn new(own: &[&Path], others: &[&Path]) -> Self {
-        let others = others.iter().map(|folder| folder.to_path_buf());
-        let mut written = Self { own: Vec::new(), all: real_paths(own).into_iter().chain(others).collect() };
-        let targets = own.iter().filter_map(|path| Some(written.resolve(path).ok()?.real));
-        written.own = targets.collect();
-        written
+/// Returns true if a rule for a configured path can be added as is. A path that leads through a folder in `write`
+/// cannot be granted, because the worker can change the target of such a path. Returns `Ok(false)` for such a path if
+/// its target is inside a writable folder and thus granted anyway, and an error otherwise.
+pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
+    let writable = real_paths(write);
+    if resolve_outside(path, &writable).is_some() {
+        return Ok(true);
     }
-
-    /// Returns the target of a path. Fails with `XDEV` if a worker could have redirected the path to a target that is
-    /// neither in this worker's folder nor in its own writable folders.
-    pub(crate) fn resolve(&self, path: &Path) -> Result<Target, Errno> {
-        let (real, left) = self.follow(path)?;
-        let is_below_own = real.parent().is_some_and(|folder| is_in(folder, &self.own));
-        let reach = match left {
-            None => return Ok(Target { real, reach: Reach::Fixed }),
-            Some(false) if !is_below_own => Reach::Inside,
-            Some(_) if is_in(&real, &self.own) => Reach::Own,
-            Some(_) => return Err(Errno::XDEV),
-        };
-        match std::fs::symlink_metadata(&real) {
-            Ok(_) => Ok(Target { real, reach }),
-            Err(error) => Err(errno::from_io(&error, Errno::NOENT)),
-        }
-    }
-
-    /// Returns the target of a path that is granted separately. Returns `None` if the path is missing, granted with the
-    /// worker's own writable folder, or redirected.
-    pub(crate) fn granted(&self, path: &Path) -> Option<Target> {
-        self.resolve(path).ok().filter(|target| target.reach != Reach::Own)
-    }
-
-    /// Returns true if no worker can redirect the path.
-    pub(crate) fn is_fixed(&self, path: &Path) -> bool {
-        self.resolve(path).is_ok_and(|target| target.reach == Reach::Fixed)
-    }
-
-    /// Returns true if a real path is a written folder, or is inside one.
-    pub(crate) fn has(&self, real: &Path) -> bool {
-        is_in(real, &self.all)
-    }
-
-    /// Opens a path in such a way that a worker cannot redirect it.
-    pub(crate) fn open(&self, path: &Path, flags: OFlags) -> Result<OwnedFd, Errno> {
-        match self.resolve(path)? {
-            Target { reach: Reach::Fixed, .. } => rustix::fs::open(path, flags, Mode::empty()),
-            Target { real, .. } => open_without_links(rustix::fs::CWD, &real, flags),
-        }
-    }
-
-    /// Follows all symbolic links of a path. Returns the real path, and whether it is outside any of the folders through
-    /// which the path leads. Returns `None` instead if the path leads through no folder.
-    fn follow(&self, path: &Path) -> Result<(PathBuf, Option<bool>), Errno> {
-        let mut real = PathBuf::from("/");
-        let mut remaining: Vec<OsString> = reversed_components(path);
-        let mut through = BTreeSet::new();
-        let mut links = 0;
-        while let Some(part) = remaining.pop() {
-            if part == ".." {
-                real.pop();
-                continue;
-            }
-            through.extend(self.all.iter().filter(|folder| real.starts_with(folder)));
-            let next = real.join(&part);
-            let Ok(to) = std::fs::read_link(&next) else {
-                real = next; // Not a link. If the file is missing, opening it later reports the error.
-                continue;
-            };
-            links += 1;
-            if links > LINKS_MAX {
-                return Err(Errno::LOOP);
-            }
-            if to.is_absolute() {
-                real = PathBuf::from("/");
-            }
-            remaining.extend(reversed_components(&to));
-        }
-        let has_left = through.iter().any(|folder| !real.starts_with(folder));
-        Ok((real, (!through.is_empty()).then_some(has_left)))
+    match std::fs::canonicalize(path) {
+        Ok(real) if !is_in(&real, &writable) => Err(Errno::XDEV),
+        Ok(_) => Ok(false),
+        Err(error) => Err(errno::from_io(&error, Errno::NOENT)),
     }
 }
 
 /// Returns true if a path does not lead through a folder in `write`. A worker with access to these folders then cannot
 /// change the path's target.
 pub fn is_fixed(path: &Path, write: &[&Path]) -> bool {
-    WrittenFolders::new(write, &[]).is_fixed(path)
+    is_grantable(path, write) == Ok(true)
 }
 
-/// Opens a file by its real path. Fails if a part of the path has been replaced with a symbolic link.
-pub(crate) fn open_without_links(
-    folder: impl AsFd,
-    real: impl rustix::path::Arg,
-    flags: OFlags,
-) -> Result<OwnedFd, Errno> {
-    rustix::fs::openat2(folder, real, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)
+/// Opens a file inside a folder in `write` without following links, so that a worker cannot redirect the path.
+pub(crate) fn open_inside(path: &Path, write: &[&Path]) -> Result<OwnedFd, Errno> {
+    let real = std::fs::canonicalize(path).map_err(|error| errno::from_io(&error, Errno::NOENT))?;
+    let fixed: Vec<&Path> = write.iter().copied().filter(|folder| is_fixed(folder, write)).collect();
+    let within = |folder: &PathBuf| Some((folder.clone(), real.strip_prefix(folder).ok()?.to_owned()));
+    let (folder, inner) = real_paths(&fixed).iter().find_map(within).ok_or(Errno::XDEV)?;
+    let folder = rustix::fs::open(folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    rustix::fs::openat2(folder, inner, flags, Mode::empty(), resolve)
+}
+
+/// Resolves a path to a real path. Returns `None` if the path leads through one of the `writable` folders, or through
+/// too many links.
+fn resolve_outside(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
+    let mut real = PathBuf::from("/");
+    let mut remaining: Vec<OsString> = reversed_components(path);
+    let mut links = 0;
+    while let Some(part) = remaining.pop() {
+        if part == ".." {
+            real.pop();
+            continue;
+        }
+        if is_in(&real, writable) {
+            return None;
+        }
+        let next = real.join(&part);
+        let Ok(to) = std::fs::read_link(&next) else {
+            real = next; // Not a link. If the file is missing, opening it later reports the error.
+            continue;
+        };
+        links += 1;
+        if links > LINKS_MAX {
+            return None;
+        }
+        if to.is_absolute() {
+            real = PathBuf::from("/");
+        }
+        remaining.extend(reversed_components(&to));
+    }
+    Some(real)
 }
 
 /// Returns the components of a path in reverse order.
@@ -388,14 +321,15 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
 }
 
 /// Returns the folder itself if it contains no withheld path. Otherwise returns the folder's current entries without
-/// the withheld ones. Omits the entries of the worker's own writable folders, because the worker could replace them with
-/// links. Writable paths are granted separately.
+/// the withheld ones. Omits the entries of folders in `write`, because the worker could replace them with links. Writable
+/// paths are granted separately.
 pub(crate) fn grantable_parts(
     folder: &Path,
     withheld: &[&Path],
-    written: &WrittenFolders,
+    write: &[&Path],
 ) -> io::Result<Vec<PathBuf>> {
-    let real = written.resolve(folder)?.real;
+    let real = std::fs::canonicalize(folder)?;
+    let writable = real_paths(write);
     let mut secrets: Vec<PathBuf> =
         withheld.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
     secrets.extend(hard_links(&real, &secrets)?);
@@ -410,7 +344,7 @@ pub(crate) fn grantable_parts(
             given.push(named);
             continue;
         }
-        if is_in(&real, &written.own) {
+        if is_in(&real, &writable) {
             continue;
         }
         for entry in std::fs::read_dir(&named)? {
@@ -478,17 +412,14 @@ mod tests {
             .unwrap();
         std::fs::write(path("tool/bin/run"), "").unwrap();
         std::fs::write(path("own/pyvenv.cfg"), "").unwrap();
-        let folders = program_folders(&[&path("own/bin/script")], None, &WrittenFolders::default());
+        let folders = program_folders(&[&path("own/bin/script")], None, &[]);
         let expected = ["own/bin", "own/lib", "own/pyvenv.cfg", "tool/bin", "tool/libexec"];
         assert_eq!(folders, expected.map(path));
         std::fs::create_dir_all(path("pyenv/shims")).unwrap();
         std::fs::write(path("pyenv/shims/python"), "").unwrap();
+        assert_eq!(program_folders(&[&path("pyenv/shims/python")], None, &[]), [path("pyenv")]);
         assert_eq!(
-            program_folders(&[&path("pyenv/shims/python")], None, &WrittenFolders::default()),
-            [path("pyenv")]
-        );
-        assert_eq!(
-            program_folders(&[Path::new("/program")], Some(Path::new("/")), &WrittenFolders::default()),
+            program_folders(&[Path::new("/program")], Some(Path::new("/")), &[]),
             Vec::<PathBuf>::new()
         );
     }
@@ -506,82 +437,34 @@ mod tests {
         std::os::unix::fs::symlink(path("secret"), path("own/share")).unwrap();
         std::os::unix::fs::symlink(path("secret"), path("own/cwd")).unwrap();
         std::os::unix::fs::symlink(path("own/cwd"), path("to-cwd")).unwrap();
-        let given = program_folders(&[&program], None, &WrittenFolders::new(&[&path("work")], &[]));
+        let given = program_folders(&[&program], None, &[&path("work")]);
         assert_eq!(given, ["other/bin", "own/bin", "own/share"].map(path));
         for cwd in ["own/cwd", "to-cwd", "work/../own/cwd"] {
-            let given =
-                program_folders(&[&program], Some(&path(cwd)), &WrittenFolders::new(&[&path("own")], &[]));
+            let given = program_folders(&[&program], Some(&path(cwd)), &[&path("own")]);
             assert_eq!(given, Vec::<PathBuf>::new(), "{cwd}");
         }
         // If only the script is writable, the worker can change the script's first line, but cannot replace the folder
         // that contains the script.
-        let given = program_folders(&[&program], Some(&path("work")), &WrittenFolders::new(&[&program], &[]));
+        let given = program_folders(&[&program], Some(&path("work")), &[&program]);
         assert_eq!(given, ["own/bin", "own/share", "work"].map(path));
 
-        let reach = |name: &str| {
-            WrittenFolders::new(&[&path("own")], &[]).resolve(&path(name)).map(|target| target.reach)
-        };
-        assert_eq!(reach("work"), Ok(Reach::Fixed));
-        assert_eq!(reach("own"), Ok(Reach::Fixed));
-        assert_eq!(reach("own/bin"), Ok(Reach::Own));
-        assert_eq!(reach("own/share"), Err(Errno::XDEV));
-        assert_eq!(reach("to-cwd"), Err(Errno::XDEV));
-        assert_eq!(reach("own/none"), Err(Errno::NOENT));
-    }
-
-    #[test]
-    fn paths_in_folder_of_other_workers_must_stay_in_it() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name);
-        for name in ["shared/out/bin", "shared/own", "other", "secret", "tool"] {
-            std::fs::create_dir_all(path(name)).unwrap();
-        }
-        let script = format!("#!{}\n", path("tool/run").display());
-        for (name, text) in [("shared/out/bin/run", &*script), ("tool/run", ""), ("secret/key", "")] {
-            std::fs::write(path(name), text).unwrap();
-        }
-        let links =
-            [("latest", "shared/out"), ("leak", "secret"), ("aside", "other"), ("back", "shared/own")];
-        for (link, to) in links {
-            std::os::unix::fs::symlink(path(to), path("shared").join(link)).unwrap();
-        }
-        let own = path("shared/own");
-        let written = WrittenFolders::new(&[&own], &[&path("shared"), &path("other")]);
-        let reach = |name: &str| written.resolve(&path(name)).map(|target| target.reach);
-        for name in ["shared", "tool/run", "other", "shared/../tool"] {
-            assert_eq!(reach(name), Ok(Reach::Fixed), "{name}");
-        }
-        for name in ["shared/out", "shared/latest/bin", "shared/own", "shared/back"] {
-            assert_eq!(reach(name), Ok(Reach::Inside), "{name}");
-        }
-        for name in ["shared/leak", "shared/leak/key", "shared/aside"] {
-            assert_eq!(reach(name), Err(Errno::XDEV), "{name}");
-        }
-        let given = |program: &str, cwd: &str| program_folders(&[&path(program)], Some(&path(cwd)), &written);
-        // Another worker can change the first line of the script.
-        assert_eq!(given("shared/out/bin/run", "shared/out"), ["shared/out", "shared/out/bin"].map(path));
-        assert_eq!(given("shared/leak/key", "shared/leak"), Vec::<PathBuf>::new());
-        // The other worker replaces a folder after the path has been resolved.
-        let flags = OFlags::PATH | OFlags::CLOEXEC;
-        assert!(written.open(&path("shared/latest"), flags).is_ok());
-        std::fs::rename(path("shared/out"), path("shared/before")).unwrap();
-        std::os::unix::fs::symlink(path("secret"), path("shared/out")).unwrap();
-        let opened = open_without_links(rustix::fs::CWD, path("shared/out/key"), flags);
-        assert_eq!(opened.unwrap_err(), Errno::LOOP);
-        assert_eq!(written.open(&path("shared/latest"), flags).unwrap_err(), Errno::XDEV);
+        let grantable = |name: &str| is_grantable(&path(name), &[&path("own")]);
+        assert_eq!(grantable("work"), Ok(true));
+        assert_eq!(grantable("own"), Ok(true));
+        assert_eq!(grantable("own/bin"), Ok(false));
+        assert_eq!(grantable("own/share"), Err(Errno::XDEV));
+        assert_eq!(grantable("to-cwd"), Err(Errno::XDEV));
+        assert_eq!(grantable("own/none"), Err(Errno::NOENT));
     }
 
     #[test]
     fn shared_folder_grants_only_the_program() {
         let own = std::env::temp_dir();
         let file = tempfile::NamedTempFile::new_in("/tmp").unwrap();
-        assert_eq!(program_folders(&[file.path()], Some(&own), &WrittenFolders::default()), [file.path()]);
+        assert_eq!(program_folders(&[file.path()], Some(&own), &[]), [file.path()]);
         let etc = Path::new("/etc");
-        assert_eq!(program_folders(&[], Some(etc), &WrittenFolders::default()), Vec::<PathBuf>::new());
-        assert_eq!(
-            program_folders(&[], Some(Path::new("/usr/../etc/.")), &WrittenFolders::default()),
-            Vec::<PathBuf>::new()
-        );
+        assert_eq!(program_folders(&[], Some(etc), &[]), Vec::<PathBuf>::new());
+        assert_eq!(program_folders(&[], Some(Path::new("/usr/../etc/.")), &[]), Vec::<PathBuf>::new());
         assert!(is_shared(Path::new("/home/alice")) && !is_shared(Path::new("/home/alice/work")));
     }
 
@@ -604,7 +487,7 @@ mod tests {
         std::os::unix::fs::symlink(path("config"), path("link")).unwrap();
         let (config, token) = (path("config"), path("deep/token"));
         let parts = |folder: &Path, withheld: &[&Path], write: &[&Path]| {
-            let mut given = grantable_parts(folder, withheld, &WrittenFolders::new(write, &[])).unwrap();
+            let mut given = grantable_parts(folder, withheld, write).unwrap();
             given.sort();
             given
         };

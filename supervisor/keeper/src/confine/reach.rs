@@ -8,8 +8,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use super::acl::AccessList;
-use super::elf;
-use super::paths::{self, Reach, Target, WrittenFolders};
+use super::{elf, paths};
 use crate::protocol::confinement::Identity;
 
 const READ: u32 = 4;
@@ -29,8 +28,6 @@ pub(crate) struct GrantedPaths<'a> {
     pub(crate) directory: &'a Path,
     pub(crate) read: &'a [&'a Path],
     pub(crate) write: &'a [&'a Path],
-    /// Folders that workers of any bulkhead can write to.
-    pub(crate) written: &'a WrittenFolders,
     pub(crate) temporary: Option<&'a Path>,
     /// True if a private file system is mounted over the temporary folder.
     pub(crate) temporary_is_mounted: bool,
@@ -86,7 +83,7 @@ impl Unreachable {
         };
         let mut opened = granted.programs.iter().chain([&granted.directory]);
         self.hidden.iter().all(is_opened_before)
-            && opened.all(|path| granted.written.is_fixed(path))
+            && opened.all(|path| paths::is_fixed(path, granted.write))
             && elf::is_elf(granted.program)
     }
 
@@ -140,7 +137,6 @@ impl fmt::Display for UnusablePath {
             ),
             "write" => format!("`chown {uid}:{gid} {path}`"),
             "execute" => format!("`chmod go+rx {path}`"),
-            "traverse" => format!("`chmod o+x {path}`"),
             _ => format!("`chmod go+r {path}`"),
         };
         let shared = if *is_subordinate { " (\"shared\")" } else { "" };
@@ -157,6 +153,7 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
     let mut unreachable = Unreachable::default();
     let mut folders = BTreeSet::new();
     let mut known_folders = BTreeMap::new();
+    let writable = paths::real_paths(granted.write);
     let unusable = |path: &Path, wanted| UnusablePath {
         path: path.to_owned(),
         wanted,
@@ -164,24 +161,15 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
         is_subordinate: false,
         has_other_use: std::fs::canonicalize(path).is_ok_and(|real| is_system_path(&real)),
     };
-    for (path, Target { real, reach }, purpose) in all_paths(granted) {
+    for (path, purpose) in all_paths(granted) {
+        let Ok(real) = std::fs::canonicalize(&path) else { continue };
         let Ok(found) = std::fs::metadata(&real) else { continue };
-        // A worker could have put a private folder in place of a folder that it can write to, so the permissions of
-        // folders inside a written folder apply.
-        let inner = real.ancestors().skip(usize::from(!found.is_dir()));
-        let is_inner = |folder: &&Path| folder.parent().is_some_and(|parent| granted.written.has(parent));
-        let mut inner = inner.filter(is_inner);
-        if reach != Reach::Fixed
-            && let Some(folder) = inner.find(|folder| is_closed(folder, identity, &mut known_folders))
-        {
-            return Err(unusable(folder, "traverse"));
-        }
         let has = |wanted: u32| permits(&real, &found, identity, wanted);
         if found.is_dir() {
             match purpose {
                 Purpose::Write if !has(READ | WRITE | SEARCH) => return Err(unusable(&path, "write")),
-                // Shows a written folder as a whole, because a worker could replace its entries with links.
-                Purpose::Read if !has(READ | SEARCH) && !granted.written.has(&real) => {
+                // Shows a writable folder as a whole, because the worker could replace its entries with links.
+                Purpose::Read if !has(READ | SEARCH) && !paths::is_in(&real, &writable) => {
                     unreachable.expanded.insert(real.clone());
                 }
                 Purpose::WorkingDirectory if !has(SEARCH) => drop(folders.insert(real.clone())),
@@ -196,9 +184,6 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
                 Purpose::Read if !has(READ) && !has(SEARCH) => return Err(unusable(&path, "read")),
                 _ => {}
             }
-        }
-        if reach == Reach::Own {
-            continue;
         }
         for place in BTreeSet::from([path, real.clone()]) {
             let above = topmost_closed(&place, identity, &mut known_folders);
@@ -227,32 +212,22 @@ fn is_system_path(path: &Path) -> bool {
     is_in(&WITH_CONTENTS) || depth == 1 && is_in(&WITHOUT_CONTENTS) || depth <= 2 && is_in(&WITH_FOLDERS)
 }
 
-/// Returns the granted paths as given, each with its target and purpose. Omits paths that a worker has redirected, and
-/// paths that are granted with a writable folder, except those that the start itself needs.
-fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Target, Purpose)> {
-    let written = granted.written;
-    let own = paths::program_folders(granted.programs, Some(granted.directory), written);
-    let own: Vec<&Path> = own.iter().map(PathBuf::as_path).collect();
+/// Returns the granted paths as given, each with its purpose. Omits paths that the worker could redirect.
+fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
+    let own = paths::program_folders(granted.programs, Some(granted.directory), granted.write);
     let named = [
-        (&*own, Purpose::Read, false),
-        (&[granted.directory], Purpose::WorkingDirectory, true),
-        (granted.programs, Purpose::Read, true),
-        (granted.read, Purpose::Read, false),
-        (granted.write, Purpose::Write, false),
+        (&[granted.directory][..], Purpose::WorkingDirectory),
+        (granted.programs, Purpose::Read),
+        (granted.read, Purpose::Read),
+        (granted.write, Purpose::Write),
     ];
-    let mut all = Vec::new();
-    for (given, purpose, is_needed) in named {
-        for path in given {
-            let target = written.resolve(path).ok();
-            let target = target.filter(|target| is_needed || target.reach != Reach::Own);
-            all.extend(target.map(|target| (path.to_path_buf(), target, purpose)));
-        }
+    let mut all: Vec<_> = own.into_iter().map(|path| (path, Purpose::Read)).collect();
+    for (given, purpose) in named {
+        let fixed = given.iter().filter(|path| paths::is_fixed(path, granted.write));
+        all.extend(fixed.map(|path| (path.to_path_buf(), purpose)));
     }
     let temporary = if granted.temporary_is_mounted { Purpose::MountPoint } else { Purpose::Write };
-    all.extend(granted.temporary.and_then(|path| {
-        let target = Target { real: std::fs::canonicalize(path).ok()?, reach: Reach::Fixed };
-        Some((path.to_owned(), target, temporary))
-    }));
+    all.extend(granted.temporary.map(|path| (path.to_owned(), temporary)));
     all
 }
 
@@ -263,18 +238,17 @@ fn topmost_closed(
     known_folders: &mut BTreeMap<PathBuf, bool>,
 ) -> Option<PathBuf> {
     let above: Vec<&Path> = path.ancestors().skip(1).collect();
-    let folder = above.into_iter().rev().find(|folder| is_closed(folder, identity, known_folders))?;
+    let mut is_closed = |folder: &Path| {
+        if let Some(is_closed) = known_folders.get(folder) {
+            return *is_closed;
+        }
+        let is_closed =
+            std::fs::metadata(folder).is_ok_and(|found| !permits(folder, &found, identity, SEARCH));
+        known_folders.insert(folder.to_owned(), is_closed);
+        is_closed
+    };
+    let folder = above.into_iter().rev().find(|folder| is_closed(folder))?;
     std::fs::canonicalize(folder).ok()
-}
-
-/// Returns true if the user cannot traverse the folder.
-fn is_closed(folder: &Path, identity: Identity, known_folders: &mut BTreeMap<PathBuf, bool>) -> bool {
-    if let Some(is_closed) = known_folders.get(folder) {
-        return *is_closed;
-    }
-    let is_closed = std::fs::metadata(folder).is_ok_and(|found| !permits(folder, &found, identity, SEARCH));
-    known_folders.insert(folder.to_owned(), is_closed);
-    is_closed
 }
 
 /// Returns true if the user can list this folder and traverse it.
@@ -341,7 +315,6 @@ mod tests {
             directory: &directory,
             read,
             write,
-            written: &WrittenFolders::new(write, &[]),
             temporary: None,
             temporary_is_mounted: false,
         };
@@ -383,10 +356,7 @@ mod tests {
         folder(&path("work"), 0o777);
         std::os::unix::fs::symlink(path("secret"), path("work/link")).unwrap();
         let (work, plain) = (path("work"), path("home/checkout/program"));
-        let cases = [("work/link", "work"), ("work/link/program", "work"), ("", "work/link")];
-        let written = [WrittenFolders::new(&[&work], &[]), WrittenFolders::new(&[], &[&work])];
-        for ((program, directory), written) in
-            cases.iter().flat_map(|case| written.iter().map(move |w| (case, w)))
+        for (program, directory) in [("work/link", "work"), ("work/link/program", "work"), ("", "work/link")]
         {
             let program = if program.is_empty() { plain.clone() } else { path(program) };
             let directory = path(directory);
@@ -395,52 +365,12 @@ mod tests {
                 programs: &[&program],
                 directory: &directory,
                 read: &[],
-                write: &[],
-                written,
+                write: &[&work],
                 temporary: None,
                 temporary_is_mounted: false,
             };
             assert_eq!(check(&granted, STRANGER), Ok(Unreachable::default()), "{granted:?}");
             assert!(!Unreachable::default().hides_only_programs(&granted), "{granted:?}");
-        }
-    }
-
-    /// A worker could have moved a private folder to the place of the program's folder.
-    #[test]
-    fn closed_folder_in_written_folder_is_an_error() {
-        let outer = home(0o700);
-        let path = |name: &str| outer.path().join("home").join(name);
-        let (work, directory, program) = (path("work"), path("work/job"), path("work/bin/program"));
-        for name in ["work", "work/bin", "work/job"] {
-            folder(&path(name), 0o755);
-        }
-        file(&program, 0o755);
-        let own = WrittenFolders::new(&[&work], &[]);
-        let others = WrittenFolders::new(&[], &[&work]);
-        for (written, is_own) in [(&own, true), (&others, false)] {
-            let granted = GrantedPaths {
-                program: &program,
-                programs: &[&program],
-                directory: &directory,
-                read: &[],
-                write: &[],
-                written,
-                temporary: None,
-                temporary_is_mounted: false,
-            };
-            // Own writable folders are shown as a whole.
-            let unreachable = check(&granted, STRANGER).unwrap();
-            assert_eq!(unreachable.folders.is_empty(), is_own);
-            assert!(is_own || !unreachable.hides_only_programs(&granted));
-            for closed in [path("work/bin"), directory.clone()] {
-                folder(&closed, 0o700);
-                let text = check(&granted, STRANGER).unwrap_err().to_string();
-                assert!(
-                    text.contains(&format!("traverse {0}: run `chmod o+x {0}`", closed.display())),
-                    "{text}"
-                );
-                folder(&closed, 0o755);
-            }
         }
     }
 

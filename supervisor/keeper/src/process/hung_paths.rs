@@ -6,7 +6,6 @@
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::io;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::{is_alive, start_time};
@@ -55,41 +54,28 @@ impl HungPaths {
     /// Fails if a path that the keeper opens for this order does not respond. Does nothing if no network or FUSE file
     /// system is mounted.
     pub(super) fn check(&mut self, forker: &Forker, order: &SpawnOrder<'_>) -> Result<(), SpawnError> {
-        let hung = self.find(forker, &paths_of(order));
-        match hung.map_err(|error| SpawnError::from_io("path check", &error))? {
-            None => Ok(()),
-            Some(path) => {
-                Err(SpawnError::new(&format!("{path}: the file system does not respond"), Errno::TIMEDOUT))
-            }
-        }
-    }
-
-    /// Resolves the symbolic links in `written`, except those of paths that do not respond.
-    pub(super) fn resolve_written(&mut self, forker: &Forker, written: &mut Vec<String>) {
-        let mut responding: Vec<&str> = written.iter().map(String::as_str).collect();
-        while let Ok(Some(hung)) = self.find(forker, &responding) {
-            responding.retain(|path| *path != hung);
-        }
-        *written = real_folders(written, &responding);
-    }
-
-    /// Returns a path that does not respond.
-    fn find<'p>(&mut self, forker: &Forker, paths: &[&'p str]) -> io::Result<Option<&'p str>> {
+        let paths = paths_of(order);
         if paths.is_empty() || !has_remote_mount(&std::fs::read("/proc/self/mountinfo").unwrap_or_default()) {
-            return Ok(None);
+            return Ok(());
         }
+        let hung = |path: &str| {
+            Err(SpawnError::new(&format!("{path}: the file system does not respond"), Errno::TIMEDOUT))
+        };
         let timeout = if self.0.is_empty() { TIMEOUT } else { LATER_TIMEOUT };
         let now = Instant::now();
         self.0.retain(|_, known| now < known.next_check_at || known.check.is_alive());
         if let Some(known) = paths.iter().find(|path| self.0.contains_key(**path)) {
-            return Ok(Some(known));
+            return hung(known);
         }
-        let Some((path, check, is_starved)) = find_hung(forker, paths, timeout)? else { return Ok(None) };
+        let failed = |error: io::Error| SpawnError::from_io("path check", &error);
+        let Some((path, check, is_starved)) = find_hung(forker, &paths, timeout).map_err(failed)? else {
+            return Ok(());
+        };
         // If the check had not been scheduled yet, the path is not known to be hung.
         if !is_starved {
             self.0.insert(path.to_owned(), HungPath { next_check_at: Instant::now() + RETRY_PAUSE, check });
         }
-        Ok(Some(path))
+        hung(path)
     }
 
     /// Returns true if a process checks paths. Such a process is not a leftover process of a worker.
@@ -120,24 +106,6 @@ fn paths_of<'o>(order: &SpawnOrder<'o>) -> Vec<&'o str> {
         paths.extend(granted.into_iter().flatten());
     }
     paths
-}
-
-/// Returns the real paths of the folders in `written`. A missing folder, and a folder that is not in `responding`, is
-/// returned as given. Omits a folder if a link leads from another folder in `written` to a place outside, because a
-/// worker could have created the link.
-fn real_folders(written: &[String], responding: &[&str]) -> Vec<String> {
-    let real = |path: &str| {
-        let is_responding = responding.contains(&path);
-        let real = is_responding.then(|| std::fs::canonicalize(path).ok()).flatten();
-        real.unwrap_or_else(|| PathBuf::from(path))
-    };
-    let resolved: Vec<(&Path, PathBuf)> = written.iter().map(|path| (Path::new(path), real(path))).collect();
-    let has_left = |path: &Path, real: &Path| {
-        let mut outer = resolved.iter().filter(|(outer, _)| path.starts_with(outer));
-        outer.any(|(_, outer)| !real.starts_with(outer))
-    };
-    let kept = resolved.iter().filter(|(path, real)| !has_left(path, real));
-    kept.filter_map(|(path, real)| Some(real.to_str().or(path.to_str())?.to_owned())).collect()
 }
 
 /// Returns true if a network or FUSE file system is mounted or can be mounted automatically, according to the text of
@@ -210,20 +178,5 @@ mod tests {
         assert_eq!(paths_of(&order), ["/secret"]);
         order.confinement.layers.landlock = true;
         assert_eq!(paths_of(&order), ["/secret", "/program", "/folder", "/read"]);
-    }
-    #[test]
-    fn link_in_written_folder_does_not_add_another_folder() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-        for name in ["shared", "shared/inner", "private"] {
-            std::fs::create_dir(path(name)).unwrap();
-        }
-        std::os::unix::fs::symlink(path("private"), path("shared/leak")).unwrap();
-        std::os::unix::fs::symlink(path("shared"), path("link")).unwrap();
-        let written = ["link", "shared/inner", "shared/leak", "shared", "missing"].map(path);
-        let responding: Vec<&str> = written.iter().map(String::as_str).collect();
-        let expected = ["shared", "shared/inner", "shared", "missing"].map(path);
-        assert_eq!(real_folders(&written, &responding), expected);
-        assert_eq!(real_folders(&written[..1], &[]), [path("link")]);
     }
 }

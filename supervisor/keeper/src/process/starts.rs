@@ -46,11 +46,10 @@ impl EventLoop {
     /// Starts a worker or a template.
     pub(super) fn spawn(
         &mut self,
-        order: &mut SpawnOrder<'_>,
+        order: &SpawnOrder<'_>,
         mut descriptors: Vec<OwnedFd>,
     ) -> Result<(), SpawnError> {
         self.hung_paths.check(&self.forker, order)?;
-        self.hung_paths.resolve_written(&self.forker, &mut order.confinement.written);
         let mut template = None;
         if order.is_template {
             let pair = template_socket().map_err(|error| SpawnError::from_io("descriptors", &error));

@@ -19,8 +19,6 @@ pub struct Confinement<'a> {
     pub read: Vec<&'a str>,
     /// Paths that the worker can write to.
     pub write: Vec<&'a str>,
-    /// Paths to which workers of any bulkhead can write. A worker can redirect paths that lead through them.
-    pub written: Vec<String>,
     /// Paths of the supervisor's own files. No worker can access these paths, even if they are inside a granted folder.
     pub withheld: Vec<&'a str>,
     /// Ports to which the worker can connect by TCP if its network access is [`NetworkAccess::Connections`].

@@ -85,11 +85,10 @@ pub(crate) enum Order<'a> {
 
 impl SpawnOrder<'_> {
     fn texts(&self) -> impl Iterator<Item = &str> {
-        let Confinement { programs, read, write, written, withheld, allow, deny, .. } = &self.confinement;
+        let Confinement { programs, read, write, withheld, allow, deny, .. } = &self.confinement;
         let lists = [&self.arguments, &self.environment, programs, read, write, withheld, allow, deny];
         let files = self.environment_files.iter().flat_map(|(name, path)| [*name, *path]);
-        let own = lists.into_iter().flatten().copied().chain(written.iter().map(String::as_str));
-        [self.program, self.directory].into_iter().chain(own).chain(files)
+        [self.program, self.directory].into_iter().chain(lists.into_iter().flatten().copied()).chain(files)
     }
 
     pub(crate) fn encode(&self) -> io::Result<Vec<u8>> {

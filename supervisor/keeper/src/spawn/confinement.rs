@@ -17,7 +17,6 @@ use super::mounts::proc_entries;
 use super::mounts::root::{self, PrivateRoot};
 use super::{LANDLOCK_STEP, SECCOMP_STEP, SpawnError, program_rules};
 use crate::confine::landlock::{self, Ruleset};
-use crate::confine::paths::WrittenFolders;
 use crate::confine::reach::{self, GrantedPaths, Unreachable};
 use crate::confine::seccomp::{self, FatalAction, Filter};
 use crate::protocol::SpawnOrder;
@@ -93,7 +92,6 @@ impl PreparedConfinement {
             directory: Path::new(directory),
             read: &read,
             write: &write,
-            written: &written_folders(ordered),
             temporary,
             temporary_is_mounted: matches!(layers.temporary, TemporaryFiles::MountedTmpfs(_)),
         };
@@ -185,7 +183,6 @@ fn create_ruleset(
         directory: Some(granted.directory),
         read: granted.read,
         write: granted.write,
-        others_write: &others_write(ordered),
         temporary: granted.temporary,
         withheld,
         has_own_root: layers.namespaces.mount,
@@ -285,14 +282,6 @@ fn hides_unix_sockets(layers: &Layers) -> bool {
 fn landlock_controls_truncation() -> bool {
     const TRUNCATE_SINCE: u32 = 3;
     bulkhead_linux::landlock::abi_version().is_ok_and(|version| version >= TRUNCATE_SINCE)
-}
-
-pub(super) fn written_folders(ordered: &Confinement<'_>) -> WrittenFolders {
-    WrittenFolders::new(&as_paths(&ordered.write), &others_write(ordered))
-}
-
-fn others_write<'p>(ordered: &'p Confinement<'_>) -> Vec<&'p Path> {
-    ordered.written.iter().map(Path::new).collect()
 }
 
 fn as_paths<'p>(texts: &'p [&'p str]) -> Vec<&'p Path> {

@@ -10,17 +10,16 @@ use std::sync::Arc;
 
 use bulkhead_linux::secret_file::{self, SecretFileError};
 use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
-use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use zeroize::{Zeroize as _, Zeroizing};
 
-use super::confinement::{PreparedConfinement, written_folders};
+use super::confinement::PreparedConfinement;
 use super::mounts::covers::Covers;
 use super::mounts::root::PrivateRoot;
 use super::progress;
 use super::{LINK_FD, SpawnError};
-use crate::confine::paths::WrittenFolders;
+use crate::confine::paths;
 use crate::protocol::confinement::TemporaryFiles;
 use crate::protocol::socket;
 use crate::protocol::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
@@ -100,13 +99,13 @@ pub(crate) struct ChildConnections {
     pub(crate) extra_descriptors: u32,
 }
 
-/// Reads the value of an environment variable from a file. If the path leads through a written folder, the file must
-/// be inside such a folder, because a worker could replace it with a link to another user's file.
-fn variable_from_file(name: &str, path: &str, written: &WrittenFolders) -> Result<CString, SpawnError> {
+/// Reads the value of an environment variable from a file. If the path leads through a folder in `write`, the file must
+/// be inside such a folder, because the worker could replace it with a link to another user's file.
+fn variable_from_file(name: &str, path: &str, write: &[&Path]) -> Result<CString, SpawnError> {
     let unreadable = |errno| SpawnError::new(&format!("env_files.{name}: read {path}"), errno);
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let opened = (!written.is_fixed(Path::new(path))).then(|| written.open(Path::new(path), flags));
-    let opened = opened.transpose().map_err(unreadable)?;
+    let is_fixed = paths::is_fixed(Path::new(path), write);
+    let opened =
+        (!is_fixed).then(|| paths::open_inside(Path::new(path), write)).transpose().map_err(unreadable)?;
     let place = opened.as_ref().map(|file| format!("/proc/self/fd/{}", file.as_raw_fd()));
     let value = secret_file::read_variable(Path::new(place.as_deref().unwrap_or(path))).map_err(|error| {
         let step = match &error {
@@ -128,9 +127,9 @@ fn variable_from_file(name: &str, path: &str, written: &WrittenFolders) -> Resul
 /// `HOME`, unless the order sets them. With a private `/tmp`, sets only `HOME`.
 fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Environment, SpawnError> {
     let mut environment = Environment(c_strings(&order.environment)?);
-    let written = written_folders(&order.confinement);
+    let write: Vec<&Path> = order.confinement.write.iter().map(Path::new).collect();
     for (name, path) in &order.environment_files {
-        environment.0.push(variable_from_file(name, path, &written)?);
+        environment.0.push(variable_from_file(name, path, &write)?);
     }
     let has_private_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));
     let home = temporary.or(has_private_tmp.then_some(Path::new(PRIVATE_TMP)));
@@ -223,21 +222,16 @@ mod tests {
         }
         std::os::unix::fs::symlink(path("secret"), path("work/link")).unwrap();
         std::os::unix::fs::symlink(folder.path(), path("work/inner")).unwrap();
-        let read = |name: &str, own: &[&Path], others: &[&Path]| {
-            let written = WrittenFolders::new(own, others);
-            variable_from_file("NAME", path(name).to_str().unwrap(), &written)
-        };
+        let read =
+            |name: &str, write: &[&Path]| variable_from_file("NAME", path(name).to_str().unwrap(), write);
         let (work, inner) = (path("work"), path("work/inner"));
-        for (own, others) in [(&[&*work][..], &[][..]), (&[], &[&*work])] {
-            for name in ["secret", "work/own"] {
-                assert_eq!(read(name, own, others).unwrap().to_bytes(), b"NAME=sesame");
-            }
-            let error = read("work/link", own, others).unwrap_err();
+        for name in ["secret", "work/own"] {
+            assert_eq!(read(name, &[&work]).unwrap().to_bytes(), b"NAME=sesame");
+        }
+        for (name, write) in [("work/link", &[&*work][..]), ("work/inner/secret", &[&inner, &work])] {
+            let error = read(name, write).unwrap_err();
             assert!(error.errno == Errno::XDEV && error.step.contains("env_files.NAME"), "{}", error.step);
-            assert_eq!(read("work/missing", own, others).unwrap_err().errno, Errno::NOENT);
         }
-        for others in [&[][..], &[folder.path()]] {
-            assert_eq!(read("work/inner/secret", &[&inner, &work], others).unwrap_err().errno, Errno::XDEV);
-        }
+        assert_eq!(read("work/missing", &[&work]).unwrap_err().errno, Errno::NOENT);
     }
 }

@@ -180,8 +180,7 @@ fn landlock_grants_only_world_readable_files_in_etc() {
         let mut ruleset = super::create(super::ABI::V1, NetworkAccess::All).unwrap();
         let access = super::AccessFs::ReadFile.into();
         let condition = super::Condition::IfWorldReadable;
-        let grant = super::Grant { path: path.clone(), access, condition };
-        super::add(&mut ruleset, &grant, &super::WrittenFolders::default()).unwrap();
+        super::add(&mut ruleset, &super::Grant { path: path.clone(), access, condition }).unwrap();
         let ruleset = Ruleset {
             descriptor: Option::from(ruleset).unwrap(),
             abi: 1,

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
@@ -17,7 +17,6 @@ use super::super::progress::StepError;
 use super::root::{LayoutStep, c_string, is_expanded};
 use super::{Access, ENTRIES_MAX, mount, restrict, too_many_entries};
 use crate::confine::landlock::Ruleset;
-use crate::confine::paths::open_without_links;
 use crate::confine::reach::{Purpose, Unreachable};
 use crate::protocol::confinement::Identity;
 use bulkhead_linux::errno::{self, check};
@@ -261,14 +260,11 @@ impl Bind {
     fn make(&self, folder: Option<&OwnedFd>) -> Result<(), Errno> {
         const OPEN_TREE_CLONE: libc::c_uint = 1;
         const MOVE_MOUNT_F_EMPTY_PATH: libc::c_uint = 4;
-        let here = folder.map_or(rustix::fs::CWD, |folder| folder.as_fd());
-        // `from` is a real path, unless a worker has replaced a part of the path with a link.
-        let source = open_without_links(here, self.from.as_c_str(), OFlags::PATH | OFlags::CLOEXEC)?;
-        let flags = (libc::O_CLOEXEC | libc::AT_RECURSIVE | libc::AT_EMPTY_PATH) as libc::c_uint;
-        let flags = OPEN_TREE_CLONE | flags;
+        let here = folder.map_or(libc::AT_FDCWD, |folder| folder.as_raw_fd());
+        let flags = OPEN_TREE_CLONE | libc::O_CLOEXEC as libc::c_uint | libc::AT_RECURSIVE as libc::c_uint;
         // SAFETY: the string is NUL-terminated. Nothing else owns the returned descriptor.
         let copy = unsafe {
-            match libc::syscall(libc::SYS_open_tree, source.as_raw_fd(), c"".as_ptr(), flags) {
+            match libc::syscall(libc::SYS_open_tree, here, self.from.as_ptr(), flags) {
                 -1 => return Err(errno::last()),
                 descriptor => OwnedFd::from_raw_fd(descriptor as i32),
             }

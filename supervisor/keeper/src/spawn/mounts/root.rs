@@ -10,14 +10,14 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
 use bulkhead_linux::errno::check;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use super::super::progress::StepError;
 use super::super::{ROOT_STEP, SpawnError};
 use super::proc_entries;
 use super::{Access, ENTRIES_MAX, mount, restrict, too_many_entries};
-use crate::confine::paths::{self, open_without_links};
+use crate::confine::paths;
 use crate::confine::reach::{GrantedPaths, Unreachable};
 use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
 
@@ -117,7 +117,7 @@ impl PrivateRoot {
             steps.extend(folders_to(folder).into_iter().map(LayoutStep::Folder));
         }
         // Creates the working directory, which must exist even if the worker cannot access its contents.
-        if granted.written.granted(granted.directory).is_some() {
+        if paths::is_fixed(granted.directory, granted.write) {
             steps.extend(folders_to(granted.directory).into_iter().map(LayoutStep::Folder));
         }
         for (at, to) in inner_links {
@@ -197,7 +197,7 @@ impl LayoutStep {
         match self {
             Self::Folder(at) => make_folder(at),
             Self::File(at) => {
-                let flags = OFlags::CREATE | OFlags::CLOEXEC;
+                let flags = rustix::fs::OFlags::CREATE | rustix::fs::OFlags::CLOEXEC;
                 rustix::fs::open(at, flags, Mode::from_raw_mode(0o444)).map(drop)
             }
             Self::Link { to, at } => ignore_existing(rustix::fs::symlink(to, at)),
@@ -245,7 +245,7 @@ impl Layout {
         unreachable: &Unreachable,
     ) -> Result<Vec<(PathBuf, PathBuf)>, SpawnError> {
         let mut links = Vec::new();
-        for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.written) {
+        for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
             links.extend(self.add_program_folder(&folder, granted, withheld, unreachable)?);
         }
         let named = granted.read.iter().map(|path| (*path, Access::Read));
@@ -254,11 +254,11 @@ impl Layout {
                 let step = format!("{ROOT_STEP}: show {}", path.display());
                 return Err(SpawnError::new(&step, Errno::NOENT));
             }
-            if let Some(target) = granted.written.granted(path) {
+            if paths::is_fixed(path, granted.write) {
                 if access == Access::Read && is_expanded(path, unreachable) {
                     links.extend(self.add_program_folder(path, granted, withheld, unreachable)?);
                 } else {
-                    self.bind_target(path, target.real, access);
+                    self.bind(path, access);
                 }
             }
         }
@@ -284,12 +284,7 @@ impl Layout {
 
     /// Makes a path visible under the given name and under its real path.
     fn bind(&mut self, path: &Path, access: Access) {
-        if let Ok(real) = std::fs::canonicalize(path) {
-            self.bind_target(path, real, access);
-        }
-    }
-
-    fn bind_target(&mut self, path: &Path, real: PathBuf, access: Access) {
+        let Ok(real) = std::fs::canonicalize(path) else { return };
         if real == Path::new("/") {
             return paths::root_entries().iter().for_each(|entry| self.bind(entry, access));
         }
@@ -316,26 +311,21 @@ impl Layout {
             Some(entries.map(|entry| entry.path()).filter(|path| !is_link(path)).collect::<Vec<_>>())
         };
         let is_expanded = is_expanded(folder, unreachable);
-        let parts = match paths::grantable_parts(folder, withheld, granted.written) {
+        let parts = match paths::grantable_parts(folder, withheld, granted.write) {
             Ok(parts) if parts == [folder] && is_expanded => entries(folder),
             Ok(parts) if parts != [folder] => Some(parts),
             _ => None,
-        };
-        let mut bind = |path: &Path| {
-            if let Some(target) = granted.written.granted(path) {
-                self.bind_target(path, target.real, Access::Read);
-            }
         };
         let entries_max = if is_expanded { ENTRIES_MAX } else { SHOWN_ENTRIES_MAX };
         let parts = match parts {
             Some(parts) if parts.len() <= entries_max => parts,
             Some(_) if is_expanded => return Err(too_many_entries(folder)),
             _ => {
-                bind(folder);
+                self.bind(folder, Access::Read);
                 return Ok(Vec::new());
             }
         };
-        parts.iter().for_each(|part| bind(part));
+        parts.iter().for_each(|part| self.bind(part, Access::Read));
         let expanded: BTreeSet<&Path> =
             parts.iter().filter_map(|part| part.parent()).chain([folder]).collect();
         self.expanded.extend(expanded.iter().map(|folder| folder.to_path_buf()));
@@ -502,15 +492,9 @@ fn ignore_existing(result: Result<(), Errno>) -> Result<(), Errno> {
     }
 }
 
-/// Makes `from`, with all mounts below it, visible at `at` as well. Fails if `from` is no longer a real path, because a
-/// worker could have replaced a part of the path with a link.
+/// Makes `from`, with all mounts below it, visible at `at` as well.
 fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
-    let source = open_without_links(rustix::fs::CWD, from, OFlags::PATH | OFlags::CLOEXEC)?;
     mount(Some(from), at, None, libc::MS_BIND | libc::MS_REC, None)?;
-    let (wanted, found) = (rustix::fs::fstat(source)?, rustix::fs::stat(at)?);
-    if (wanted.st_dev, wanted.st_ino) != (found.st_dev, found.st_ino) {
-        return Err(Errno::XDEV);
-    }
     restrict(at, access)
 }
 
