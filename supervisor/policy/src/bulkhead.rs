@@ -697,6 +697,8 @@ impl<T> Bulkhead<T> {
         while let Some(slot) = self.workers.pop_due_slot(now) {
             match self.workers.slot(slot).state {
                 SlotState::Empty => self.workers.record(slot).saved_state = None,
+                // The bulkhead may not have workers yet. `Event::Start` starts the worker.
+                _ if self.activity == Activity::StartAnnounced => self.set_slot(slot, SlotState::Awaiting),
                 _ => self.spawn(now, slot, None),
             }
         }

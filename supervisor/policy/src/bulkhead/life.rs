@@ -79,6 +79,7 @@ impl<T> Bulkhead<T> {
     pub(super) fn spawn_failed(&mut self, now: Time, id: WorkerId, message: String, lacks_id: bool) {
         let Some(worker) = self.workers.by_id(id) else { return };
         let slot = worker.assignment.slot();
+        let is_current = self.workers.slot(slot).state.worker() == Some(id.place);
         let is_not_needed = worker.phase == Phase::Killing(KillReason::NotNeeded);
         let record = self.workers.record(slot);
         if is_not_needed {
@@ -86,6 +87,8 @@ impl<T> Bulkhead<T> {
         } else {
             let before = record.last_exit.replace(message.clone());
             record.last_end = Some(RestartCause::NotStarted);
+            // The next attempt continues this start, which has been counted already.
+            record.has_had_worker &= !(lacks_id && is_current);
             // A shortage of user IDs can last long, so it is reported once.
             if !lacks_id || before.is_none_or(|before| before != message) {
                 let what = OperatorEvent::WorkerNotStarted { slot, message: message.clone() };

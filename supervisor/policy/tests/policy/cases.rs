@@ -495,6 +495,28 @@ fn scaling_to_zero_does_not_hide_a_failed_slot() {
     }
 }
 
+/// While a start is only announced, a slot whose backoff ends must wait for the start, because the limit on the number
+/// of tenants with workers might not permit a worker yet.
+#[test]
+fn backoff_that_ends_during_announced_start_starts_no_worker() {
+    let base = limits(1, 1, 5);
+    let restart = Restart { backoff: 5 * SECOND, backoff_max: 5 * SECOND, ..base.restart.clone() };
+    let mut fixture = Fixture::starting(Limits { restart, deadline: 60 * SECOND, ..base });
+    for _ in 0..2 {
+        fixture.exit_worker(fixture.newest_worker(), Death::Exit(1));
+    }
+    fixture.apply(Event::ScaleToZero);
+    fixture.apply(Event::AnnounceStart);
+    let started = fixture.spawned.len();
+    let job = fixture.job();
+    fixture.wait(20 * SECOND);
+    assert_eq!(fixture.spawned.len(), started);
+    fixture.apply(Event::Start);
+    fixture.bring_up(fixture.spawned[started]);
+    fixture.reply(job);
+    fixture.expect(job, "ok", None);
+}
+
 /// A shortage of user IDs is no failure of the worker, regardless of the restart policy.
 #[test]
 fn worker_without_a_user_id_is_retried_without_limit() {
@@ -512,6 +534,7 @@ fn worker_without_a_user_id_is_retried_without_limit() {
         }
         let is_report = |event: &&OperatorEvent| matches!(event, OperatorEvent::WorkerNotStarted { .. });
         assert_eq!(fixture.events.iter().filter(is_report).count(), 1);
+        assert_eq!(fixture.bulkhead.restarts(), 0, "all attempts belong to the first start");
         let worker = fixture.newest_worker();
         fixture.bring_up(worker);
         fixture.reply(job);

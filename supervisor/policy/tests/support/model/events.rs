@@ -415,6 +415,7 @@ impl Model {
         let now = self.now;
         self.replace_again();
         self.end_observations();
+        self.end_waits_of_announced_start();
         if self.idle_since.zip(self.limits.idle).is_some_and(|(since, idle)| since + idle <= now) {
             self.scale_to_zero();
         }

@@ -479,6 +479,20 @@ impl Model {
         }
     }
 
+    /// Slots whose time has come during an announced start wait for the start instead.
+    pub(super) fn end_waits_of_announced_start(&mut self) {
+        let now = self.now;
+        let is_due = |state| match state {
+            SlotState::Waiting { until: at } | SlotState::Stopped { probe_at: Some(at) } => at <= now,
+            _ => false,
+        };
+        if self.activity == Activity::StartAnnounced {
+            for slot in self.slots.iter_mut().filter(|slot| is_due(slot.state)) {
+                slot.state = SlotState::Awaiting;
+            }
+        }
+    }
+
     pub(super) fn scale_to_zero(&mut self) {
         if self.activity == Activity::ScaledToZero || self.is_stopping() {
             return;
