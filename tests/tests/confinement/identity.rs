@@ -504,7 +504,7 @@ fn check_uses_the_same_start_timeout_as_the_supervisor() {
 }
 
 /// Replaces the program with a link to a private folder, as a worker that can write there could, until the next worker
-/// has started.
+/// has started or failed to start.
 #[test]
 fn link_in_place_of_program_does_not_reveal_private_folder() {
     for profile in profiles() {
@@ -522,17 +522,19 @@ fn link_in_place_of_program_does_not_reveal_private_folder() {
         set_mode(&tool, 0o755);
         let config = format!(
             "{SOCKETS}[bulkhead.x]\nexec = [\"work/tool\"]\nmax_queue = 10\nenv = {{ PATH = \"/usr/bin:/bin\" }}\n\
-             sandbox = {{ profile = \"{profile}\", write = [\"work\"], tmp = 0 }}\n"
+             sandbox = {{ profile = \"{profile}\", write = [\"work\"], tmp = 0 }}\n\
+             restart = {{ max = 1000, backoff = \"10ms\", backoff_max = \"100ms\" }}\n"
         );
         let supervisor = start_in(home, &config);
         let client = client(&supervisor);
         assert_eq!(answer(&client, "x", "", ""), "hidden\n", "{profile}");
-        let ready = || supervisor.events("worker_ready").len();
-        let before = ready();
+        let ends_of_starts =
+            || supervisor.events("worker_ready").len() + supervisor.events("worker_exited").len();
+        let killed = ends_of_starts() + 1;
         std::fs::rename(&tool, &aside).unwrap();
         std::os::unix::fs::symlink(&private, &tool).unwrap();
         kill_pid(supervisor.worker_pids("x")[0], Signal::SIGKILL);
-        wait_for("another worker is ready", || (ready() > before).then_some(()));
+        wait_for("another start has ended", || (ends_of_starts() > killed).then_some(()));
         std::fs::rename(&aside, &tool).unwrap();
         assert_eq!(answer(&client, "x", "", ""), "hidden\n", "{profile}");
     }

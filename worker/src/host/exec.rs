@@ -19,7 +19,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::folder::{Folder, Folders};
 use super::launch::{self, ChildSetup, Environment, Launch, Program};
-use super::log_lines::LogLines;
+use super::log_lines::{LogLines, SharedLog};
 use super::orphans::Orphans;
 use crate::context::{Ctx, Job};
 use crate::log;
@@ -143,6 +143,7 @@ pub(super) fn run(plan: Plan) -> ExitCode {
 /// State shared by all jobs of the host.
 struct Host {
     plan: Plan,
+    log: SharedLog,
     /// Path that is passed to `execve`.
     place: String,
     environment: Environment,
@@ -185,7 +186,7 @@ impl Host {
         let rules = Arc::new(rules);
         let folders = Folders::new(rules.clone()).map_err(|error| failed("start a thread", error))?;
         let environment = Environment::new(rules.temporary().map(|temporary| temporary.path.as_path()));
-        Ok(Self { plan, place, environment, rules, folders, orphans })
+        Ok(Self { plan, log: SharedLog::default(), place, environment, rules, folders, orphans })
     }
 
     fn run_program(&self, job: &Job, ctx: &Ctx<Self>) -> Reply {
@@ -320,7 +321,7 @@ impl Host {
             logged,
             stderr: program.stderr.take(),
             output: Vec::new(),
-            log: [LogLines::new(), LogLines::new()],
+            log: [LogLines::new(&self.log), LogLines::new(&self.log)],
             tail: Vec::new(),
             end: Ending::Exited,
         };
