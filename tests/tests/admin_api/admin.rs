@@ -301,7 +301,7 @@ fn readyz_reflects_supervisor_state_from_start_to_stop() {
 /// The readiness of one bulkhead does not change when a failing worker waits for its next start, or when the first
 /// worker of an isolated tenant starts.
 #[test]
-fn readyz_of_one_bulkhead_needs_a_ready_worker_or_starts_on_demand() {
+fn readyz_of_one_bulkhead_needs_a_worker_or_starts_on_demand() {
     let supervisor = Supervisor::start(
         "[bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\n\
          restart = { max = 50, backoff = \"60s\", backoff_max = \"60s\", within = \"1h\" }\n\
