@@ -428,9 +428,9 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns true if the bulkhead accepts jobs and has a ready worker.
+    /// Returns true if the bulkhead accepts jobs, has a ready worker, and is not starting.
     pub fn is_serving(&self) -> bool {
-        self.mode == Mode::Open && self.ready_slots() > 0
+        matches!(self.state(), BulkheadState::Ready | BulkheadState::Degraded) && self.ready_slots() > 0
     }
 
     fn ready_slots(&self) -> usize {
