@@ -105,7 +105,7 @@ fn check_limit(resource: Resource, limit: Rlimit) -> Result<(), HandlerError> {
     setrlimit(resource, raised).and_then(|()| setrlimit(resource, own)).map_err(|_| {
         let name = rlimits::Resource::from_number(resource as u32).map_or("", rlimits::Resource::name);
         let wanted = limit.current.map_or_else(|| "unlimited".to_owned(), |wanted| wanted.to_string());
-        // The host's own limit on open files is lower than the supervisor's limit, which is the one that matters.
+        // The host's own limit on open files is lower than the supervisor's limit, so its value would be misleading.
         let message = format!(
             "rlimit {name}: {wanted} is above the hard limit of the supervisor: lower `rlimits.{name}`, or raise the \
              supervisor's limit (`Limit{}=` in its systemd unit)",

@@ -16,7 +16,7 @@ pub fn connect() -> io::Result<Option<UnixDatagram>> {
     std::env::var_os("NOTIFY_SOCKET").map(|address| connect_to(&address)).transpose()
 }
 
-/// Sends a message to the service manager. Does nothing if there is none. Each line has the form `NAME=VALUE`.
+/// Sends a message to the service manager. Does nothing without a service manager. Each line has the form `NAME=VALUE`.
 ///
 /// # Errors
 ///
